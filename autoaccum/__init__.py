@@ -1,0 +1,41 @@
+"""Train with the batch you want on the card you have.
+
+The public names load on first use, so that importing this package loads neither torch nor optuna.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoaccum.accumulation.accumulator import Accumulator as Accumulator
+    from autoaccum.accumulation.accumulator import StepResult as StepResult
+    from autoaccum.planning.planner import plan as plan
+    from autoaccum.planning.records import Plan as Plan
+    from autoaccum.workload.spec import Workload as Workload
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Accumulator": "autoaccum.accumulation.accumulator",
+    "StepResult": "autoaccum.accumulation.accumulator",
+    "Plan": "autoaccum.planning.records",
+    "plan": "autoaccum.planning.planner",
+    "Workload": "autoaccum.workload.spec",
+}
+
+__all__ = ["Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoaccum' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

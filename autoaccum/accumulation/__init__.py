@@ -1,0 +1,1 @@
+"""HOW a batch becomes one optimizer step."""

@@ -1,0 +1,1 @@
+"""WHAT a step costs, and where."""

@@ -1,0 +1,122 @@
+"""What a device answers: one trial of a workload at one size, as a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Outcome = Literal["ok", "tight", "oom", "error"]
+"""`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.
+`error`: anything else went wrong; a smaller batch is no answer to it."""
+
+Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial: an update, then an update accumulated over `parts`, by the Accumulator that trains.
+
+    Attributes:
+        parts: Micro-batch sizes, in samples, of the second update; the first update ran `parts[:1]`.
+        outcome: See `Outcome`.
+        phase: Where it ended when it did not run through; None when it did.
+        peak_allocated_bytes: Peak of the bytes tensors held; None where the device cannot tell.
+        peak_reserved_bytes: Peak of what the process held of the device for this; None when nothing was measured.
+        allocator_retries: How often the allocator released its cache and tried again; None where it has none.
+        seconds: Wall time of the trial, without the start of its process.
+        message: One line on what went wrong.
+        traceback: The user's own frames, when their code raised.
+        certain: False when an `oom` was recognised by a text that some bugs share: it counts only if a smaller
+            size runs in a fresh process.
+        fresh: Whether its process had run no trial before.
+        blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
+    """
+
+    parts: tuple[int, ...]
+    outcome: Outcome
+    phase: Phase | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    allocator_retries: int | None = None
+    seconds: float = 0.0
+    message: str | None = None
+    traceback: str | None = None
+    certain: bool = True
+    fresh: bool = False
+    blames: Literal["user", "measurement"] | None = None
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest part, in samples."""
+        return max(self.parts)
+
+    @property
+    def ran(self) -> bool:
+        """Whether it ran through."""
+        return self.outcome in ("ok", "tight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings:
+    """What all trials of one plan have in common.
+
+    Attributes:
+        reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
+        share: Samples per update on this rank: the effective batch a trial holds in memory.
+        precision: Overrides the workload's precision.
+        optimizer: Overrides the workload's optimizer by a name of `torch.optim`.
+        trial_limit_seconds: A trial that takes longer is ended and recorded as an error.
+    """
+
+    reference: str
+    share: int
+    precision: str | None = None
+    optimizer: str | None = None
+    trial_limit_seconds: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What is known of a workload before any trial; `warnings` are sentences for the plan."""
+
+    name: str
+    digest: str
+    model: str
+    parameters: int
+    parameter_bytes: int
+    precision: str
+    optimizer: str
+    reduction: str
+    weight: str
+    environment: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+class Device(Protocol):
+    """Where trials run. Use as a context manager: leaving it ends its processes."""
+
+    @property
+    def name(self) -> str:
+        """Short name, such as `cpu` or `cuda:0`."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget every trial is held to."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the plan records about the device: name, kind, total and free bytes, how limits are enforced."""
+
+    def inspect(self) -> Inspection:
+        """Load and check the workload, without a limit on memory.
+
+        Raises:
+            WorkloadError: The workload is not usable.
+            NotMeasuredError: Its process died or hung.
+        """
+
+    def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
+        """Run one trial; `fresh` asks for a process that has run no trial before."""
+
+    def close(self) -> None:
+        """End every process of this device's own."""

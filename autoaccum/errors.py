@@ -1,0 +1,67 @@
+"""What can go wrong, as a person should read it: what was seen, the bound it broke, and the way out.
+
+Every error autoaccum raises on purpose descends from `AutoaccumError`; the command line prints its text and leaves
+with its `exit_code` (0 yes, 1 a clear no, 2 bad usage or workload, 3 could not be measured).
+"""
+
+from __future__ import annotations
+
+
+class AutoaccumError(Exception):
+    """Root of all errors raised on purpose.
+
+    Args:
+        message: What was seen and, where there is one, the bound it broke; no full stop at the end.
+        hint: The way out; appended after a colon.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{message}: {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(AutoaccumError):
+    """A flag or an argument that cannot be honoured."""
+
+    exit_code = 2
+
+
+class WorkloadError(AutoaccumError):
+    """The workload (the user's file, model, batch, loss, weight or optimizer) is not usable as it stands.
+
+    Attributes:
+        user_traceback: The user's own frames when their code raised, for showing; None otherwise.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None, user_traceback: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.user_traceback = user_traceback
+
+
+class PlanFileError(AutoaccumError):
+    """A plan file that cannot be read, is not a plan, or comes from a newer autoaccum."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(AutoaccumError):
+    """A clear no: not even the smallest micro-batch fits into the memory there is."""
+
+    exit_code = 1
+
+
+class NotMeasuredError(AutoaccumError):
+    """The question could not be answered: a trial hung, was killed, or the device cannot be limited here."""
+
+    exit_code = 3
+
+
+class UpdateInterruptedError(AutoaccumError):
+    """An optimizer step failed half-way and no copy of the state from before it was kept: load a checkpoint."""
+
+    exit_code = 3

@@ -1,0 +1,1 @@
+"""Records, drawn for people: terminal, JSON."""

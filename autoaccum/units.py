@@ -1,0 +1,83 @@
+"""Bytes inside, GiB at the edge."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoaccum.errors import UsageError
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_UNITS = {"B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class MemorySize:
+    """An amount of memory as a user states it: bytes, or a share of a total that is only known later."""
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def resolve(self, total_bytes: int) -> int:
+        """The amount in bytes on a device of `total_bytes`."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return int(total_bytes * self.fraction)
+
+
+def parse_size(text: str) -> MemorySize:
+    """Read `10GiB`, `24GB`, `512MiB` or `80%`.
+
+    Raises:
+        UsageError: The text is not a positive size with a unit, or a percentage outside (0, 100].
+
+    >>> parse_size("1.5 GiB").bytes
+    1610612736
+    >>> parse_size("24GB").bytes
+    24000000000
+    >>> parse_size("80%").resolve(1000)
+    800
+    """
+    way_out = "write a number and a unit, such as 10GiB, 24GB, 512MiB, or a share of the total such as 80%"
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a memory size", hint=way_out)
+    number, unit = float(match[1]), match[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise UsageError(f"{text!r} is not a share between 0% and 100%", hint=way_out)
+        return MemorySize(fraction=number / 100)
+    if unit not in _UNITS:
+        raise UsageError(f"{text!r} has the unknown unit {match[2]!r}", hint=way_out)
+    if int(number * _UNITS[unit]) < 1:
+        raise UsageError(f"{text!r} is less than one byte", hint=way_out)
+    return MemorySize(bytes=int(number * _UNITS[unit]))
+
+
+def format_bytes(count: int) -> str:
+    """Render `count` bytes in the binary unit a person would choose.
+
+    >>> format_bytes(22_870_000_000)
+    '21.3 GiB'
+    >>> format_bytes(157_286_400)
+    '150 MiB'
+    >>> format_bytes(700)
+    '700 B'
+    """
+    magnitude = abs(count)
+    if magnitude >= 10 * 1024 * GIB:
+        return f"{count / 1024 / GIB:.1f} TiB"
+    if magnitude >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    if magnitude >= 100 * MIB:
+        return f"{count / MIB:.0f} MiB"
+    if magnitude >= MIB:
+        return f"{count / MIB:.1f} MiB"
+    if magnitude >= KIB:
+        return f"{count / KIB:.1f} KiB"
+    return f"{count} B"
