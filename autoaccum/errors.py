@@ -61,7 +61,7 @@ class NotMeasuredError(AutoaccumError):
     exit_code = 3
 
 
-class UpdateInterruptedError(AutoaccumError):
+class UpdateInterrupted(AutoaccumError):
     """An optimizer step failed half-way and no copy of the state from before it was kept: load a checkpoint."""
 
     exit_code = 3
