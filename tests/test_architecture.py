@@ -1,0 +1,116 @@
+"""The house: imports run one way, heavy libraries stay in their rooms, and importing us loads none of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autoaccum
+
+PACKAGE = Path(autoaccum.__file__).parent
+ROWS = (
+    {"errors", "units"},
+    {"workload"},
+    {"accumulation"},
+    {"devices"},
+    {"planning"},
+    {"training"},
+    {"verification", "tuning", "guarding"},
+    {"reporting"},
+    {"cli", "pytest_plugin"},
+)
+LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
+HOMES = {
+    "click": "cli",
+    "optuna": "tuning",
+    "pynvml": "devices/nvml.py",
+    "rich": "reporting",
+    "matplotlib": "reporting",
+}
+WITHOUT_TORCH = (
+    "errors.py",
+    "units.py",
+    "accumulation/schedule.py",
+    "planning/search.py",
+    "planning/records.py",
+    "devices/simulated/allocator.py",
+)
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def modules_imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write autoaccum.…"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    assert room in LEVEL, f"{room} is no room of the house: give it a place in ROWS"
+    for name in modules_imported(path):
+        head, *rest = name.split(".")
+        if head != "autoaccum" or not rest or rest[0] not in LEVEL or rest[0] == room:
+            continue
+        assert LEVEL[rest[0]] < LEVEL[room] or {rest[0], room} == {"errors", "units"}, (
+            f"{path.relative_to(PACKAGE)} imports {name}: {rest[0]} does not lie below {room}"
+        )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_stay_in_their_rooms(path: Path) -> None:
+    where = path.relative_to(PACKAGE).as_posix()
+    for name in modules_imported(path):
+        library = name.split(".")[0]
+        if library in HOMES:
+            assert where.startswith(HOMES[library]), f"{where} imports {library}: its place is {HOMES[library]}"
+        if library in ("torch", "numpy"):
+            assert where not in WITHOUT_TORCH, f"{where} is pure and imports {library}"
+
+
+LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') if m in sys.modules])"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import autoaccum; dir(autoaccum)",
+        "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.records",
+        "import autoaccum; autoaccum.Plan",
+        "from click.testing import CliRunner; from autoaccum.cli import main; "
+        "r = [CliRunner().invoke(main, a) for a in (['--help'], ['plan', '--help'], ['--version'])]; "
+        "assert all(x.exit_code == 0 for x in r), r",
+    ],
+)
+def test_light_imports_load_nothing_heavy(statement: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\n{LOADED}"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_public_names_are_what_they_say() -> None:
+    for name in autoaccum.__all__:
+        assert getattr(autoaccum, name) is not None
+    importlib.import_module("autoaccum.planning.planner")
+    assert callable(autoaccum.plan), "a room must not replace the function of a like name"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = autoaccum.nonsense

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB, format_bytes, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("10GiB", 10 * GIB),
+        ("24GB", 24 * 10**9),
+        ("512 MiB", 512 * MIB),
+        ("1.5gib", 3 * GIB // 2),
+        ("100B", 100),
+        (" 7 kb ", 7000),
+    ],
+)
+def test_sizes_in_bytes(text: str, count: int) -> None:
+    assert parse_size(text).resolve(total_bytes=1) == count
+
+
+@pytest.mark.parametrize(("text", "count"), [("80%", 800), ("100%", 1000), ("0.5 %", 5)])
+def test_shares_of_the_total(text: str, count: int) -> None:
+    assert parse_size(text).resolve(total_bytes=1000) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "GiB", "-1GiB", "0GiB", "0%", "101%", "10XB", "1e3MiB", "ten GiB", "0.1B", "١GiB"]
+)
+def test_anything_else_is_refused_with_the_way_out(text: str) -> None:
+    with pytest.raises(UsageError, match="10GiB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_formatted_sizes_read_back_within_their_digits(count: int) -> None:
+    text = format_bytes(count)
+    if count:
+        assert abs(parse_size(text).resolve(0) - count) <= 0.06 * count
