@@ -1,0 +1,199 @@
+"""From a target batch, a ceiling and a number of ranks to micro-batch sizes: pure integers.
+
+The rule: the least number of micro-batches that fits, the target then divided as evenly as it goes. Rounding the
+count down or up instead would silently train another batch size (64 // 24 = 2 micro-batches of 24 are 48 samples).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+
+from autoaccum.errors import UsageError
+
+_FAR_MORE = 2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one update's effective batch is cut, on every rank.
+
+    Attributes:
+        ranks: For each rank the sizes of its micro-batches, in samples and in order. Every rank runs the same number
+            of them, so that collectives meet; a rank with a short share may run a part of 0.
+
+    Raises:
+        UsageError: There is no rank or no part, ranks differ in their number of parts, or nothing is to be trained.
+
+    >>> Schedule(((86, 85, 85),)).iter_size
+    3
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        counts = {len(parts) for parts in self.ranks}
+        if len(counts) != 1 or 0 in counts:
+            raise UsageError(
+                f"a schedule of {sorted(counts)} micro-batches per rank",
+                hint="every rank runs the same number, at least one",
+            )
+        if any(part < 0 for parts in self.ranks for part in parts):
+            raise UsageError("a schedule has a part below 0", hint="parts are numbers of samples")
+        if self.micro_batch < 1:
+            raise UsageError("a schedule has no samples", hint="at least one part must hold one")
+
+    @property
+    def target_batch(self) -> int:
+        """Samples per update, over all ranks."""
+        return sum(sum(parts) for parts in self.ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def iter_size(self) -> int:
+        """Micro-batches per update, the same on every rank."""
+        return len(self.ranks[0])
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest part of any rank, in samples."""
+        return max(max(parts) for parts in self.ranks)
+
+    @property
+    def smallest_part(self) -> int:
+        """The smallest part of any rank that holds a sample."""
+        return min(part for parts in self.ranks for part in parts if part)
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The parts of the rank with the longest share; with one rank, of all there is."""
+        return max(self.ranks, key=sum)
+
+
+def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal: bool = False) -> Schedule:
+    """Cut `target_batch` samples into the fewest micro-batches of at most `ceiling` samples.
+
+    Args:
+        target_batch: Samples per update, over all ranks.
+        ceiling: The largest micro-batch that fits, in samples.
+        world_size: Ranks that share the target; their shares differ by at most one sample.
+        equal: All parts of all ranks alike: the largest divisor of the share that fits.
+
+    Raises:
+        UsageError: An argument is not a whole number of at least 1, or `equal` is asked for and the target is not
+            divisible by the number of ranks.
+
+    >>> make_schedule(256, 100).ranks
+    ((86, 85, 85),)
+    >>> make_schedule(256, 100, equal=True).micro_batches
+    (64, 64, 64, 64)
+    >>> make_schedule(7, 2, world_size=2).ranks
+    ((2, 2), (2, 1))
+    """
+    target_batch = _count("target batch", target_batch)
+    ceiling = _count("ceiling", ceiling)
+    world_size = _count("world size", world_size)
+    if equal:
+        return _equal_schedule(target_batch, ceiling, world_size)
+    shares = even_parts(target_batch, world_size)
+    iter_size = _least_count(shares[0], ceiling)
+    return Schedule(tuple(even_parts(share, iter_size) for share in shares))
+
+
+def split_evenly(samples: int, ceiling: int) -> tuple[int, ...]:
+    """The parts of one rank's `samples`: the fewest of at most `ceiling` samples each, as even as can be.
+
+    Raises:
+        UsageError: An argument is not a whole number of at least 1.
+
+    >>> split_evenly(256, 100)
+    (86, 85, 85)
+    >>> split_evenly(5, 8)
+    (5,)
+    """
+    samples, ceiling = _count("number of samples", samples), _count("ceiling", ceiling)
+    return even_parts(samples, _least_count(samples, ceiling))
+
+
+def even_parts(total: int, count: int) -> tuple[int, ...]:
+    """`count` parts that add up to `total` and differ by at most one, the larger ones first.
+
+    Raises:
+        UsageError: `count` is not a whole number of at least 1, or `total` not one of at least 0.
+
+    >>> even_parts(10, 4)
+    (3, 3, 2, 2)
+    >>> even_parts(1, 3)
+    (1, 0, 0)
+    """
+    total, count = _count("total", total, least=0), _count("number of parts", count)
+    each, larger = divmod(total, count)
+    return (each + 1,) * larger + (each,) * (count - larger)
+
+
+def format_parts(parts: Sequence[int]) -> str:
+    """Parts as a person would write them, runs of equal ones drawn together when there are many.
+
+    >>> format_parts((86, 85, 85))
+    '86 + 85 + 85'
+    >>> format_parts((3,) * 86 + (2,))
+    '86 x 3 + 2'
+    """
+    if len(parts) <= 4:
+        return " + ".join(str(part) for part in parts)
+    runs: list[list[int]] = []
+    for part in parts:
+        if runs and runs[-1][1] == part:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, part])
+    return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
+
+
+def equal_parts_cost(schedule: Schedule, ceiling: int) -> str | None:
+    """What equal parts cost against uneven ones, as a sentence; None when that is less than twice the micro-batches.
+
+    >>> equal_parts_cost(make_schedule(257, 100, equal=True), 100)
+    'equal parts of 257 take 257 micro-batches per update where uneven ones take 3: without --equal it is 86 + 86 + 85'
+    >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
+    """
+    uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size)
+    if schedule.iter_size < _FAR_MORE * uneven.iter_size:
+        return None
+    return (
+        f"equal parts of {sum(schedule.micro_batches)} take {schedule.iter_size} micro-batches per update where "
+        f"uneven ones take {uneven.iter_size}: without --equal it is {format_parts(uneven.micro_batches)}"
+    )
+
+
+def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedule:
+    share, left_over = divmod(target_batch, world_size)
+    if left_over:
+        nearest = [multiple for multiple in (share * world_size, (share + 1) * world_size) if multiple]
+        raise UsageError(
+            f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
+            hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal)",
+        )
+    count = next(n for n in range(_least_count(share, ceiling), share + 1) if share % n == 0)
+    return Schedule(((share // count,) * count,) * world_size)
+
+
+def _least_count(samples: int, ceiling: int) -> int:
+    return -(-samples // ceiling)
+
+
+def _count(what: str, value: int, *, least: int = 1) -> int:
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise UsageError(f"the {what} is {value!r}", hint=f"it must be a whole number of at least {least}")
+    if number < least:
+        raise UsageError(f"the {what} is {number}, the least is {least}", hint="give a larger one")
+    return number

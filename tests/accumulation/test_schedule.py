@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.accumulation.schedule import (
+    Schedule,
+    equal_parts_cost,
+    even_parts,
+    format_parts,
+    make_schedule,
+    split_evenly,
+)
+from autoaccum.errors import UsageError
+
+targets = st.integers(1, 3000)
+ceilings = st.integers(1, 4000)
+world_sizes = st.integers(1, 24)
+
+
+def test_divides_the_target_evenly() -> None:
+    schedule = make_schedule(256, 100)
+    assert schedule.ranks == ((86, 85, 85),)
+    assert (schedule.target_batch, schedule.world_size, schedule.iter_size) == (256, 1, 3)
+    assert (schedule.micro_batch, schedule.smallest_part) == (86, 85)
+
+
+@pytest.mark.parametrize(
+    ("target", "ceiling", "parts"),
+    [
+        (1, 1, (1,)),
+        (256, 256, (256,)),
+        (256, 10**12, (256,)),
+        (256, 255, (128, 128)),
+        (16, 7, (6, 5, 5)),
+        (128, 65, (64, 64)),
+        (5, 1, (1,) * 5),
+        (7, 6, (4, 3)),
+    ],
+)
+def test_known_schedules(target: int, ceiling: int, parts: tuple[int, ...]) -> None:
+    assert make_schedule(target, ceiling).micro_batches == parts
+    assert split_evenly(target, ceiling) == parts
+
+
+def test_short_ranks_run_as_many_parts() -> None:
+    assert make_schedule(3, 1, world_size=2).ranks == ((1, 1), (1, 0))
+    assert make_schedule(3, 8, world_size=4).ranks == ((1,), (1,), (1,), (0,))
+    assert make_schedule(3, 1, world_size=2).smallest_part == 1
+
+
+def test_brute_force_over_small_cases() -> None:
+    for target in range(1, 41):
+        for ceiling in range(1, 43):
+            for world_size in range(1, 6):
+                check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
+
+
+@given(targets, ceilings, world_sizes)
+def test_properties(target: int, ceiling: int, world_size: int) -> None:
+    check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
+
+
+def check_schedule(schedule: Schedule, target: int, ceiling: int, world_size: int) -> None:
+    parts = [part for rank in schedule.ranks for part in rank]
+    shares = [sum(rank) for rank in schedule.ranks]
+    assert sum(parts) == schedule.target_batch == target
+    assert schedule.world_size == world_size == len(shares)
+    assert max(parts) <= ceiling
+    assert {len(rank) for rank in schedule.ranks} == {schedule.iter_size}
+    assert max(shares) - min(shares) <= 1
+    assert all(max(rank) - min(rank) <= 1 for rank in schedule.ranks)
+    assert sum(schedule.micro_batches) == max(shares)
+    # One micro-batch fewer could not hold the longest share.
+    assert (schedule.iter_size - 1) * ceiling < max(shares)
+
+
+@given(st.integers(1, 600), ceilings, world_sizes)
+def test_equal_parts_are_the_largest_divisor_that_fits(share: int, ceiling: int, world_size: int) -> None:
+    schedule = make_schedule(share * world_size, ceiling, world_size=world_size, equal=True)
+    (part,) = {part for rank in schedule.ranks for part in rank}
+    assert schedule.target_batch == share * world_size
+    assert part == max(d for d in range(1, share + 1) if share % d == 0 and d <= ceiling)
+
+
+@given(targets, st.integers(2, 24))
+def test_equal_parts_need_a_divisible_target(target: int, world_size: int) -> None:
+    if target % world_size == 0:
+        assert make_schedule(target, 7, world_size=world_size, equal=True).target_batch == target
+        return
+    with pytest.raises(UsageError, match="does not divide equally") as seen:
+        make_schedule(target, 7, world_size=world_size, equal=True)
+    below, above = target // world_size * world_size, -(-target // world_size) * world_size
+    assert seen.value.hint is not None
+    assert [int(n) for n in re.findall(r"\d+", seen.value.hint)] == [n for n in (below, above) if n]
+
+
+@given(targets, ceilings)
+def test_split_evenly_is_one_rank(samples: int, ceiling: int) -> None:
+    assert split_evenly(samples, ceiling) == make_schedule(samples, ceiling).micro_batches
+
+
+@given(st.integers(0, 5000), st.integers(1, 500))
+def test_even_parts(total: int, count: int) -> None:
+    parts = even_parts(total, count)
+    assert sum(parts) == total
+    assert len(parts) == count
+    assert list(parts) == sorted(parts, reverse=True)
+    assert parts[0] - parts[-1] <= 1
+
+
+@pytest.mark.parametrize("value", [0, -1, -256, True, 2.0, 2.5, "8", None, float("nan")])
+@pytest.mark.parametrize("name", ["target_batch", "ceiling", "world_size"])
+def test_refuses_what_is_no_count(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"target_batch": 8, "ceiling": 4, "world_size": 1, name: value}
+    with pytest.raises(UsageError, match=re.escape(f"the {name.replace('_', ' ')} is {value!r}")):
+        make_schedule(**arguments)
+
+
+@pytest.mark.parametrize(("total", "count"), [(-1, 2), (4, 0), (4, -2)])
+def test_even_parts_refuses_what_is_no_count(total: int, count: int) -> None:
+    with pytest.raises(UsageError, match="the least is"):
+        even_parts(total, count)
+
+
+@pytest.mark.parametrize("ranks", [(), ((),), ((1, 1), (1,)), ((2, -1),), ((0, 0),)])
+def test_a_schedule_checks_itself(ranks: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(UsageError, match="a schedule"):
+        Schedule(ranks)
+
+
+def test_names_the_cost_of_equal_parts() -> None:
+    assert equal_parts_cost(make_schedule(256, 100, equal=True), 100) is None
+    cost = equal_parts_cost(make_schedule(254, 100, equal=True), 100)
+    assert cost is not None
+    assert "127 micro-batches per update where uneven ones take 3" in cost
+    assert "85 + 85 + 84" in cost
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ((5,), "5"),
+        ((3, 3, 2, 2), "3 + 3 + 2 + 2"),
+        ((1,) * 256, "256 x 1"),
+        ((3,) * 3 + (2,) * 2, "3 x 3 + 2 x 2"),
+        ((86,) * 4 + (85,), "4 x 86 + 85"),
+    ],
+)
+def test_formats_parts(parts: tuple[int, ...], text: str) -> None:
+    assert format_parts(parts) == text
+
+
+@given(targets, ceilings)
+def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
+    terms = format_parts(split_evenly(samples, ceiling)).split(" + ")
+    assert (
+        sum(int(a) * int(b) for a, _, b in (t.partition(" x ") if " x " in t else (t, "", 1) for t in terms)) == samples
+    )
