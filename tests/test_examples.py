@@ -1,0 +1,62 @@
+"""Every example is short, runs, and is planned by the very command its docstring gives."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoaccum.planning.records import Plan
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+COMMANDS = {
+    (path.stem, line)
+    for path in EXAMPLES
+    for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    if line.startswith(("autoaccum ", "python "))
+}
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    start = [sys.executable, "-m", "autoaccum"] if program == "autoaccum" else [sys.executable]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*start, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+def test_there_are_examples_and_each_says_how_it_is_used() -> None:
+    assert len(EXAMPLES) >= 3
+    assert len(COMMANDS) == 2 * len(EXAMPLES)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_fit_on_one_screen(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(("name", "command"), sorted(c for c in COMMANDS if c[1].startswith("python")))
+def test_examples_train(name: str, command: str) -> None:
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), f"{name} prints what it does"
+    assert "nan" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "command"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum")))
+def test_examples_are_planned(name: str, command: str, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    done = run(f"{command} -o {written}")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(written)
+    assert 1 <= plan.micro_batch < plan.target_batch, f"{name}'s budget should bind, or it shows nothing"
+    assert sum(plan.micro_batches) == plan.target_batch
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes <= plan.limit_bytes
