@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoaccum.devices.host_memory import count_oom_kills, memory_cgroups, read_host_memory
+from autoaccum.errors import NotMeasuredError
+from autoaccum.units import GIB, MIB
+
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:   12582912 kB\nSwapFree: 99999999 kB\n"
+V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:3 - cgroup cgroup rw,memory\n"
+V2_MOUNT = "24 20 0:22 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def write(path: Path, text: str | int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path / "proc/meminfo", MEMINFO)
+    write(tmp_path / "proc/vmstat", "nr_free_pages 5\noom_kill 7")
+    write(tmp_path / "proc/self/cgroup", "")
+    write(tmp_path / "proc/self/mountinfo", "")
+    return tmp_path
+
+
+def put_v1_group(root: Path, path: str, *, limit: int, usage: int, inactive_file: int = 0, oom_kill: int = 0) -> None:
+    group = root / "sys/fs/cgroup/memory" / path
+    write(group / "memory.limit_in_bytes", limit)
+    write(group / "memory.usage_in_bytes", usage)
+    write(group / "memory.stat", f"inactive_file 1\ntotal_inactive_file {inactive_file}\ntotal_active_file 0")
+    write(group / "memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kill}")
+
+
+def put_v2_group(root: Path, path: str, *, limit: int | str, usage: int, file: int = 0, oom_kill: int = 0) -> None:
+    group = root / "sys/fs/cgroup" / path
+    write(group / "memory.max", limit)
+    write(group / "memory.high", "max")
+    write(group / "memory.current", usage)
+    write(group / "memory.stat", f"anon 5\ninactive_file {file}\nactive_file {file}\nslab_reclaimable 0")
+    write(group / "memory.events", f"low 0\nhigh 0\nmax 0\noom 3\noom_kill {oom_kill}")
+
+
+def test_without_cgroups_the_machine_counts(root: Path) -> None:
+    memory = read_host_memory(root)
+    assert (memory.total_bytes, memory.free_bytes, memory.bound) == (16 * GIB, 12 * GIB, "the machine")
+    assert count_oom_kills(root) == 7
+
+
+def test_a_v1_limit_counts_without_the_page_cache(root: Path) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/docker/abc\n3:cpu:/docker/abc\n0::/")
+    write(root / "proc/self/mountinfo", V1_MOUNT.format(root="/docker/abc"))
+    put_v1_group(root, "", limit=4 * GIB, usage=3 * GIB, inactive_file=GIB, oom_kill=2)
+    memory = read_host_memory(root)
+    assert (memory.total_bytes, memory.free_bytes) == (4 * GIB, 2 * GIB)
+    assert "cgroup" in memory.bound
+    assert count_oom_kills(root) == 2
+
+
+def test_a_v1_group_without_a_limit_binds_nothing(root: Path) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/a")
+    write(root / "proc/self/mountinfo", V1_MOUNT.format(root="/"))
+    put_v1_group(root, "a", limit=9223372036854771712, usage=GIB)
+    assert read_host_memory(root).bound == "the machine"
+
+
+def test_the_tightest_ancestor_binds_in_v2(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/user.slice/job.scope")
+    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    put_v2_group(root, "user.slice/job.scope", limit="max", usage=GIB, oom_kill=1)
+    put_v2_group(root, "user.slice", limit=6 * GIB, usage=5 * GIB, file=GIB, oom_kill=4)
+    write(root / "sys/fs/cgroup/memory.stat", "anon 1")
+    memory = read_host_memory(root)
+    assert (memory.total_bytes, memory.free_bytes) == (6 * GIB, 3 * GIB)
+    assert "user.slice" in memory.bound
+    assert count_oom_kills(root) == 1
+    assert [group.directory.name for group in memory_cgroups(root)] == ["job.scope", "user.slice", "cgroup"]
+
+
+def test_memory_high_binds_too(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/a")
+    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    put_v2_group(root, "a", limit=8 * GIB, usage=GIB)
+    write(root / "sys/fs/cgroup/a/memory.high", 2 * GIB)
+    assert read_host_memory(root).free_bytes == GIB
+
+
+def test_a_group_beyond_its_limit_has_nothing_free(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/a")
+    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    put_v2_group(root, "a", limit=GIB, usage=GIB + MIB)
+    assert read_host_memory(root).free_bytes == 0
+
+
+def test_a_hybrid_machine_reads_the_controller_that_is_there(root: Path) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/a\n0::/b")
+    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/") + V1_MOUNT.format(root="/"))
+    put_v1_group(root, "a", limit=GIB, usage=0)
+    assert read_host_memory(root).total_bytes == GIB
+
+
+def test_without_proc_it_says_that_linux_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasuredError, match="this needs Linux"):
+        read_host_memory(tmp_path)
+
+
+def test_this_machine_can_be_read() -> None:
+    memory = read_host_memory()
+    assert 0 < memory.free_bytes <= memory.total_bytes
+    assert count_oom_kills() >= 0
