@@ -1,0 +1,145 @@
+"""What is an out-of-memory error, and how its memory comes back.
+
+Recover outside of `except`: while an exception is being handled its traceback pins every tensor of the frames it
+passed through. Leave the block, drop the exception, then call `release_memory`.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An error that means memory ran out.
+
+    Attributes:
+        certain: False where bugs share the text: it counts only if a smaller size then succeeds.
+        text: The row of the table that matched, or the name of the exception's type.
+    """
+
+    certain: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    text: str
+    pattern: re.Pattern[str]
+    certain: bool = True
+
+
+def _row(text: str, pattern: str | None = None, *, certain: bool = True) -> _Row:
+    return _Row(text, re.compile(pattern or re.escape(text)), certain)
+
+
+# Texts as PyTorch 2.x, its libraries and their drivers write them. `(?! \w)` keeps prose such as "out of memory
+# budget" out. What follows "uncertain" is also said by bugs: unsupported shapes, broken installations, races.
+_TABLE = (
+    _row("CUDA out of memory", r"\bCUDA out of memory\b(?! \w)"),
+    _row("CUDA error: out of memory", r"\bCUDA (?:driver )?error: out of memory\b(?! \w)"),
+    _row("cuda runtime error (2)", r"\bcuda runtime error \(2\)"),
+    _row("CUDA ran out of memory outside PyTorch's allocator"),
+    _row("CUDA_ERROR_OUT_OF_MEMORY"),
+    _row("cudaErrorMemoryAllocation"),
+    _row("Triton Error: out of memory", r"\bTriton Error \[\w+\]: out of memory\b(?! \w)"),
+    _row("CUBLAS_STATUS_ALLOC_FAILED", r"\b(?:CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED\b"),
+    _row("CUDNN_STATUS_ALLOC_FAILED", r"\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
+    _row("CUSOLVER_STATUS_ALLOC_FAILED", r"\bCU(?:SOLVER|SPARSE)_STATUS_ALLOC_FAILED\b"),
+    _row("CUFFT_ALLOC_FAILED"),
+    _row("NVML_SUCCESS == r", r"NVML_SUCCESS == r\b"),
+    _row("HIP out of memory", r"\bHIP out of memory\b(?! \w)"),
+    _row("HIP error: out of memory", r"\bHIP error: out of memory\b(?! \w)"),
+    _row("hipErrorOutOfMemory", r"\bhipError(?:OutOfMemory|MemoryAllocation)\b"),
+    _row("miopenStatusAllocFailed"),
+    _row("MPS backend out of memory", r"\bMPS backend out of memory\b(?! \w)"),
+    _row("XPU out of memory", r"\bXPU out of memory\b(?! \w)"),
+    _row("ERROR_OUT_OF_DEVICE_MEMORY", r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
+    _row("NCCL: Cuda failure 'out of memory'", r"\bCuda failure (?:\d+ )?'out of memory'"),
+    _row("NCCL: Failed to CUDA calloc", r"\bFailed to CUDA (?:host )?(?:c|m)alloc\b"),
+    _row("DefaultCPUAllocator", r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
+    _row("std::bad_alloc"),
+    _row("Cannot allocate memory", r"\bCannot allocate memory\b"),
+    _row("CUBLAS_STATUS_NOT_INITIALIZED", r"\b(?:CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED\b", certain=False),
+    _row("CUDNN_STATUS_NOT_INITIALIZED", certain=False),
+    _row("CUDNN_STATUS_NOT_SUPPORTED", certain=False),
+    _row("CUDNN_STATUS_INTERNAL_ERROR", certain=False),
+    _row("CUSOLVER_STATUS_INTERNAL_ERROR", certain=False),
+    _row("CUFFT_INTERNAL_ERROR", certain=False),
+    _row("Unable to find a valid cuDNN algorithm", certain=False),
+    _row("unable to find an engine", r"\b(?:GET|FIND) was unable to find an engine\b", certain=False),
+    _row("UR_RESULT_ERROR_OUT_OF_RESOURCES", r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b", certain=False),
+    _row("MPS: Invalid buffer size", r"^Invalid buffer size: ", certain=False),
+    _row("oneDNN: could not create a primitive", r"\bcould not create a (?:primitive|memory)\b", certain=False),
+    _row("oneDNN: could not execute a primitive", r"\bcould not execute a primitive\b", certain=False),
+)
+
+_DEAD_CONTEXT = re.compile(
+    r"an illegal memory access was encountered|device-side assert|unspecified launch (?:failure|error)"
+    r"|misaligned address|an illegal instruction was encountered|invalid program counter|hardware stack error"
+    r"|uncorrectable ECC error|the launch timed out and was terminated"
+    r"|(?:CUDA_ERROR|hipError|cudaError)_?ILLEGAL_?ADDRESS",
+    re.IGNORECASE,
+)
+
+
+def find_shortage(error: BaseException) -> Shortage | None:
+    """Say whether `error`, or one it was raised from, means that memory ran out.
+
+    By type first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then by the table above, which
+    is read for `RuntimeError` and `OSError` only. A dead context (`is_context_dead`) and an interruption are never a
+    shortage, whatever they were raised from.
+    """
+    if not isinstance(error, Exception) or is_context_dead(error):
+        return None
+    found = [shortage for link in _chain(error) if (shortage := _match(link)) is not None]
+    return next((shortage for shortage in found if shortage.certain), found[0] if found else None)
+
+
+def is_context_dead(error: BaseException) -> bool:
+    """Whether the device's context is lost: only a fresh process helps, never a smaller batch."""
+    return any(isinstance(link, RuntimeError) and _DEAD_CONTEXT.search(str(link)) for link in _chain(error))
+
+
+def release_memory(device: torch.device | None = None) -> None:
+    """Collect cyclic garbage, then give the device's cached blocks back.
+
+    Args:
+        device: The device whose cache is emptied; None for the accelerator this build of PyTorch has, if any.
+    """
+    gc.collect()
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).empty_cache()
+
+
+def _match(error: BaseException) -> Shortage | None:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return Shortage(certain=True, text=type(error).__name__)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return Shortage(certain=True, text="ENOMEM")
+    if not isinstance(error, (RuntimeError, OSError)):
+        return None
+    text = str(error)
+    return next((Shortage(row.certain, row.text) for row in _TABLE if row.pattern.search(text)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    waiting, seen = [error], set()
+    while waiting:
+        link = waiting.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        if link.__cause__ is not None:
+            waiting.append(link.__cause__)
+        if link.__context__ is not None and not link.__suppress_context__:
+            waiting.append(link.__context__)
