@@ -1,0 +1,251 @@
+"""Size, split, move and join a batch: any nest of tensors, arrays, mappings, dataclasses, tuples and lists.
+
+The batch dimension is the leading one. Numbers, strings, None and tensors without dimensions belong to all samples.
+A sequence is read in one of two ways, whichever agrees with the rest of the batch: as a *record*, whose entries each
+hold the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample (captions, images of
+unequal shape, a list of dicts). Where both agree, entries that are records of one form, and lists of plain values,
+are samples; all else is a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload import nests
+
+Batch: TypeAlias = Any
+
+_ANY = -1
+"""The size of what belongs to all samples: it agrees with every size."""
+
+
+def batch_size(batch: Batch) -> int:
+    """The number of samples: the leading dimension all of `batch` has in common.
+
+    Raises:
+        WorkloadError: Two leaves disagree (both are named), nothing has a batch dimension, or something holds tensors
+            and cannot be split.
+    """
+    sizes = _sizes(batch, top=True)
+    explicit = {size: cost for size, cost in sizes.items() if size != _ANY}
+    if explicit:
+        return min(explicit, key=lambda size: (explicit[size], -size))
+    if sizes:
+        raise WorkloadError(
+            f"batch (a {nests.type_name(batch)}) holds nothing with a batch dimension",
+            hint="give tensors whose first dimension counts the samples, or a list with one entry per sample",
+        )
+    raise _disagreement(batch)
+
+
+def has_size(batch: Batch, size: int) -> bool:
+    """Whether `batch` can be read as `size` samples, where lists leave more than one reading."""
+    return size in _sizes(batch, top=True) or batch_size(batch) == size
+
+
+def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Cut `batch` into consecutive parts of `sizes` samples: views, nothing is copied. Sizes may be 0.
+
+    Raises:
+        WorkloadError: `sizes` do not add up to the batch's size, or the batch cannot be split.
+    """
+    total = sum(sizes)
+    if min(sizes, default=0) < 0 or not has_size(batch, total):
+        raise WorkloadError(
+            f"parts of {list(sizes)} samples add up to {total}, the batch has {batch_size(batch)}",
+            hint="every sample belongs to exactly one part",
+        )
+    bounds = list(accumulate(sizes, initial=0))
+    return _split(batch, total, list(zip(bounds, bounds[1:], strict=False)), top=True)
+
+
+def move_batch(batch: Batch, device: torch.device | str) -> Batch:
+    """`batch` with every tensor on `device`; one tensor named twice stays one tensor. What is there already is kept.
+
+    Raises:
+        WorkloadError: An object holds tensors and has no method `to`.
+    """
+    return _move(batch, torch.device(device), "batch", {})
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """The batch whose consecutive parts are `parts`: the inverse of `split_batch`.
+
+    Raises:
+        WorkloadError: There are no parts, or they differ in more than their number of samples.
+    """
+    if not parts:
+        raise WorkloadError("there are no parts to join", hint="give at least one")
+    sized = [(part, batch_size(part)) for part in parts]
+    filled = [(part, size) for part, size in sized if size > 0] or sized[:1]
+    return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
+
+
+def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
+    """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
+    if nests.is_leaf(node):
+        return {_rows(node): 0} if nests.holds_rows(node) else {_ANY: 0}
+    children = nests.children(node)
+    if children is None:
+        return {} if nests.hides_tensors(node) else {_ANY: 0}
+    as_record = _agree([_sizes(child) for _, child in children])
+    if not nests.is_sequence(node):
+        return as_record
+    record_cost, sample_cost = _reading_costs(node, top=top)
+    sizes = {size: cost + record_cost for size, cost in as_record.items()}
+    if sample_cost is not None and sample_cost < sizes.get(len(node), sample_cost + 1):
+        sizes[len(node)] = sample_cost
+    return sizes
+
+
+def _agree(children: list[dict[int, int]]) -> dict[int, int]:
+    """The sizes all children share, costs added; `_ANY` agrees with every size."""
+    agreed: dict[int, int] = {_ANY: 0}
+    for sizes in children:
+        merged = {}
+        for size in agreed.keys() | sizes.keys():
+            left, right = agreed.get(size, agreed.get(_ANY)), sizes.get(size, sizes.get(_ANY))
+            if left is not None and right is not None:
+                merged[size] = left + right
+        agreed = merged
+    return agreed
+
+
+def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
+    """What it costs to read a sequence as a record, and as samples (None: it never is)."""
+    if all(nests.is_plain(entry) for entry in node):
+        if isinstance(node, tuple) and not all(isinstance(entry, str | bytes) for entry in node):
+            return 0, None  # (224, 224) is a value, not two samples
+        return (1, 0) if node else (0, 1)
+    if nests.are_alike_records(node) and not (top and isinstance(node, tuple)):
+        return 2, 0
+    if top and any(nests.holds_rows(entry) for entry in node):
+        return 0, None  # [x, y] as a DataLoader yields it
+    return 0, 10 if top else 1
+
+
+def _is_samples(node: Any, size: int, *, top: bool) -> bool:
+    """Whether the sequence `node`, in a batch of `size` samples, has one entry per sample."""
+    if not nests.is_sequence(node) or len(node) != size:
+        return False
+    record_cost, sample_cost = _reading_costs(node, top=top)
+    if sample_cost is None:
+        return False
+    as_record = _agree([_sizes(child) for _, child in nests.children(node) or []])
+    cost = as_record.get(size, as_record.get(_ANY))
+    return cost is None or sample_cost < cost + record_cost
+
+
+def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
+    return int(leaf.shape[0])
+
+
+def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
+    if isinstance(node, Tensor) and nests.holds_rows(node):
+        return [node.narrow(0, start, stop - start) for start, stop in bounds]
+    if isinstance(node, np.ndarray) and nests.holds_rows(node):
+        return [node[start:stop] for start, stop in bounds]
+    children = nests.children(node)
+    if nests.is_leaf(node) or children is None:
+        return [node] * len(bounds)
+    if _is_samples(node, size, top=top):
+        return [nests.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
+    columns = [_split(child, size, bounds) for _, child in children]
+    return [nests.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
+
+
+def _move(node: Any, device: torch.device, path: str, seen: dict[int, Any]) -> Any:
+    if isinstance(node, Tensor):
+        if id(node) not in seen:
+            seen[id(node)] = node.to(device)
+        return seen[id(node)]
+    children = nests.children(node)
+    if nests.is_leaf(node) or nests.is_plain(node):
+        return node
+    if children is None:
+        return _move_object(node, device, path)
+    moved = [_move(child, device, path + step, seen) for step, child in children]
+    if all(new is old for new, (_, old) in zip(moved, children, strict=True)):
+        return node
+    return nests.rebuild(node, moved)
+
+
+def _move_object(node: Any, device: torch.device, path: str) -> Any:
+    if not nests.hides_tensors(node):
+        return node
+    if not callable(getattr(node, "to", None)):
+        raise nests.refusal(node, path)
+    return node.to(device)
+
+
+def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
+    first = parts[0]
+    if nests.holds_rows(first):
+        return _concatenate(parts, path)
+    children = [nests.children(part) for part in parts]
+    if nests.is_leaf(first) or children[0] is None:
+        return first
+    if nests.is_sequence(first) and all(
+        _is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
+    ):
+        return nests.rebuild_sequence(first, [entry for part in parts for entry in part])
+    steps = [step for step, _ in children[0]]
+    if any(other is None or [step for step, _ in other] != steps for other in children):
+        raise WorkloadError(f"the parts differ in the form of {path}", hint="join only parts of one form")
+    rows = [[child for _, child in other or []] for other in children]
+    joined = [
+        _join(list(column), sizes, path + step) for step, column in zip(steps, zip(*rows, strict=True), strict=True)
+    ]
+    return nests.rebuild(first, joined)
+
+
+def _concatenate(parts: list[Any], path: str) -> Any:
+    shapes = [tuple(getattr(part, "shape", ())) for part in parts]
+    if any(
+        type(part) is not type(parts[0]) or shape[1:] != shapes[0][1:]
+        for part, shape in zip(parts, shapes, strict=True)
+    ):
+        described = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
+        raise WorkloadError(
+            f"{path} has the shapes {described} in the parts to join", hint="only the first dimension may differ"
+        )
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, int, str]]:
+    """Path, size and unit of everything with a size of its own; refuses what cannot be split."""
+    if nests.is_leaf(node):
+        if nests.holds_rows(node):
+            yield path, _rows(node), "rows"
+        return
+    children = nests.children(node)
+    if children is None:
+        if nests.hides_tensors(node):
+            raise nests.refusal(node, path)
+        return
+    if isinstance(node, list) and path != "batch" and not _agree([_sizes(child) for _, child in children]):
+        yield path, len(node), "entries"
+        return
+    for step, child in children:
+        yield from _leaves(child, path + step)
+
+
+def _disagreement(batch: Batch) -> WorkloadError:
+    leaves = list(_leaves(batch, "batch"))
+    sizes = [size for _, size, _ in leaves]
+    usual = max(sizes, key=sizes.count, default=0)
+    odd = next((leaf for leaf in leaves if leaf[1] != usual), None)
+    reference = next((leaf for leaf in leaves if leaf[1] == usual), None)
+    if odd is None or reference is None:
+        return WorkloadError("batch cannot be read as samples", hint="give every tensor the samples as first dimension")
+    return WorkloadError(
+        f"{odd[0]} has {odd[1]} {odd[2]}, {reference[0]} has {reference[1]}",
+        hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss",
+    )

@@ -1,0 +1,279 @@
+"""What the mean of torch's criteria divides by, read off `torch/nn/functional.py` and `ATen/native/Loss*.cpp`.
+
+Tests check every row against torch by experiment. Nothing here is known of a criterion whose class overrides
+`forward`, nor of the user's own: those count as means over samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.nests import type_name
+
+Divisor = Literal["targets", "elements", "rows of classes", "samples"]
+Call = Literal["one", "pair", "triple", "mean and variance", "lengths"]
+
+_RULES: Mapping[str, tuple[Divisor, Call]] = {
+    "cross_entropy": ("targets", "one"),
+    "nll_loss": ("targets", "one"),
+    "mse_loss": ("elements", "one"),
+    "l1_loss": ("elements", "one"),
+    "smooth_l1_loss": ("elements", "one"),
+    "huber_loss": ("elements", "one"),
+    "binary_cross_entropy": ("elements", "one"),
+    "binary_cross_entropy_with_logits": ("elements", "one"),
+    "poisson_nll_loss": ("elements", "one"),
+    "gaussian_nll_loss": ("elements", "mean and variance"),
+    "soft_margin_loss": ("elements", "one"),
+    "hinge_embedding_loss": ("elements", "one"),
+    "kl_div": ("elements", "one"),
+    "margin_ranking_loss": ("elements", "pair"),
+    "multi_margin_loss": ("samples", "one"),
+    "multilabel_margin_loss": ("samples", "one"),
+    "multilabel_soft_margin_loss": ("rows of classes", "one"),
+    "cosine_embedding_loss": ("samples", "pair"),
+    "triplet_margin_loss": ("samples", "triple"),
+    "triplet_margin_with_distance_loss": ("samples", "triple"),
+    "ctc_loss": ("samples", "lengths"),
+}
+
+_CLASSES: Mapping[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.NLLLoss: "nll_loss",
+    nn.MSELoss: "mse_loss",
+    nn.L1Loss: "l1_loss",
+    nn.SmoothL1Loss: "smooth_l1_loss",
+    nn.HuberLoss: "huber_loss",
+    nn.BCELoss: "binary_cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
+    nn.PoissonNLLLoss: "poisson_nll_loss",
+    nn.GaussianNLLLoss: "gaussian_nll_loss",
+    nn.SoftMarginLoss: "soft_margin_loss",
+    nn.HingeEmbeddingLoss: "hinge_embedding_loss",
+    nn.KLDivLoss: "kl_div",
+    nn.MarginRankingLoss: "margin_ranking_loss",
+    nn.MultiMarginLoss: "multi_margin_loss",
+    nn.MultiLabelMarginLoss: "multilabel_margin_loss",
+    nn.MultiLabelSoftMarginLoss: "multilabel_soft_margin_loss",
+    nn.CosineEmbeddingLoss: "cosine_embedding_loss",
+    nn.TripletMarginLoss: "triplet_margin_loss",
+    nn.TripletMarginWithDistanceLoss: "triplet_margin_with_distance_loss",
+    nn.CTCLoss: "ctc_loss",
+}
+
+_ROW_WEIGHTS = ("weight", "pos_weight")
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A criterion, and what is known of it.
+
+    Attributes:
+        function: The criterion as given.
+        name: What messages call it.
+        rule: The name of its function in `torch.nn.functional`; None where autoaccum does not know it.
+        reduction: `mean` or `sum`; None where the criterion does not tell.
+        source: What its mean divides by, in words.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    rule: str | None
+    reduction: Literal["mean", "sum"] | None
+    source: str
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        """The loss of the model's outputs, called as the criterion's family wants it.
+
+        Raises:
+            WorkloadError: The outputs or targets are not of the form the criterion takes.
+        """
+        call = "one" if self.rule is None else _RULES[self.rule][1]
+        if call == "pair":
+            return self.function(*self._outputs(outputs, 2), targets)
+        if call == "triple":
+            return self.function(*self._outputs(outputs, 3))
+        if call == "mean and variance" and "var" not in settings(self.function):
+            mean, variance = self._outputs(outputs, 2)
+            return self.function(mean, targets, variance)
+        if self.rule is not None:
+            self._outputs([outputs], 1)
+        if call == "lengths":
+            return self.function(outputs, *self._lengths(targets))
+        return self.function(outputs, targets)
+
+    def weight(self, batch: Any, targets: Any) -> float:
+        """What the criterion's mean over `batch` divides by; the number of samples where it is not known."""
+        divisor = "samples" if self.rule is None else _RULES[self.rule][0]
+        if self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean":
+            divisor = "samples"
+        if divisor == "samples":
+            return float(batch_size(batch))
+        if not isinstance(targets, Tensor):
+            raise WorkloadError(
+                f"{self.name} needs its targets as one tensor, batch[1] is a {type_name(targets)}",
+                hint="write loss(model, batch) and weight(batch) instead",
+            )
+        options = settings(self.function)
+        if divisor == "targets":
+            return _count_targets(targets, options)
+        self._refuse_row_weights(targets, options)
+        return float(targets.numel() / targets.shape[-1]) if divisor == "rows of classes" else float(targets.numel())
+
+    def _outputs(self, outputs: Any, count: int) -> list[Tensor]:
+        if isinstance(outputs, tuple | list) and len(outputs) == count and all(map(torch.is_tensor, outputs)):
+            return list(outputs)
+        wanted = "a tensor" if count == 1 else f"a tuple of {count} tensors"
+        seen = outputs[0] if count == 1 else outputs
+        raise WorkloadError(
+            f"{self.name} takes {wanted} from the model, which returned a {type_name(seen)}",
+            hint="write loss(model, batch) instead of a criterion",
+        )
+
+    def _lengths(self, targets: Any) -> tuple[Any, Any, Any]:
+        if isinstance(targets, tuple | list) and len(targets) == 3:
+            return targets[0], targets[1], targets[2]
+        raise WorkloadError(
+            f"{self.name} takes (labels, input_lengths, target_lengths) as targets, batch[1] is a {type_name(targets)}",
+            hint="give these three, or write loss(model, batch)",
+        )
+
+    def _refuse_row_weights(self, targets: Tensor, options: Mapping[str, Any]) -> None:
+        for name in _ROW_WEIGHTS:
+            rows = options.get(name)
+            if isinstance(rows, Tensor) and rows.ndim >= max(targets.ndim, 1) and rows.shape[0] != 1:
+                raise WorkloadError(
+                    f"{self.name} has a {name} of shape {tuple(rows.shape)}, one row per sample, and cannot be split",
+                    hint="put it into the batch and write loss(model, batch)",
+                )
+
+
+def is_criterion(loss: Any) -> bool:
+    """Whether `loss` is an `nn.Module` or a function of `torch.nn.functional`, or a `functools.partial` of one."""
+    inner = loss.func if isinstance(loss, functools.partial) else loss
+    if isinstance(inner, nn.Module):
+        return True
+    name = getattr(inner, "__name__", "")
+    return not isinstance(inner, type) and getattr(functional, name, None) is inner
+
+
+def resolve_criterion(criterion: Any) -> Criterion:
+    """What is known of `criterion`.
+
+    Raises:
+        WorkloadError: It is a class, no callable, no loss, or has a reduction other than mean and sum.
+    """
+    if isinstance(criterion, type):
+        raise WorkloadError(f"the criterion is the class {criterion.__name__}", hint=f"write {criterion.__name__}()")
+    if not callable(criterion):
+        raise WorkloadError(
+            f"the criterion is a {type_name(criterion)}, which cannot be called", hint="give nn.CrossEntropyLoss(), say"
+        )
+    inner = criterion.func if isinstance(criterion, functools.partial) else criterion
+    name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))
+    rule = _find_rule(inner)
+    if rule is None:
+        return _resolve_unknown(criterion, inner, name)
+    options = settings(criterion)
+    _check_partial(criterion, name)
+    reduction = options.get("reduction", "mean")
+    if rule == "kl_div" and reduction == "batchmean":
+        return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
+    if reduction not in ("mean", "sum"):
+        raise _bad_reduction(name, reduction)
+    return Criterion(criterion, name, rule, reduction, f"{_describe(rule, options)} ({name})")
+
+
+def settings(criterion: Any) -> Mapping[str, Any]:
+    """The options of a known criterion: attributes of a module, or keywords of a partial over the defaults."""
+    if isinstance(criterion, nn.Module):
+        names = ("reduction", "ignore_index", *_ROW_WEIGHTS)
+        return {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
+    bound = criterion.keywords if isinstance(criterion, functools.partial) else {}
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    if isinstance(function, nn.Module):
+        return settings(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | dict(bound)
+
+
+def _find_rule(inner: Any) -> str | None:
+    if isinstance(inner, nn.Module):
+        if "forward" in vars(inner):
+            return None
+        forward = type(inner).forward
+        return next((rule for known, rule in _CLASSES.items() if forward is known.forward), None)
+    name = getattr(inner, "__name__", "")
+    return name if name in _RULES and getattr(functional, name) is inner else None
+
+
+def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
+    if isinstance(inner, nn.AdaptiveLogSoftmaxWithLoss):
+        raise WorkloadError(
+            "AdaptiveLogSoftmaxWithLoss has weights of its own and returns more than a loss",
+            hint="make it a part of the model and write loss(model, batch)",
+        )
+    if not isinstance(inner, nn.Module) and is_criterion(inner):
+        raise WorkloadError(
+            f"torch.nn.functional.{name} is no criterion autoaccum knows", hint="write loss(model, batch) around it"
+        )
+    reduction = getattr(inner, "reduction", None)
+    known = reduction if reduction in ("mean", "sum") else None
+    return Criterion(criterion, name, None, known, f"samples ({name} is no criterion autoaccum knows)")
+
+
+def _check_partial(criterion: Any, name: str) -> None:
+    if not isinstance(criterion, functools.partial):
+        return
+    if criterion.args:
+        raise WorkloadError(
+            f"the partial of {name} fixes its first arguments, which are the model's outputs",
+            hint="fix options by keyword",
+        )
+    legacy = [word for word in ("size_average", "reduce") if criterion.keywords.get(word) is not None]
+    if legacy:
+        raise WorkloadError(f"{name} is given the deprecated {legacy[0]}", hint='write reduction="mean" or "sum"')
+
+
+def _bad_reduction(name: str, reduction: Any) -> WorkloadError:
+    return WorkloadError(
+        f"{name} has reduction={reduction!r}, which is no mean and no sum over the samples",
+        hint='use reduction="mean" or "sum", or write loss(model, batch) that reduces to one number',
+    )
+
+
+def _describe(rule: str, options: Mapping[str, Any]) -> str:
+    divisor = _RULES[rule][0]
+    if divisor == "targets":
+        kept = f"targets != {options.get('ignore_index', -100)}"
+        return f"class weights of the {kept}" if options.get("weight") is not None else kept
+    words = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
+    return words[divisor]
+
+
+def _count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
+    if targets.is_floating_point():
+        if targets.ndim < 2:
+            raise WorkloadError(
+                f"targets of shape {tuple(targets.shape)} and {targets.dtype} are neither classes nor probabilities",
+                hint="give integers of shape (samples,), or probabilities of shape (samples, classes)",
+            )
+        return targets.numel() / max(targets.shape[1], 1)
+    ignored = options.get("ignore_index", -100)
+    kept = targets[targets != ignored]
+    class_weights = options.get("weight")
+    if class_weights is None:
+        return float(kept.numel())
+    # MPS has no float64, and a sum of weights in float32 would not be the sum the shares need.
+    wide = class_weights.detach().cpu().to(torch.float64)
+    return float(wide[kept.cpu().long()].sum().item())

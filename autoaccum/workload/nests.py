@@ -1,0 +1,197 @@
+"""The containers a batch may be made of: how to look inside one, and how to rebuild it around other content."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from autoaccum.errors import WorkloadError
+
+_PLAIN = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    np.generic,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
+_DEPTH = 4
+"""How deep an unknown object is searched for tensors."""
+
+
+def type_name(value: Any) -> str:
+    """The name of a value's class, without its module."""
+    return type(value).__name__
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether `node` is a tensor or an array that can be cut along its first dimension, or has none.
+
+    Raises:
+        WorkloadError: A sparse or nested tensor, whose parts are not views.
+    """
+    if isinstance(node, Tensor):
+        if node.is_nested or node.layout != torch.strided:
+            kind = "nested" if node.is_nested else str(node.layout).removeprefix("torch.")
+            raise WorkloadError(
+                f"the batch holds a {kind} tensor, which cannot be cut into views",
+                hint="give a padded or dense tensor and convert it in the model",
+            )
+        return True
+    return isinstance(node, np.ndarray)
+
+
+def holds_rows(node: Any) -> bool:
+    """Whether `node` is a tensor or an array with a first dimension."""
+    return isinstance(node, Tensor | np.ndarray) and node.ndim > 0
+
+
+def is_plain(node: Any) -> bool:
+    """Whether `node` is a value without parts: a number, a string, None, a dtype."""
+    return isinstance(node, _PLAIN)
+
+
+def is_namedtuple(node: Any) -> bool:
+    """Whether `node` is an instance of a named tuple class."""
+    return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, PackedSequence)
+
+
+def is_dataclass(node: Any) -> bool:
+    """Whether `node` is an instance of a dataclass."""
+    return dataclasses.is_dataclass(node) and not isinstance(node, type)
+
+
+def is_sequence(node: Any) -> bool:
+    """Whether `node` is a list or a tuple without names: a record or samples, as the rest of the batch decides."""
+    return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "_fields") and not is_plain(node))
+
+
+def are_alike_records(entries: Sequence[Any]) -> bool:
+    """Whether all entries are mappings with the same keys, or of one dataclass or named tuple class."""
+    if not entries:
+        return False
+    first = entries[0]
+    if isinstance(first, Mapping):
+        return all(isinstance(entry, Mapping) and entry.keys() == first.keys() for entry in entries)
+    return (is_dataclass(first) or is_namedtuple(first)) and all(type(entry) is type(first) for entry in entries)
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """The content of a container as pairs of a path step, such as `['x']` or `.x`, and a child; None: no container."""
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", node[key]) for key in node]
+    if is_dataclass(node):
+        if any(_finds_tensor(value, _DEPTH) for value in _extra_attributes(node).values()):
+            return None
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        return [(f".{name}", getattr(node, name)) for name in names]
+    if is_namedtuple(node):
+        return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
+    if is_sequence(node):
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
+    return None
+
+
+def rebuild(node: Any, content: Sequence[Any]) -> Any:
+    """A container like `node` around `content`, in the order of `children`.
+
+    A mapping whose class cannot be rebuilt from its items becomes a dict.
+    """
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, dict(zip(node, content, strict=True)))
+    if is_dataclass(node):
+        steps = children(node) or []
+        rebuilt = copy.copy(node)
+        for (step, _), value in zip(steps, content, strict=True):
+            object.__setattr__(rebuilt, step.removeprefix("."), value)
+        return rebuilt
+    if is_namedtuple(node):
+        return type(node)._make(content)
+    return rebuild_sequence(node, content)
+
+
+def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
+    """A list or tuple of the class of `node` around `content`, which may have another length."""
+    plain = list(content) if isinstance(node, list) else tuple(content)
+    if type(node) in (list, tuple):
+        return plain
+    try:
+        return type(node)(plain)
+    except TypeError:
+        return plain
+
+
+def hides_tensors(node: Any) -> bool:
+    """Whether an object that is no container holds tensors, which would be passed on unsplit."""
+    return not is_plain(node) and _finds_tensor(node, _DEPTH)
+
+
+def refusal(node: Any, path: str) -> WorkloadError:
+    """The error that says why `node`, found at `path`, cannot be split."""
+    if isinstance(node, PackedSequence):
+        return WorkloadError(
+            f"{path} is a PackedSequence, whose samples are interleaved",
+            hint="give the padded tensor and its lengths, and pack them in the model",
+        )
+    if isinstance(node, Iterator):
+        return WorkloadError(f"{path} is an iterator, which can be read only once", hint="make it a list")
+    return WorkloadError(
+        f"{path} is a {type_name(node)}, which holds tensors that cannot be split into samples",
+        hint="give tensors in tuples, lists, dicts or dataclasses",
+    )
+
+
+def _extra_attributes(node: Any) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(node)}
+    return {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(node) is dict:
+        return items
+    try:
+        if isinstance(node, dict | UserDict):
+            rebuilt: Any = copy.copy(node)
+            for key, value in items.items():
+                rebuilt[key] = value
+        else:
+            build: Callable[..., Any] = type(node)
+            rebuilt = build(items)
+        faithful = rebuilt.keys() == items.keys() and all(rebuilt[key] is items[key] for key in items)
+    except Exception:
+        return items
+    return rebuilt if faithful else items
+
+
+def _finds_tensor(node: Any, depth: int) -> bool:
+    if isinstance(node, Tensor | PackedSequence | Iterator | nn.Module) or holds_rows(node):
+        return True
+    if depth == 0 or is_plain(node) or isinstance(node, type):
+        return False
+    if isinstance(node, Mapping):
+        inside: list[Any] = list(node.values())
+    elif isinstance(node, list | tuple | Set):
+        inside = list(node)
+    else:
+        slots = [name for cls in type(node).__mro__ for name in _slot_names(cls)]
+        inside = list(getattr(node, "__dict__", {}).values()) + [getattr(node, name, None) for name in slots]
+    return any(_finds_tensor(value, depth - 1) for value in inside)
+
+
+def _slot_names(cls: type) -> list[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)

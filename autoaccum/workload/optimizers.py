@@ -1,0 +1,121 @@
+"""From what a workload says of its optimizer to an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.nests import type_name
+
+_FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot make one optimizer, before any model is built.
+
+    Raises:
+        WorkloadError: An instance, several optimizers, an unknown name, one that needs a closure, or not callable.
+    """
+    if isinstance(optimizer, Optimizer):
+        raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
+    if isinstance(optimizer, list | tuple | dict):
+        raise WorkloadError(
+            f"{len(optimizer)} optimizers are given", hint="autoaccum updates with one; give it parameter groups"
+        )
+    if isinstance(optimizer, str):
+        find_optimizer(optimizer)
+    elif _is_optimizer(optimizer) and needs_closure(optimizer):
+        raise _closure_refusal(optimizer.__name__)
+    elif optimizer is not None and not callable(optimizer):
+        raise WorkloadError(f"optimizer is a {type_name(optimizer)}", hint=_FACTORY)
+
+
+def find_optimizer(name: str) -> type[Optimizer]:
+    """The class of `torch.optim` of that name, whatever its case.
+
+    Raises:
+        WorkloadError: There is none, or its step needs a closure.
+    """
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+    found: type[Optimizer] | None = known.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or ["adamw", "sgd"]
+        names = ", ".join(known[key].__name__ for key in near)
+        raise WorkloadError(f"torch.optim has no optimizer {name!r}", hint=f"did you mean {names}?")
+    if needs_closure(found):
+        raise _closure_refusal(found.__name__)
+    return found
+
+
+def needs_closure(optimizer: type[Optimizer]) -> bool:
+    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    parameters = list(inspect.signature(optimizer.step).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
+    """One optimizer of the trainable parameters of `model`; AdamW when `optimizer` is None.
+
+    Args:
+        optimizer: A name of `torch.optim`, a class, or a function of the list of parameters.
+        model: Whose parameters to update.
+
+    Raises:
+        WorkloadError: No trainable parameters, or `optimizer` does not make one optimizer of this model's.
+    """
+    check_optimizer(optimizer)
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not params:
+        count = sum(1 for _ in model.parameters())
+        raise WorkloadError(
+            f"none of the {count} parameters of {type_name(model)} is trainable"
+            if count
+            else f"{type_name(model)} has no parameters",
+            hint="give a model with at least one parameter that requires a gradient",
+        )
+    factory = find_optimizer(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer
+    made = _construct(factory, params) if isinstance(factory, type) else factory(params)
+    _check_made(made, model)
+    return made
+
+
+def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any:
+    try:
+        return optimizer(params)
+    except (TypeError, ValueError) as error:
+        raise WorkloadError(
+            f"{getattr(optimizer, '__name__', optimizer)}(params) does not work here ({error})", hint=_FACTORY
+        ) from error
+
+
+def _check_made(made: Any, model: nn.Module) -> None:
+    if isinstance(made, list | tuple | dict):
+        check_optimizer(made)
+    if not isinstance(made, Optimizer):
+        raise WorkloadError(f"optimizer(params) returned a {type_name(made)}, not an optimizer", hint=_FACTORY)
+    if needs_closure(type(made)):
+        raise _closure_refusal(type_name(made))
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in made.param_groups for parameter in group["params"]):
+        raise WorkloadError(
+            f"the {type_name(made)} that optimizer(params) returned holds no parameter of the model",
+            hint="build it from the params it is given",
+        )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+
+
+def _closure_refusal(name: str) -> WorkloadError:
+    return WorkloadError(
+        f"{name} needs a closure, which would run the model again within the update",
+        hint="take one whose step() needs none, such as AdamW or SGD",
+    )

@@ -1,0 +1,159 @@
+"""What is trained: model, batches, loss and optimizer, as one frozen record."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import batch_size, has_size
+from autoaccum.workload.nests import type_name
+from autoaccum.workload.optimizers import check_optimizer, make_optimizer
+from autoaccum.workload.weights import Objective, Reduction, resolve_objective
+
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and how it is trained.
+
+    Attributes:
+        model: A function that returns an `nn.Module`, an `nn.Module` class to call without arguments, or an instance.
+        batch: `batch(size)`: one batch of `size` samples on the CPU, the worst case training will see.
+        loss: `loss(model, batch)`; or a criterion (see `resolve_objective`).
+        criterion: `criterion(outputs, targets)`, when batches are `(inputs, targets)`.
+        optimizer: A function of the list of trainable parameters, a class, or a name of `torch.optim`; None: AdamW.
+        precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
+        weight: `weight(batch)`: what the mean in the loss divides by.
+        reduction: `mean` or `sum`.
+        dataset: Map-style or iterable; None when there is none.
+        name: What reports call it.
+        path: The file it came from; None when made in code.
+        digest: SHA-256 over that file and the local modules it imported; empty when made in code.
+
+    Raises:
+        WorkloadError: One of them cannot be used.
+    """
+
+    model: Callable[[], nn.Module] | type[nn.Module] | nn.Module
+    batch: Callable[[int], Any]
+    loss: Any = None
+    criterion: Any = None
+    optimizer: Any = None
+    precision: Precision = "fp32"
+    weight: Callable[[Any], Any] | None = None
+    reduction: Reduction = "mean"
+    dataset: Any = None
+    name: str = "workload"
+    path: Path | None = None
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        if not callable(self.batch):
+            raise WorkloadError(f"batch is a {type_name(self.batch)}", hint="write a function batch(size)")
+        _check_call(self.batch, "batch", 1, "write def batch(size)")
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise WorkloadError(f"the precision is {self.precision!r}", hint=f"use one of {known}")
+        if self.weight is not None:
+            _check_call(self.weight, "weight", 1, "write def weight(batch)")
+        check_optimizer(self.optimizer)
+        criterion = self.objective.criterion
+        if criterion is not None and isinstance(criterion.function, nn.Module):
+            _check_criterion_parameters(criterion.function, criterion.name)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss, and what its mean divides by."""
+        return resolve_objective(self.loss, criterion=self.criterion, weight=self.weight, reduction=self.reduction)
+
+    def build_model(self) -> nn.Module:
+        """A new model; an instance is copied, so that every trial starts alike.
+
+        What the user's code raises comes through as it is.
+
+        Raises:
+            WorkloadError: The function returns something else, or the instance cannot be copied.
+        """
+        if isinstance(self.model, nn.Module):
+            try:
+                return copy.deepcopy(self.model)
+            except (TypeError, RuntimeError, AttributeError) as error:
+                raise WorkloadError(
+                    f"the model, an instance of {type_name(self.model)}, cannot be copied ({error})",
+                    hint="give a function that builds it",
+                ) from error
+        built = self.model()
+        if not isinstance(built, nn.Module):
+            raise WorkloadError(f"model() returned a {type_name(built)}", hint="return an nn.Module")
+        return built
+
+    def build_batch(self, size: int) -> Any:
+        """`batch(size)`, checked to hold `size` samples.
+
+        What the user's code raises comes through as it is.
+
+        Raises:
+            WorkloadError: It holds another number of samples.
+        """
+        made = self.batch(size)
+        if not has_size(made, size):
+            raise WorkloadError(
+                f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked: {size}"
+            )
+        return made
+
+    def build_optimizer(self, model: nn.Module, name: str | None = None) -> Optimizer:
+        """One optimizer of the trainable parameters of `model`.
+
+        Args:
+            model: Whose parameters to update.
+            name: Overrides the workload's own by a name of `torch.optim`, whatever its case.
+
+        Raises:
+            WorkloadError: No trainable parameters, several optimizers, an unknown name, one that needs a closure.
+        """
+        return make_optimizer(self.optimizer if name is None else name, model)
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if not callable(model):
+        raise WorkloadError(
+            f"model is a {type_name(model)}", hint="give an nn.Module, its class, or a function that returns one"
+        )
+    if isinstance(model, type) and not issubclass(model, nn.Module):
+        raise WorkloadError(
+            f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
+        )
+    _check_call(model, "model", 0, "give a function without arguments, or an instance")
+
+
+def _check_call(function: Callable[..., Any], name: str, count: int, hint: str) -> None:
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * count)
+    except ValueError:
+        return  # a builtin without a signature: the call itself will tell
+    except TypeError:
+        takes = "without arguments" if count == 0 else f"with {count} argument"
+        raise WorkloadError(f"{name}{signature} cannot be called {takes}", hint=hint) from None
+
+
+def _check_criterion_parameters(criterion: nn.Module, name: str) -> None:
+    trainable = [key for key, parameter in criterion.named_parameters() if parameter.requires_grad]
+    if trainable:
+        raise WorkloadError(
+            f"{name} has trainable parameters ({', '.join(trainable[:3])}), which no optimizer would update",
+            hint="make it a part of the model and write loss(model, batch)",
+        )

@@ -1,0 +1,50 @@
+"""Whose fault an exception is: the user's own frames, without those of autoaccum, torch and Python."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+from autoaccum.errors import WorkloadError
+
+_OWN = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+
+
+def format_user_traceback(error: BaseException) -> str:
+    """The traceback of `error` as Python prints it, with the user's frames and those of their libraries only."""
+    return "".join(_pruned(traceback.TracebackException.from_exception(error), depth=0).format()).rstrip()
+
+
+def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
+    """The error that shows an exception of the user's own code as theirs.
+
+    Args:
+        error: What the user's code raised.
+        doing: What was going on, as the start of a sentence: `batch(5)`, `importing model.py`.
+        hint: The way out, where one is known.
+    """
+    text = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=format_user_traceback(error))
+
+
+def _pruned(report: traceback.TracebackException, depth: int) -> traceback.TracebackException:
+    report.stack = traceback.StackSummary.from_list([frame for frame in report.stack if _is_user(frame.filename)])
+    for chained in (report.__cause__, report.__context__):
+        if chained is not None and depth < 10:
+            _pruned(chained, depth + 1)
+    return report
+
+
+def _is_user(filename: str) -> bool:
+    if filename.startswith("<frozen "):
+        return False
+    path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
+    if any(path.startswith(root + "/") for root in (_OWN, _TORCH)):
+        return False
+    return "site-packages" in path or not any(root and path.startswith(root + "/") for root in _PYTHON)
