@@ -1,0 +1,155 @@
+"""Which size to try next, from the peaks of the sizes that ran: pure numbers.
+
+Memory is taken to be a line through the peaks, with a doubt that grows with what the peaks do not agree on. The size
+that halves the doubt is tried: far from the limit that is the size the line promises, at the limit it is a bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Tuned on simulated models (tests/planning/test_search.py reports the distribution of trials).
+_FIRST_STEP = 4
+_SAFE_SHARE = 0.97
+_NOISE_UNKNOWN = 0.005
+_NOISE_LEAST = 0.0005
+_FAR_ENOUGH = 0.02
+_FLAT_JUMP, _JUMP = 16, 64
+_LEAN = 0.42
+_SURPRISED = 4.0
+_PATIENCE = 12
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The next size to try, and the size (a real number) up to which the peaks promise a fit; None without a line."""
+
+    size: int
+    promised: float | None = None
+
+    def surprise(self, fits: bool, before: float) -> float:
+        """How much wider the doubt is than the peaks say, once this guess was tried: what they got wrong, so far."""
+        if self.promised is None:
+            return before
+        wrong = self.size >= self.promised if fits else self.size <= self.promised
+        return before * _SURPRISED if wrong else max(1.0, before / _SURPRISED)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line through the peaks at `start` and `end`: bytes per sample, their error, and the relative noise."""
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    slope: float
+    error: float
+    noise: float
+
+    @property
+    def flat(self) -> bool:
+        return self.slope < 2 * self.error
+
+    def promise(self, limit_bytes: int) -> tuple[float, float]:
+        """Where the line reaches the limit, on the careful side, and how far off that may be (both in samples)."""
+        slope = max(self.slope, 0.0) + max(self.error, 1e-9)
+        gap = max(limit_bytes - self.end[1], 0) / slope
+        reach = gap / (self.end[0] - self.start[0])
+        doubt = self.noise * math.hypot(self.end[1] * reach, self.start[1] * reach, limit_bytes) / slope
+        return self.end[0] + gap, max(doubt, 0.3)
+
+
+def next_size(
+    peaks: Mapping[int, int],
+    largest_fit: int,
+    first_fail: int | None,
+    limit_bytes: int,
+    *,
+    surprise: float = 1.0,
+    tried: int = 0,
+) -> Guess:
+    """The size to try next, above `largest_fit` and below `first_fail`.
+
+    Args:
+        peaks: Peak bytes by size, of sizes that ran; empty where the device cannot measure peaks.
+        largest_fit: The largest size that ran.
+        first_fail: The smallest size above it that did not; None when none failed.
+        limit_bytes: The budget of a trial.
+        surprise: What `Guess.surprise` gave after the last guess; 1 at first.
+        tried: How many trials there were; after many, peaks are no guide and the bracket is halved.
+
+    >>> next_size({1: 30, 4: 60}, 4, None, 1000).size in range(60, 99)
+    True
+    >>> next_size({}, 4, 9, 1000).size
+    6
+    """
+    if tried >= _PATIENCE:
+        return Guess(largest_fit * _FIRST_STEP if first_fail is None else (largest_fit + first_fail) // 2)
+    if largest_fit not in peaks:
+        middle = largest_fit * _FIRST_STEP if first_fail is None else _geometric(largest_fit, first_fail)
+        return Guess(_between(middle, largest_fit, first_fail))
+    # With a floor of at least 0 bytes, memory cannot grow faster than the size does.
+    safe = int(_SAFE_SHARE * largest_fit * limit_bytes / max(peaks[largest_fit], 1))
+    if len(peaks) == 1:
+        wish = _FIRST_STEP if first_fail is None else _geometric(largest_fit, first_fail)
+        return Guess(_between(max(wish, safe), largest_fit, first_fail))
+    line = _steepest(sorted(peaks.items()))
+    promised, doubt = line.promise(limit_bytes)
+    size = _halving(line, promised, doubt * surprise, safe, largest_fit, first_fail)
+    size = max(size, safe) if size < 0.9 * safe else size
+    size = min(size, max(largest_fit * (_FLAT_JUMP if line.flat else _JUMP), safe))
+    return Guess(_between(size, largest_fit, first_fail), promised)
+
+
+def _halving(line: _Line, promised: float, doubt: float, safe: int, largest_fit: int, first_fail: int | None) -> int:
+    """The size below and above which the ceiling is about as likely, by a Cauchy distribution around the promise.
+
+    The distribution's long tails make it gallop where the promise was wrong; what trials ruled out is cut off.
+    """
+    centre, low = promised, float(largest_fit)
+    if first_fail is not None and promised > first_fail - 0.5:
+        centre, low = first_fail - 0.5, float(max(largest_fit, min(safe, first_fail - 1)))
+        doubt = max(doubt, min(promised - first_fail, first_fail - largest_fit))
+        if line.flat or line.noise >= _NOISE_UNKNOWN:
+            return round(low + (first_fail - low) / 2)
+    below = _cumulative((low - centre) / doubt)
+    above = 1.0 if first_fail is None else _cumulative((first_fail - centre) / doubt)
+    quantile = below + (above - below) * _LEAN
+    return math.floor(centre + doubt * math.tan(math.pi * (quantile - 0.5)) + 0.5)
+
+
+def _steepest(points: list[tuple[int, int]]) -> _Line:
+    """The line from the last point back to the one that gives the surest steep slope.
+
+    The update's own peak is a floor that does not grow with the size, so the earliest points may be no guide.
+    """
+    end = points[-1]
+    lines = [_through(start, end, _NOISE_UNKNOWN) for start in points[:-1]]
+    best = max(lines, key=lambda line: line.slope - line.error)
+    far = best.start[0] + _FAR_ENOUGH * (end[0] - best.start[0])
+    misses = [
+        abs(peak - best.start[1] - (size - best.start[0]) * best.slope) / max(peak, 1)
+        for size, peak in points[:-1]
+        if size > best.start[0] and size >= far
+    ]
+    if not misses:
+        return best
+    return _through(best.start, end, min(_NOISE_UNKNOWN, max(_NOISE_LEAST, *misses)))
+
+
+def _through(start: tuple[int, int], end: tuple[int, int], noise: float) -> _Line:
+    samples = end[0] - start[0]
+    return _Line(start, end, (end[1] - start[1]) / samples, noise * math.hypot(start[1], end[1]) / samples, noise)
+
+
+def _geometric(low: int, high: int) -> int:
+    return math.isqrt(low * high)
+
+
+def _cumulative(x: float) -> float:
+    return math.atan(x) / math.pi + 0.5
+
+
+def _between(size: int, largest_fit: int, first_fail: int | None) -> int:
+    return max(largest_fit + 1, size if first_fail is None else min(size, first_fail - 1))

@@ -1,0 +1,204 @@
+"""The largest size that ran, in few trials: pure decisions over a `trial(size)` that somebody else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autoaccum.devices.base import Trial
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.planning.extrapolation import next_size
+from autoaccum.units import MIB, format_bytes
+
+_FALLS_BY = 0.02
+_LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """Where a search ended.
+
+    Attributes:
+        largest_fit: The largest size that ran, in samples; it ran without the allocator's retries if any did.
+        first_fail: The next size, which did not (or only with retries); None when `capped`.
+        capped: The search ended because `largest_fit` is the cap, not because memory did.
+        trials: All trials, in the order they ran.
+        warnings: Sentences for the plan.
+    """
+
+    largest_fit: int
+    first_fail: int | None
+    capped: bool
+    trials: tuple[Trial, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def search(
+    trial: Callable[[int], Trial], cap: int, *, limit_bytes: int, least_bytes: int | None = None
+) -> SearchResult:
+    """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
+
+    Where memory is not monotone in the size, the answer still ran and the next size still failed; sizes above that
+    were not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as soon as an
+    `ok` one is known. No size is tried twice, except to confirm a doubtful out-of-memory.
+
+    Args:
+        trial: Runs one trial at a size in samples.
+        cap: The largest size worth trying, in samples.
+        limit_bytes: The budget of every trial.
+        least_bytes: What any size is known to need (the parameters and gradients, say), for the message.
+
+    Raises:
+        UsageError: `cap` is less than 1.
+        DoesNotFitError: Size 1 ran out of memory.
+        WorkloadError: A trial failed by the workload's fault.
+        NotMeasuredError: A trial failed by the measurement's fault, or with a doubtful out-of-memory and no smaller
+            size that runs in a fresh process.
+    """
+    if cap < 1:
+        raise UsageError(f"the largest micro-batch to try is {cap}, the least is 1", hint="give a larger one")
+    state = _State(trial)
+    if not state.run(1).ran:
+        raise does_not_fit(state.trials[0], limit_bytes, least_bytes)
+    surprise = 1.0
+    while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
+        guess = next_size(
+            state.peaks,
+            state.largest_fit,
+            state.first_fail,
+            limit_bytes,
+            surprise=surprise,
+            tried=len(state.trials),
+        )
+        size = min(guess.size, cap)
+        state.run(size)
+        surprise = guess.surprise(size <= state.largest_fit, surprise)
+    state.settle_doubts()
+    capped = state.largest_fit == cap
+    return SearchResult(
+        largest_fit=state.largest_fit,
+        first_fail=None if capped else state.first_fail,
+        capped=capped,
+        trials=tuple(state.trials),
+        warnings=(*_tight_warnings(state), *monotony_warnings(state.trials)),
+    )
+
+
+class _State:
+    """What the trials so far have shown."""
+
+    def __init__(self, trial: Callable[[int], Trial]) -> None:
+        self._trial = trial
+        self.trials: list[Trial] = []
+
+    def run(self, size: int) -> Trial:
+        trial = self._trial(size)
+        self.trials.append(trial)
+        if trial.outcome == "error":
+            raise trial_error(trial)
+        if not trial.ran and not trial.certain and not any(t.ran and t.micro_batch < size for t in self.trials):
+            raise _doubtful(trial)
+        return trial
+
+    def fits(self, trial: Trial) -> bool:
+        return trial.outcome == "ok" or (trial.outcome == "tight" and all(t.outcome != "ok" for t in self.trials))
+
+    @property
+    def largest_fit(self) -> int:
+        return max(t.micro_batch for t in self.trials if self.fits(t))
+
+    @property
+    def first_fail(self) -> int | None:
+        failed = [t.micro_batch for t in self.trials if not self.fits(t) and t.micro_batch > self.largest_fit]
+        return min(failed, default=None)
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        ran = [(t.micro_batch, _peak(t)) for t in self.trials if self.fits(t)]
+        return {size: peak for size, peak in ran if peak is not None}
+
+    def settle_doubts(self) -> None:
+        """Some texts of an out-of-memory also mean a bug: they count once a smaller size ran in a fresh process."""
+        doubtful = [t for t in self.trials if not t.ran and not t.certain]
+        if not doubtful:
+            return
+        least = min(doubtful, key=lambda t: t.micro_batch)
+        if not self._ran_fresh_below(least.micro_batch):
+            # After a failed trial the next process is a fresh one, so that this trial can settle it.
+            self.run(self.largest_fit)
+        if not self._ran_fresh_below(least.micro_batch):
+            raise _doubtful(least)
+
+    def _ran_fresh_below(self, size: int) -> bool:
+        return any(t.ran and t.fresh and t.micro_batch < size for t in self.trials)
+
+
+def trial_error(trial: Trial) -> AutoaccumError:
+    """The error to raise for a trial whose outcome is `error`: the workload's fault, or the measurement's."""
+    where = f" in {trial.phase}" if trial.phase else ""
+    message = f"micro-batch {trial.micro_batch} failed{where}: {trial.message or 'no message'}"
+    if trial.blames == "user":
+        return WorkloadError(message, user_traceback=trial.traceback)
+    return NotMeasuredError(message)
+
+
+def does_not_fit(trial: Trial, limit_bytes: int, least_bytes: int | None = None) -> DoesNotFitError:
+    """The clear no for the smallest trial that ran out of memory: bytes needed, bytes there, what to do.
+
+    A trial that failed has no peak of its own, so what it held when it failed and what is known of the workload
+    (`least_bytes`) are lower bounds of its need.
+    """
+    known = max(_peak(trial) or 0, least_bytes or 0)
+    where = f" in {trial.phase}" if trial.phase else ""
+    there = format_bytes(limit_bytes)
+    if known > limit_bytes:
+        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there} are there"
+    else:
+        of_it = f" ({format_bytes(known)} of it before the first sample)" if known and known == least_bytes else ""
+        message = (
+            f"micro-batch {trial.micro_batch} needs more than the {there} that are there{of_it}, it ran out{where}"
+        )
+    return DoesNotFitError(message, hint=f"take {_LESS_MEMORY}")
+
+
+def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
+    """Sentences on memory that does not grow with the size; none where it does."""
+    ordered = sorted(trials, key=lambda t: t.micro_batch)
+    found = []
+    failed = [t.micro_batch for t in ordered if t.outcome == "oom"]
+    above = [t.micro_batch for t in ordered if t.ran and failed and t.micro_batch >= failed[0]]
+    if above:
+        found.append(
+            f"memory is not monotone here: size {above[0]} ran although size {failed[0]} did not, so that other sizes "
+            "may not do what their neighbours did"
+        )
+    measured = [(t.micro_batch, peak) for t in ordered if t.ran and (peak := _peak(t)) is not None]
+    for (size, peak), (larger, less) in pairwise(measured):
+        if larger > size and less < peak * (1 - _FALLS_BY) - 2 * MIB:
+            found.append(
+                f"memory is not monotone here: the peak falls from {format_bytes(peak)} at size {size} to "
+                f"{format_bytes(less)} at size {larger}, so that a larger size than was tried may fit"
+            )
+            break
+    return found
+
+
+def _tight_warnings(state: _State) -> list[str]:
+    tight = sorted({t.micro_batch for t in state.trials if t.outcome == "tight"})
+    if not tight:
+        return []
+    if state.largest_fit in tight:
+        return [f"micro-batch {state.largest_fit} ran only because the allocator released its cache and tried again"]
+    return [f"size {tight[0]} ran only because the allocator released its cache and tried again: it was not chosen"]
+
+
+def _doubtful(trial: Trial) -> NotMeasuredError:
+    return NotMeasuredError(
+        f"micro-batch {trial.micro_batch} failed with a message that may mean a lack of memory or a bug, and no "
+        f"smaller size ran in a fresh process: {trial.message or 'no message'}"
+    )
+
+
+def _peak(trial: Trial) -> int | None:
+    return trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from statistics import mean
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoaccum.devices.base import Outcome, Trial
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.planning.search import SearchResult, does_not_fit, search
+from autoaccum.units import GIB, MIB
+
+LIMIT = 4 * GIB
+NO_CAP = 10**6
+
+
+def scripted(outcome: Callable[[int], Outcome], peak: Callable[[int], int] | None = None) -> Callable[[int], Trial]:
+    """A trial whose outcome and peak bytes are functions of its size."""
+
+    def trial(size: int) -> Trial:
+        result = outcome(size)
+        measured = peak(size) if peak and result in ("ok", "tight") else None
+        return Trial(parts=(size, size), outcome=result, peak_reserved_bytes=measured, fresh=True)
+
+    return trial
+
+
+def linear(ceiling: int, share: float = 0.3) -> Callable[[int], Trial]:
+    slope = (1 - share) * LIMIT / (ceiling + 0.5)
+    return scripted(
+        lambda n: "ok" if n <= ceiling else "oom",
+        lambda n: int(share * LIMIT + slope * n),
+    )
+
+
+def check(result: SearchResult, cap: int) -> None:
+    outcomes = {t.micro_batch: t for t in result.trials}
+    assert outcomes[result.largest_fit].ran
+    assert result.largest_fit <= cap
+    assert result.capped == (result.largest_fit == cap)
+    if result.capped:
+        assert result.first_fail is None
+    else:
+        assert result.first_fail == result.largest_fit + 1
+        assert outcomes[result.first_fail].outcome != "ok"
+    assert max(outcomes) <= cap
+    if any(t.outcome == "ok" for t in result.trials):
+        assert outcomes[result.largest_fit].outcome == "ok"
+
+
+# --- how few trials -------------------------------------------------------------------------------------------------
+
+CEILINGS = {"1-20": (1, 20), "21-300": (21, 300), "301-1000": (301, 1000), "1001-5000": (1001, 5000)}
+MODELS = ["exact", "rounded to 2 MiB", "floor of the update", "0.3 % noise", "1 % noise"]
+
+
+def simulated(kind: str, ceiling: int, share: float, rng: random.Random) -> Callable[[int], Trial]:
+    """`share` of the limit is there without any sample, the rest grows by the sample up to the ceiling."""
+    base = share * LIMIT
+    slope = (LIMIT - base) / (ceiling + rng.uniform(0.01, 0.99))
+    noise = {"0.3 % noise": 0.003, "1 % noise": 0.01}.get(kind, 0.0)
+
+    def peak(size: int) -> int:
+        bytes_ = base + slope * size
+        if kind.startswith("floor"):
+            bytes_ = max(1.25 * base, bytes_)
+        if kind.startswith("rounded"):
+            bytes_ = math.ceil(bytes_ / (2 * MIB)) * 2 * MIB
+        return int(bytes_ * (1 + rng.uniform(-noise, noise)))
+
+    def outcome(size: int) -> Outcome:
+        fits = peak(size) <= LIMIT if kind.startswith("rounded") else size <= ceiling
+        return "ok" if fits else "oom"
+
+    return scripted(outcome, peak)
+
+
+def count_trials(kind: str, share: float, band: str, samples: int = 60) -> list[int]:
+    rng = random.Random(f"{kind} {share} {band}")
+    counts = []
+    for _ in range(samples):
+        result = search(simulated(kind, rng.randint(*CEILINGS[band]), share, rng), NO_CAP, limit_bytes=LIMIT)
+        check(result, NO_CAP)
+        counts.append(len(result.trials))
+    return counts
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_few_trials(kind: str, record_property: Callable[[str, object], None]) -> None:
+    """The mean and the worst number of trials, over ceilings and over the share of the limit that is there at once."""
+    table: dict[tuple[float, str], tuple[float, int]] = {}
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
+        for band in CEILINGS:
+            counts = count_trials(kind, share, band)
+            table[share, band] = mean(counts), max(counts)
+        row = "   ".join(
+            f"{band}: {table[share, band][0]:4.1f}, at most {table[share, band][1]:2d}" for band in CEILINGS
+        )
+        print(f"{kind:20s} share {share:.1f}   {row}")
+    record_property("trials", {f"{share} {band}": value for (share, band), value in table.items()})
+    moderate = {key: value for key, value in table.items() if key[0] <= 0.5 and key[1] != "1001-5000"}
+    if kind in ("exact", "rounded to 2 MiB"):
+        assert max(worst for _, worst in moderate.values()) <= 8
+    assert max(average for average, _ in moderate.values()) <= 11
+    assert max(worst for _, worst in table.values()) <= 25
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5])
+def test_at_most_eight_trials_for_a_ceiling_of_a_thousand(share: float) -> None:
+    result = search(linear(1000, share), NO_CAP, limit_bytes=LIMIT)
+    assert result.largest_fit == 1000
+    assert len(result.trials) <= 8
+
+
+# --- what it may never do -------------------------------------------------------------------------------------------
+
+
+def test_brute_force_over_monotone_sizes() -> None:
+    for ceiling in range(1, 130):
+        for cap in {1, ceiling, ceiling + 1, 2 * ceiling, 100}:
+            for share in (0.0, 0.6):
+                result = search(linear(ceiling, share), cap, limit_bytes=LIMIT)
+                check(result, cap)
+                assert result.largest_fit == min(ceiling, cap)
+                assert not result.warnings
+
+
+@given(ceiling=st.integers(1, 3000), cap=st.integers(1, 4000), seed=st.integers(0, 10**6))
+def test_monotone_fits_with_any_peaks(ceiling: int, cap: int, seed: int) -> None:
+    peaks = random.Random(seed)
+    trial = scripted(lambda n: "ok" if n <= ceiling else "oom", lambda n: peaks.randint(0, 2 * LIMIT))
+    result = search(trial, cap, limit_bytes=LIMIT)
+    check(result, cap)
+    assert result.largest_fit == min(ceiling, cap)
+    assert len(result.trials) <= 12 + 2 * math.log2(ceiling + 1) + 3
+
+
+@settings(max_examples=300)
+@given(
+    outcomes=st.lists(st.sampled_from(["ok", "tight", "oom"]), min_size=1, max_size=40),
+    cap=st.integers(1, 60),
+    measures=st.booleans(),
+)
+def test_any_outcomes(outcomes: list[Outcome], cap: int, measures: bool) -> None:
+    outcomes = ["ok" if outcomes[0] == "oom" else outcomes[0], *outcomes[1:]]
+    trial = scripted(
+        lambda n: outcomes[n - 1] if n <= len(outcomes) else "oom", (lambda n: n * MIB) if measures else None
+    )
+    check(search(trial, cap, limit_bytes=LIMIT), cap)
+
+
+@given(ceiling=st.integers(1, 10**5))
+def test_works_without_peaks(ceiling: int) -> None:
+    result = search(scripted(lambda n: "ok" if n <= ceiling else "oom"), 10**6, limit_bytes=LIMIT)
+    assert result.largest_fit == ceiling
+    assert len(result.trials) <= 3 + 2 * math.log2(ceiling + 1)
+
+
+@given(ceiling=st.integers(1, 2000), seed=st.integers(0, 99))
+def test_tries_no_size_twice(ceiling: int, seed: int) -> None:
+    trials = search(simulated("1 % noise", ceiling, 0.3, random.Random(seed)), NO_CAP, limit_bytes=LIMIT).trials
+    assert len({t.micro_batch for t in trials}) == len(trials)
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cap_is_said() -> None:
+    result = search(linear(1000), 256, limit_bytes=LIMIT)
+    assert (result.largest_fit, result.first_fail, result.capped) == (256, None, True)
+    assert len(result.trials) <= 4
+
+
+def test_only_one_runs() -> None:
+    result = search(linear(1), 64, limit_bytes=LIMIT)
+    assert (result.largest_fit, result.first_fail, result.capped) == (1, 2, False)
+
+
+def test_a_cap_of_one_takes_one_trial() -> None:
+    assert len(search(linear(9), 1, limit_bytes=LIMIT).trials) == 1
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    with pytest.raises(UsageError, match="is 0, the least is 1"):
+        search(linear(9), 0, limit_bytes=LIMIT)
+
+
+def test_none_runs() -> None:
+    with pytest.raises(DoesNotFitError) as seen:
+        search(scripted(lambda n: "oom"), 64, limit_bytes=15 * GIB, least_bytes=int(21.3 * GIB))
+    assert str(seen.value) == (
+        "micro-batch 1 needs at least 21.3 GiB, 15.0 GiB are there: "
+        "take a smaller model, --precision bf16, activation checkpointing, or more memory"
+    )
+    assert seen.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("peak", "least", "text"),
+    [
+        (None, None, "needs more than the 1.0 GiB that are there, it ran out in backward"),
+        (600 * MIB, 400 * MIB, "needs more than the 1.0 GiB that are there, it ran out in backward"),
+        (None, 400 * MIB, "needs more than the 1.0 GiB that are there (400 MiB of it before the first sample), it"),
+        (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are there"),
+    ],
+)
+def test_says_what_is_known_of_the_need(peak: int | None, least: int | None, text: str) -> None:
+    trial = Trial(parts=(1, 1), outcome="oom", phase="backward", peak_reserved_bytes=peak)
+    assert text in str(does_not_fit(trial, GIB, least))
+
+
+# --- tight, doubtful, wrong -----------------------------------------------------------------------------------------
+
+
+def test_tight_is_not_chosen_when_ok_exists() -> None:
+    trial = scripted(lambda n: "ok" if n <= 80 else "tight" if n <= 90 else "oom", lambda n: n * LIMIT // 90)
+    result = search(trial, 256, limit_bytes=LIMIT)
+    assert (result.largest_fit, result.first_fail) == (80, 81)
+    assert any("tried again: it was not chosen" in warning for warning in result.warnings)
+
+
+def test_tight_is_chosen_when_nothing_else_runs() -> None:
+    trial = scripted(lambda n: "tight" if n <= 3 else "oom")
+    result = search(trial, 256, limit_bytes=LIMIT)
+    assert (result.largest_fit, result.first_fail) == (3, 4)
+    assert "ran only because the allocator" in result.warnings[0]
+
+
+def doubtful(from_size: int, *, fresh_below: bool, fresh_later: bool = True) -> Callable[[int], Trial]:
+    failed = False
+
+    def trial(size: int) -> Trial:
+        nonlocal failed
+        if size >= from_size:
+            failed = True
+            return Trial(parts=(size, size), outcome="oom", certain=False, message="CUBLAS_STATUS_NOT_INITIALIZED")
+        return Trial(parts=(size, size), outcome="ok", fresh=fresh_below or (failed and fresh_later))
+
+    return trial
+
+
+def test_a_doubtful_failure_counts_when_a_smaller_size_ran_fresh() -> None:
+    result = search(doubtful(6, fresh_below=True), 64, limit_bytes=LIMIT)
+    assert result.largest_fit == 5
+    assert len({t.micro_batch for t in result.trials}) == len(result.trials)
+
+
+@pytest.mark.parametrize("from_size", [2, 3, 6, 40])
+def test_a_doubtful_failure_is_settled_by_one_more_trial(from_size: int) -> None:
+    result = search(doubtful(from_size, fresh_below=False), 64, limit_bytes=LIMIT)
+    assert result.largest_fit == from_size - 1
+    assert any(t.fresh and t.ran for t in result.trials)
+
+
+@pytest.mark.parametrize("trial", [doubtful(1, fresh_below=True), doubtful(5, fresh_below=False, fresh_later=False)])
+def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) -> None:
+    with pytest.raises(NotMeasuredError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
+        search(trial, 64, limit_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("blames", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError), (None, NotMeasuredError)]
+)
+@pytest.mark.parametrize("at", [1, 8])
+def test_an_error_stops_at_once(
+    blames: Literal["user", "measurement"] | None, error: type[AutoaccumError], at: int
+) -> None:
+    ran: list[int] = []
+
+    def trial(size: int) -> Trial:
+        ran.append(size)
+        if size >= at:
+            return Trial(
+                parts=(size, size),
+                outcome="error",
+                phase="forward",
+                message="IndexError: too big",
+                traceback="File model.py, line 3",
+                blames=blames,
+            )
+        return Trial(parts=(size, size), outcome="ok")
+
+    with pytest.raises(error, match=r"micro-batch \d+ failed in forward: IndexError: too big") as seen:
+        search(trial, 64, limit_bytes=LIMIT)
+    assert sum(size >= at for size in ran) == 1
+    if isinstance(seen.value, WorkloadError):
+        assert seen.value.user_traceback == "File model.py, line 3"
+
+
+# --- memory that is not monotone ------------------------------------------------------------------------------------
+
+
+def test_warns_of_a_falling_peak() -> None:
+    trial = scripted(lambda n: "ok" if n <= 40 else "oom", lambda n: GIB if n < 4 else GIB // 2 + n * MIB)
+    (warning,) = search(trial, 64, limit_bytes=LIMIT).warnings
+    assert "memory is not monotone here: the peak falls from 1.0 GiB at size 1" in warning
+
+
+def test_small_ripples_are_no_warning() -> None:
+    rng = random.Random(0)
+    assert not search(simulated("1 % noise", 300, 0.9, rng), NO_CAP, limit_bytes=LIMIT).warnings
