@@ -39,7 +39,7 @@ def batch_size(batch: Batch) -> int:
         return min(explicit, key=lambda size: (explicit[size], -size))
     if sizes:
         raise WorkloadError(
-            f"batch (a {nests.type_name(batch)}) holds nothing with a batch dimension",
+            f"batch ({nests.kind(batch)}) holds nothing with a batch dimension",
             hint="give tensors whose first dimension counts the samples, or a list with one entry per sample",
         )
     raise _disagreement(batch)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.nests import type_name
+from autoaccum.workload.nests import kind, type_name
 
 Divisor = Literal["targets", "elements", "rows of classes", "samples"]
 Call = Literal["one", "pair", "triple", "mean and variance", "lengths"]
@@ -121,7 +121,7 @@ class Criterion:
             return float(batch_size(batch))
         if not isinstance(targets, Tensor):
             raise WorkloadError(
-                f"{self.name} needs its targets as one tensor, batch[1] is a {type_name(targets)}",
+                f"{self.name} needs its targets as one tensor, batch[1] is {kind(targets)}",
                 hint="write loss(model, batch) and weight(batch) instead",
             )
         options = settings(self.function)
@@ -136,7 +136,7 @@ class Criterion:
         wanted = "a tensor" if count == 1 else f"a tuple of {count} tensors"
         seen = outputs[0] if count == 1 else outputs
         raise WorkloadError(
-            f"{self.name} takes {wanted} from the model, which returned a {type_name(seen)}",
+            f"{self.name} takes {wanted} from the model, which returned {kind(seen)}",
             hint="write loss(model, batch) instead of a criterion",
         )
 
@@ -144,7 +144,7 @@ class Criterion:
         if isinstance(targets, tuple | list) and len(targets) == 3:
             return targets[0], targets[1], targets[2]
         raise WorkloadError(
-            f"{self.name} takes (labels, input_lengths, target_lengths) as targets, batch[1] is a {type_name(targets)}",
+            f"{self.name} takes (labels, input_lengths, target_lengths) as targets, batch[1] is {kind(targets)}",
             hint="give these three, or write loss(model, batch)",
         )
 
@@ -177,7 +177,7 @@ def resolve_criterion(criterion: Any) -> Criterion:
         raise WorkloadError(f"the criterion is the class {criterion.__name__}", hint=f"write {criterion.__name__}()")
     if not callable(criterion):
         raise WorkloadError(
-            f"the criterion is a {type_name(criterion)}, which cannot be called", hint="give nn.CrossEntropyLoss(), say"
+            f"the criterion is {kind(criterion)}, which cannot be called", hint="give nn.CrossEntropyLoss(), say"
         )
     inner = criterion.func if isinstance(criterion, functools.partial) else criterion
     name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))

@@ -38,6 +38,14 @@ def type_name(value: Any) -> str:
     return type(value).__name__
 
 
+def kind(value: Any) -> str:
+    """What `value` is, with its article: `an int`, `a dict`, `None`."""
+    if value is None:
+        return "None"
+    name = type_name(value)
+    return f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
+
+
 def is_leaf(node: Any) -> bool:
     """Whether `node` is a tensor or an array that can be cut along its first dimension, or has none.
 
@@ -46,9 +54,9 @@ def is_leaf(node: Any) -> bool:
     """
     if isinstance(node, Tensor):
         if node.is_nested or node.layout != torch.strided:
-            kind = "nested" if node.is_nested else str(node.layout).removeprefix("torch.")
+            form = "nested" if node.is_nested else str(node.layout).removeprefix("torch.")
             raise WorkloadError(
-                f"the batch holds a {kind} tensor, which cannot be cut into views",
+                f"the batch holds a {form} tensor, which cannot be cut into views",
                 hint="give a padded or dense tensor and convert it in the model",
             )
         return True
@@ -150,7 +158,7 @@ def refusal(node: Any, path: str) -> WorkloadError:
     if isinstance(node, Iterator):
         return WorkloadError(f"{path} is an iterator, which can be read only once", hint="make it a list")
     return WorkloadError(
-        f"{path} is a {type_name(node)}, which holds tensors that cannot be split into samples",
+        f"{path} is {kind(node)}, which holds tensors that cannot be split into samples",
         hint="give tensors in tuples, lists, dicts or dataclasses",
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.nests import type_name
+from autoaccum.workload.nests import kind, type_name
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any) -> None:
     elif _is_optimizer(optimizer) and needs_closure(optimizer):
         raise _closure_refusal(optimizer.__name__)
     elif optimizer is not None and not callable(optimizer):
-        raise WorkloadError(f"optimizer is a {type_name(optimizer)}", hint=_FACTORY)
+        raise WorkloadError(f"optimizer is {kind(optimizer)}", hint=_FACTORY)
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
@@ -82,8 +82,7 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
         )
     factory = find_optimizer(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer
     made = _construct(factory, params) if isinstance(factory, type) else factory(params)
-    _check_made(made, model)
-    return made
+    return _checked(made, model)
 
 
 def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any:
@@ -95,11 +94,11 @@ def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any
         ) from error
 
 
-def _check_made(made: Any, model: nn.Module) -> None:
+def _checked(made: Any, model: nn.Module) -> Optimizer:
     if isinstance(made, list | tuple | dict):
         check_optimizer(made)
     if not isinstance(made, Optimizer):
-        raise WorkloadError(f"optimizer(params) returned a {type_name(made)}, not an optimizer", hint=_FACTORY)
+        raise WorkloadError(f"optimizer(params) returned {kind(made)}, not an optimizer", hint=_FACTORY)
     if needs_closure(type(made)):
         raise _closure_refusal(type_name(made))
     own = {id(parameter) for parameter in model.parameters()}
@@ -108,6 +107,7 @@ def _check_made(made: Any, model: nn.Module) -> None:
             f"the {type_name(made)} that optimizer(params) returned holds no parameter of the model",
             hint="build it from the params it is given",
         )
+    return made
 
 
 def _is_optimizer(value: Any) -> bool:

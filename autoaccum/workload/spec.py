@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, has_size
-from autoaccum.workload.nests import type_name
+from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
@@ -59,14 +59,18 @@ class Workload:
     def __post_init__(self) -> None:
         _check_model(self.model)
         if not callable(self.batch):
-            raise WorkloadError(f"batch is a {type_name(self.batch)}", hint="write a function batch(size)")
+            raise WorkloadError(f"batch is {kind(self.batch)}", hint="write a function batch(size)")
         _check_call(self.batch, "batch", 1, "write def batch(size)")
         if self.precision not in get_args(Precision):
             known = ", ".join(get_args(Precision))
             raise WorkloadError(f"the precision is {self.precision!r}", hint=f"use one of {known}")
-        if self.weight is not None:
+        if callable(self.weight):
             _check_call(self.weight, "weight", 1, "write def weight(batch)")
         check_optimizer(self.optimizer)
+        if self.dataset is not None and not (hasattr(self.dataset, "__getitem__") or hasattr(self.dataset, "__iter__")):
+            raise WorkloadError(
+                f"dataset is {kind(self.dataset)}", hint="give samples by index or an iterable over samples"
+            )
         criterion = self.objective.criterion
         if criterion is not None and isinstance(criterion.function, nn.Module):
             _check_criterion_parameters(criterion.function, criterion.name)
@@ -94,7 +98,7 @@ class Workload:
                 ) from error
         built = self.model()
         if not isinstance(built, nn.Module):
-            raise WorkloadError(f"model() returned a {type_name(built)}", hint="return an nn.Module")
+            raise WorkloadError(f"model() returned {kind(built)}", hint="return an nn.Module")
         return built
 
     def build_batch(self, size: int) -> Any:
@@ -130,7 +134,7 @@ def _check_model(model: Any) -> None:
         return
     if not callable(model):
         raise WorkloadError(
-            f"model is a {type_name(model)}", hint="give an nn.Module, its class, or a function that returns one"
+            f"model is {kind(model)}", hint="give an nn.Module, its class, or a function that returns one"
         )
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise WorkloadError(

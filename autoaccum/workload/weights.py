@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
-from autoaccum.workload.nests import type_name
+from autoaccum.workload.nests import kind
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"
@@ -110,7 +110,7 @@ def resolve_objective(
     if reduction not in ("mean", "sum"):
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
     if weight is not None and not callable(weight):
-        raise WorkloadError(f"weight is a {type_name(weight)}", hint="write a function weight(batch)")
+        raise WorkloadError(f"weight is {kind(weight)}", hint="write a function weight(batch)")
     if criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
         source = "samples" if weight is None else "the workload's weight()"
@@ -158,7 +158,7 @@ def _check_loss_function(loss: Any) -> None:
     if isinstance(loss, type):
         raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
     if not callable(loss):
-        raise WorkloadError(f"loss is a {type_name(loss)}", hint="write a function loss(model, batch)")
+        raise WorkloadError(f"loss is {kind(loss)}", hint="write a function loss(model, batch)")
     try:
         inspect.signature(loss).bind(None, None)
     except ValueError:
@@ -175,7 +175,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise WorkloadError(
-        f"with a criterion a batch is (inputs, targets), this one is a {type_name(batch)}{count}",
+        f"with a criterion a batch is (inputs, targets), this one is {kind(batch)}{count}",
         hint="return such a pair, or write loss(model, batch)",
     )
 
@@ -195,7 +195,7 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         called = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
         if not isinstance(term, Tensor):
             raise WorkloadError(
-                f"{called} is a {type_name(term)}, not a tensor", hint="return the tensor itself, without .item()"
+                f"{called} is {kind(term)}, not a tensor", hint="return the tensor itself, without .item()"
             )
         if term.ndim > 0:
             reduce = ".squeeze()" if term.numel() == 1 else ".mean()"
@@ -219,7 +219,7 @@ def _number(value: Any, called: str) -> float:
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise WorkloadError(
-            f"{called} is a {type_name(value)}{shape}, not a number", hint="return one number per batch"
+            f"{called} is {kind(value)}{shape}, not a number", hint="return one number per batch"
         ) from None
     if not math.isfinite(number) or number < 0:
         raise WorkloadError(

@@ -1,0 +1,169 @@
+"""Run a Python file, or import a module, as the user's own: with what lies beside it importable."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.workload.tracebacks import blame_workload
+
+_PREFIX = "_autoaccum_workload_"
+_RECORD = "__autoaccum_modules__"
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run the file at `path` as a module, anew each time.
+
+    Beside an `__init__.py` it is imported under its true dotted name. Elsewhere it becomes a module of a package made
+    up for its directory, so that `from .x import y` works, and the directory goes first on `sys.path`, so that
+    `import x` does. Either way it is found in `sys.modules`, as dataclasses and pickle want.
+
+    Raises:
+        WorkloadError: It cannot be compiled, or raises.
+    """
+    _forget_earlier_loads()
+    root = _package_root(path)
+    if root is None:
+        package = _stand_in(path.parent)
+        with _user_code(path.name, [path.parent]):
+            return _run(f"{package.__name__}.{path.stem}", path)
+    dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    top = dotted.partition(".")[0]
+    taken = sys.modules.get(top)
+    if taken is not None and str(root / top) not in [str(Path(place).resolve()) for place in _places(taken)]:
+        raise WorkloadError(
+            f"{path.name} belongs to the package {top!r}, but another {top!r} is imported already",
+            hint=f"rename the directory {root / top}",
+        )
+    _stand_in(path.parent)
+    with _user_code(path.name, [root], [path.parent]):
+        return importlib.import_module(dotted)
+
+
+def import_dotted(name: str) -> ModuleType:
+    """Import the module `name`, with the current directory first on `sys.path`.
+
+    Raises:
+        WorkloadError: There is no such module, it cannot be compiled, or it raises.
+    """
+    _forget_earlier_loads()
+    _stand_in(Path.cwd())
+    try:
+        with _user_code(name, [Path.cwd()]):
+            return importlib.import_module(name)
+    except WorkloadError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise
+        raise WorkloadError(
+            f"there is no module {missing!r}",
+            hint=f"give a file such as model.py, or a module that can be imported from {Path.cwd()}",
+        ) from None
+
+
+def _run(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path.name} is not a Python file", hint="give a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _user_code(called: str, first: list[Path], last: list[Path] | None = None) -> Iterator[None]:
+    """Import the user's modules with these directories on `sys.path`; undone on failure. Writes no bytecode."""
+    before, path, bytecode = set(sys.modules), list(sys.path), sys.dont_write_bytecode
+    sys.path[:0] = [str(place) for place in first if str(place) not in sys.path[:1]]
+    sys.path.extend(str(place) for place in last or [] if str(place) not in sys.path)
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    try:
+        yield
+    except BaseException as error:
+        sys.path[:] = path
+        _forget(_new_local(before, [*first, *(last or [])]))
+        translated = _translated(error, called)
+        if translated is error:
+            raise
+        raise translated from error
+    else:
+        _record(_new_local(before, [*first, *(last or [])]))
+    finally:
+        sys.dont_write_bytecode = bytecode
+
+
+def _translated(error: BaseException, called: str) -> BaseException:
+    if isinstance(error, AutoaccumError | KeyboardInterrupt | MemoryError):
+        return error
+    if isinstance(error, SyntaxError):
+        place = f"{Path(error.filename).name if error.filename else called}, line {error.lineno}"
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        return WorkloadError(f"{place} is not valid Python ({error.msg})", hint="correct it", user_traceback=shown)
+    if isinstance(error, SystemExit):
+        return blame_workload(
+            error, f"importing {called}", hint='put what runs as a script under if __name__ == "__main__"'
+        )
+    return blame_workload(error, f"importing {called}")
+
+
+def _package_root(path: Path) -> Path | None:
+    """The directory above the outermost package that `path` belongs to; None beside no `__init__.py`."""
+    place = path.parent
+    while (place / "__init__.py").is_file() and place != place.parent:
+        place = place.parent
+    return None if place == path.parent else place
+
+
+def _stand_in(directory: Path) -> ModuleType:
+    """A package made up for `directory`, which also keeps the names of what was imported along with the workload."""
+    name = _PREFIX + hashlib.sha256(str(directory).encode()).hexdigest()[:12]
+    package = ModuleType(name)
+    package.__path__ = [str(directory)]
+    setattr(package, _RECORD, [name])
+    sys.modules[name] = package
+    return package
+
+
+def _record(names: set[str]) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIX) and hasattr(module, _RECORD):
+            getattr(module, _RECORD).extend(names)
+
+
+def _forget_earlier_loads() -> None:
+    """Drop the modules of earlier workloads, so that a changed file is read again and equal names do not mix."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIX) and hasattr(module, _RECORD):
+            _forget(set(getattr(module, _RECORD)))
+
+
+def _forget(names: set[str]) -> None:
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def _new_local(before: set[str], places: list[Path]) -> set[str]:
+    """The modules imported since `before` from below `places`, without installed ones and autoaccum's own."""
+    local = {name for name in sys.modules if name.startswith(_PREFIX)}
+    for name in set(sys.modules) - before:
+        files = [Path(place) for place in _places(sys.modules[name])]
+        installed = name.partition(".")[0] == "autoaccum" or any("-packages" in str(file) for file in files)
+        if not installed and any(place in file.parents or place == file for place in places for file in files):
+            local.add(name)
+    return local
+
+
+def _places(module: ModuleType) -> list[str]:
+    """The file of a module, or the directories of a package."""
+    file = getattr(module, "__file__", None)
+    return [str(place) for place in getattr(module, "__path__", [])] or ([file] if isinstance(file, str) else [])

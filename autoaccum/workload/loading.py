@@ -1,0 +1,128 @@
+"""From `model.py`, `model.py:name` or `package.module:name` to a Workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.digests import digest_sources
+from autoaccum.workload.importing import import_dotted, import_file
+from autoaccum.workload.nests import kind
+from autoaccum.workload.spec import Workload
+
+_OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
+
+
+def load_workload(reference: str) -> Workload:
+    """Load the workload that `reference` names.
+
+    A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
+    `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`. A `:name`
+    names a Workload; or a model (function, class or instance) that stands in for `model`, the other names as they are.
+
+    Raises:
+        WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
+    """
+    target, name = _split_reference(reference)
+    if _is_path(target):
+        path = _find_file(target)
+        return _read(import_file(path), name, path.name, path.stem, path)
+    module = import_dotted(target)
+    file = getattr(module, "__file__", None)
+    return _read(module, name, target, target, None if file is None else Path(file).resolve())
+
+
+def _split_reference(reference: str) -> tuple[str, str | None]:
+    target, colon, name = reference.rpartition(":")
+    if colon and target and re.fullmatch(r"\w*", name):
+        if not name.isidentifier():
+            raise WorkloadError(
+                f"{reference!r} has no name after its colon",
+                hint="write model.py, model.py:name or package.module:name",
+            )
+        return target, name
+    if not reference.strip():
+        raise WorkloadError("the workload is empty", hint="write model.py, model.py:name or package.module:name")
+    return reference, None
+
+
+def _is_path(target: str) -> bool:
+    looks_dotted = all(part.isidentifier() for part in target.split("."))
+    return target.endswith(".py") or "/" in target or not looks_dotted or Path(target).is_file()
+
+
+def _find_file(target: str) -> Path:
+    path = Path(target).expanduser()
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.py"))[:5])
+        hint = f"name a file in it ({inside})" if inside else "name a Python file"
+        raise WorkloadError(f"{target} is a directory", hint=hint)
+    if not path.exists():
+        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"it was looked for in {path.parent.resolve()}"
+        raise WorkloadError(f"there is no file {target}", hint=hint)
+    if path.suffix != ".py":
+        raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
+    return path.resolve()
+
+
+def _read(module: ModuleType, name: str | None, called: str, title: str, path: Path | None) -> Workload:
+    origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
+    title = title if name is None else f"{title}:{name}"
+    chosen = _lookup(module, name or "workload", called) if name or "workload" in _names(module) else None
+    if isinstance(chosen, Workload):
+        title = title if chosen.name == "workload" else chosen.name
+        return dataclasses.replace(chosen, name=title, **origin)
+    if name is None and chosen is not None:
+        raise WorkloadError(
+            f"workload in {called} is {kind(chosen)}", hint="write workload = autoaccum.Workload(model=..., ...)"
+        )
+    if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
+        seen = f"the class {chosen.__name__}" if isinstance(chosen, type) else kind(chosen)
+        raise WorkloadError(
+            f"{name} in {called} is {seen}, no workload and no model",
+            hint="name an autoaccum.Workload, an nn.Module, its class, or a function that returns one",
+        )
+    model = _require(module, "model", called) if chosen is None else chosen
+    batch = _require(module, "batch", called)
+    found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
+    return Workload(model=model, batch=batch, name=title, **found, **origin)
+
+
+def _lookup(module: ModuleType, name: str, called: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    near = difflib.get_close_matches(name, _names(module), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it defines {_listed(module)}"
+    raise WorkloadError(f"{called} has no {name!r}", hint=hint)
+
+
+def _require(module: ModuleType, name: str, called: str) -> Any:
+    value = getattr(module, name, None)
+    if value is not None and not isinstance(value, ModuleType):
+        return value
+    forms = {
+        "model": "def model(): return a new nn.Module",
+        "batch": "def batch(size): return a batch of that many samples",
+    }
+    seen = f"{name} in {called} is a module" if value is not None else f"{called} defines no {name!r}"
+    raise WorkloadError(f"{seen} (it defines {_listed(module)})", hint=f"write {forms[name]}")
+
+
+def _names(module: ModuleType) -> list[str]:
+    return [
+        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+
+
+def _listed(module: ModuleType) -> str:
+    names = _names(module)
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "nothing"

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import pickle
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.loading import load_workload
+
+Write = Callable[..., Path]
+
+GOOD = """
+    import torch
+    from torch import nn
+    def model(): return nn.Linear(4, 3)
+    def batch(size): return torch.randn(size, 4), torch.randint(0, 3, (size,))
+    criterion = nn.CrossEntropyLoss()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _import_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def _write(source: str, name: str = "model.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return _write
+
+
+MODELS = {
+    "function": "def model(): return nn.Linear(4, 3)",
+    "instance": "model = nn.Linear(4, 3)",
+    "class": """
+class model(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+    def forward(self, x): return self.layer(x)
+""",
+}
+LOSSES = {
+    "criterion": "criterion = nn.CrossEntropyLoss()",
+    "loss is a criterion": "loss = nn.CrossEntropyLoss(label_smoothing=0.1)",
+    "loss is functional": "loss = F.cross_entropy",
+    "loss": "def loss(model, batch): return F.cross_entropy(model(batch[0]), batch[1])",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) -> None:
+    head = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+    batch = "def batch(size): return torch.randn(size, 4), torch.randint(0, 3, (size,))\n"
+    path = write(f"{head}{batch}{MODELS[model]}\n{LOSSES[loss]}\n")
+    workload = load_workload(str(path))
+    first, second = workload.build_model(), workload.build_model()
+    assert first is not second
+    term = workload.objective.terms(first, workload.build_batch(6))["loss"]
+    term.backward()  # type: ignore[no-untyped-call]
+    assert type(workload.build_optimizer(first)).__name__ == "AdamW"
+    assert (workload.name, workload.path, len(workload.digest)) == ("model", path, 64)
+
+
+def test_takes_every_optional_name(write: Write) -> None:
+    write(
+        GOOD
+        + """
+    def optimizer(params): return torch.optim.SGD(params, lr=0.1)
+    precision = "bf16"
+    def weight(batch): return len(batch[1])
+    reduction = "mean"
+    dataset = [1, 2]
+"""
+    )
+    workload = load_workload("model.py")
+    assert workload.precision == "bf16"
+    assert workload.dataset == [1, 2]
+    assert workload.objective.source == "the workload's weight()"
+    assert isinstance(workload.build_optimizer(workload.build_model()), torch.optim.SGD)
+    assert isinstance(workload.build_optimizer(workload.build_model(), "RMSPROP"), torch.optim.RMSprop)
+
+
+def test_takes_a_workload(write: Write) -> None:
+    write(
+        """
+        import autoaccum, torch
+        from torch import nn
+        def make(size): return torch.randn(size, 4)
+        def total(model, batch): return model(batch).sum()
+        workload = autoaccum.Workload(model=nn.Linear(4, 1), batch=make, loss=total, reduction="sum")
+        other = autoaccum.Workload(model=nn.Linear(4, 2), batch=make, loss=total, name="another")
+        """
+    )
+    assert load_workload("model.py").reduction == "sum"
+    assert load_workload("model.py").name == "model"
+    assert load_workload("model.py:other").name == "another"
+
+
+def test_a_name_may_be_a_model(write: Write) -> None:
+    write(
+        GOOD
+        + """
+    def wide(): return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3))
+"""
+    )
+    workload = load_workload("model.py:wide")
+    assert workload.name == "model:wide"
+    assert isinstance(workload.build_model(), nn.Sequential)
+
+
+def test_imports_what_lies_beside_a_file(write: Write) -> None:
+    write("from torch import nn\nclass Net(nn.Linear): pass\n", "nets.py")
+    write("SIZE = 4\n", "sizes.py")
+    path = write(
+        """
+        import dataclasses, pickle, torch
+        from torch import nn
+        from .nets import Net
+        import sizes
+        @dataclasses.dataclass
+        class Batch:
+            x: torch.Tensor
+        def model():
+            from nets import Net as Late
+            return Net(sizes.SIZE, 1)
+        def batch(size): return Batch(torch.randn(size, sizes.SIZE))
+        def loss(model, batch): return model(batch.x).mean()
+        """
+    )
+    workload = load_workload(str(path))
+    made = workload.build_batch(3)
+    assert pickle.loads(pickle.dumps(made)).x.equal(made.x)
+    assert workload.build_model()
+    assert not list(path.parent.glob("**/__pycache__"))
+
+
+def test_imports_a_file_in_a_package_under_its_true_name(write: Write) -> None:
+    write("", "shop/__init__.py")
+    write("", "shop/nets/__init__.py")
+    write("WIDTH = 3\n", "shop/common.py")
+    path = write("from ..common import WIDTH\nfrom .other import DEPTH\n" + textwrap.dedent(GOOD), "shop/nets/model.py")
+    write("DEPTH = 2\n", "shop/nets/other.py")
+    workload = load_workload(str(path))
+    assert getattr(workload.model, "__module__", None) == "shop.nets.model"
+    assert load_workload("shop.nets.model").digest == workload.digest
+    assert load_workload("shop.nets.model:model").name == "shop.nets.model:model"
+
+
+def test_reads_a_changed_file_again(write: Write) -> None:
+    write("from torch import nn\ndef net(): return nn.Linear(4, 3)\n", "nets.py")
+    source = textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model")
+    write(source)
+    before = load_workload("model.py")
+    write("from torch import nn\ndef net(): return nn.Linear(4, 5)\n", "nets.py")
+    after = load_workload("model.py")
+    assert before.digest != after.digest
+    assert after.build_model().out_features == 5
+
+
+def test_does_not_mix_helpers_of_two_directories(write: Write) -> None:
+    for place, width in (("one", 3), ("two", 7)):
+        write(f"from torch import nn\ndef net(): return nn.Linear(4, {width})\n", f"{place}/nets.py")
+        write(
+            textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model"),
+            f"{place}/model.py",
+        )
+    assert load_workload("one/model.py").build_model().out_features == 3
+    assert load_workload("two/model.py").build_model().out_features == 7
+
+
+def test_the_digest_covers_local_modules_only_and_not_the_place(write: Write, tmp_path: Path) -> None:
+    source = "from .deep import nets\n" + textwrap.dedent(GOOD)
+    for place in ("one", "two"):
+        write(source, f"{place}/model.py")
+        write("from . import more\n", f"{place}/deep/nets.py")
+        write("A = 1\n", f"{place}/deep/more.py")
+        write("A = 1\n", f"{place}/unrelated.py")
+    one = load_workload("one/model.py").digest
+    assert load_workload("two/model.py").digest == one
+    write("A = 2\n", "two/unrelated.py")
+    assert load_workload("two/model.py").digest == one
+    write("A = 2\n", "two/deep/more.py")
+    assert load_workload("two/model.py").digest != one
+
+
+BAD = {
+    "syntax error": ("def model(:\n", r"model\.py, line 1 is not valid Python"),
+    "null byte": ("x = '\0'\n", r"is not valid Python"),
+    "raises": ("def f(): return {}['k']\nf()\n", r"importing model\.py raised KeyError: 'k'"),
+    "exits": ("import sys\nsys.exit(1)\n", r"raised SystemExit: 1: put what runs as a script under"),
+    "missing import": (
+        "import no_such_module_at_all\n",
+        r"raised ModuleNotFoundError: No module named 'no_such_module",
+    ),
+    "empty": ("", r"model\.py defines no 'model' \(it defines nothing\)"),
+    "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
+    "no batch": ("from torch import nn\nmodel = nn.Linear(1, 1)\n", r"defines no 'batch'"),
+    "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
+    "neither loss nor criterion": (GOOD.replace("criterion = ", "other = "), r"neither loss nor criterion is given"),
+    "both": (GOOD + "    def loss(model, batch): return 0\n", r"both loss and criterion are given"),
+    "unknown precision": (GOOD + "    precision = 'fp8'\n", r"the precision is 'fp8': use one of fp32, bf16, fp16"),
+    "unknown reduction": (GOOD + "    reduction = 'max'\n", r"the reduction is 'max'"),
+    "contradiction": (GOOD + "    reduction = 'sum'\n", r'the reduction is "sum", but CrossEntropyLoss averages'),
+    "no reduction": (GOOD.replace("Loss()", "Loss(reduction='none')"), r"CrossEntropyLoss has reduction='none'"),
+    "criterion class": (GOOD.replace("Loss()", "Loss"), r"the criterion is the class CrossEntropyLoss: write Cross"),
+    "loss takes one": (
+        """
+        import torch
+        model = torch.nn.Linear(1, 1)
+        def batch(size): return torch.randn(size, 1)
+        def loss(output): return output
+     """,
+        r"loss\(output\) cannot be called with a model and a batch",
+    ),
+    "optimizer instance": (
+        GOOD + "    optimizer = torch.optim.SGD(model().parameters())\n",
+        r"optimizer is an instance of SGD, bound to one model",
+    ),
+    "several optimizers": (GOOD + "    optimizer = ['adam', 'sgd']\n", r"2 optimizers are given"),
+    "unknown optimizer": (GOOD + "    optimizer = 'adamww'\n", r"has no optimizer 'adamww': did you mean AdamW"),
+    "closure": (GOOD + "    optimizer = 'lbfgs'\n", r"LBFGS needs a closure"),
+    "closure class": (GOOD + "    optimizer = torch.optim.LBFGS\n", r"LBFGS needs a closure"),
+    "model needs arguments": (
+        GOOD.replace("def model()", "def model(width)"),
+        r"model\(width\) cannot be called without",
+    ),
+    "batch takes none": (GOOD.replace("batch(size)", "batch()"), r"batch\(\) cannot be called with 1 argument"),
+    "weight is a number": (GOOD + "    weight = 3\n", r"weight is an int: write a function weight\(batch\)"),
+    "dataset is a number": (GOOD + "    dataset = 3\n", r"dataset is an int"),
+    "workload is a dict": (
+        GOOD + "    workload = {}\n",
+        r"workload in model\.py is a dict: write workload = autoaccum",
+    ),
+    "its own Workload": (
+        "import autoaccum\nworkload = autoaccum.Workload(model=3, batch=len, loss=len)\n",
+        r"model is an int: give an nn\.Module",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_says_what_is_wrong_with_a_file(write: Write, case: str) -> None:
+    source, message = BAD[case]
+    write(source)
+    before = list(sys.path)
+    with pytest.raises(WorkloadError, match=message) as caught:
+        load_workload("model.py")
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    if case in ("syntax error", "null byte", "raises", "exits", "missing import"):
+        assert sys.path == before
+
+
+REFERENCES = {
+    "missing": ("mode.py", r"there is no file mode\.py: did you mean model\.py\?"),
+    "missing far": ("elsewhere/x.py", r"there is no file elsewhere/x\.py: it was looked for in /"),
+    "directory": (".", r"\. is a directory: name a file in it \(model\.py"),
+    "other file": ("notes.txt", r"notes\.txt is not a Python file"),
+    "unknown name": ("model.py:modle", r"model\.py has no 'modle': did you mean model\?"),
+    "unknown name far": ("model.py:zzz", r"model\.py has no 'zzz': it defines model, batch, criterion, SIZE"),
+    "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, no workload and no model"),
+    "no name": ("model.py:", r"'model\.py:' has no name after its colon"),
+    "empty": ("", r"the workload is empty"),
+    "no such module": ("nothing.here:x", r"there is no module 'nothing'"),
+    "no such submodule": ("torch.nothing:x", r"there is no module 'torch\.nothing'"),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_says_what_is_wrong_with_a_reference(write: Write, case: str) -> None:
+    reference, message = REFERENCES[case]
+    write(GOOD + "    SIZE = 3\n")
+    write("", "notes.txt")
+    with pytest.raises(WorkloadError, match=message):
+        load_workload(reference)
+
+
+def test_shows_the_users_frames_only(write: Write) -> None:
+    write("import torch\ndef make():\n    return torch.zeros(2) @ torch.zeros(3)\n", "nets.py")
+    write("from nets import make\nmake()\n")
+    with pytest.raises(WorkloadError) as caught:
+        load_workload("model.py")
+    shown = caught.value.user_traceback or ""
+    assert "nets.py" in shown
+    assert "model.py" in shown
+    assert "importlib" not in shown
+    assert "autoaccum/" not in shown
+    assert "RuntimeError" in shown
+
+
+def test_shows_the_line_of_a_syntax_error(write: Write) -> None:
+    write("x = 1\nfor\n")
+    with pytest.raises(WorkloadError) as caught:
+        load_workload("model.py")
+    assert "    for" in (caught.value.user_traceback or "")
+
+
+def test_refuses_a_package_shadowed_by_another(write: Write) -> None:
+    write("", "json/__init__.py")
+    write(GOOD, "json/model.py")
+    with pytest.raises(WorkloadError, match="belongs to the package 'json', but another 'json' is imported already"):
+        load_workload("json/model.py")
