@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -118,6 +119,25 @@ def release_memory(device: torch.device | None = None) -> None:
         device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type not in ("cpu", "meta"):
         torch.get_device_module(device).empty_cache()
+
+
+def shrink(micro_batch: int, retries: int) -> int:
+    """The ceiling to try after `micro_batch` samples did not fit and `retries` attempts were repeated before.
+
+    Gentle at first, since a size that was found to fit mostly misses by little: 7/8, then 3/4, then halves. From 256
+    that is 224, 168, 84, ... 1: at most nine retries, and never less than half of a size that might have fitted.
+
+    >>> [shrink(256, 0), shrink(224, 1), shrink(168, 2), shrink(2, 3)]
+    [224, 168, 84, 1]
+    """
+    factor = (7 / 8, 3 / 4)[retries] if retries < 2 else 1 / 2
+    return max(1, min(micro_batch - 1, int(micro_batch * factor)))
+
+
+def forget(error: BaseException) -> None:
+    """Let go of what the frames of `error`, and of the errors it came from, hold: tensors, mostly."""
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
 
 
 def _match(error: BaseException) -> Shortage | None:

@@ -1,0 +1,186 @@
+"""One effective batch, one update, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autoaccum.accumulation.attempt import Attempt
+from autoaccum.accumulation.attributes import batch_versions
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.notices import warn_caller
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
+from autoaccum.accumulation.results import StepResult as StepResult
+from autoaccum.accumulation.scaling import choose_scaler
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.accumulation.validation import (
+    check_clip_norm,
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_scheduler,
+    checked_micro_batch,
+)
+from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.weights import Objective, resolve_objective
+
+
+class Accumulator:
+    """Trains with an effective batch in micro-batches: the same gradient, the memory of one micro-batch.
+
+    All weights of the effective batch are known before its first backward; each micro-loss is multiplied by its
+    share and its graph freed by its own backward. Gradients that are there before a step are dropped, and after it
+    `.grad` is None on every parameter. Where a part of the parameters is of half precision, gradients are summed in
+    float32 and rounded once. The norm is that of the optimizer's parameters, taken and clipped once per update.
+
+    A step is all or nothing. When memory runs out (or anything else is raised) before the optimizer has begun to
+    write, or within its first update, which is guarded by a host copy, everything is put back: weights, buffers,
+    optimizer, scaler, scheduler, random states, modes, `.grad`. Out of memory, the batch is then repeated in smaller
+    micro-batches (`recovery.shrink`), with a warning, and `micro_batch` stays that small.
+
+    Args:
+        model: The model, in place on its device.
+        optimizer: One optimizer of its parameters; it may lack some, whose gradients are dropped.
+        loss: `loss(model, batch)`, or a criterion, or an `Objective`; see `workload.weights.resolve_objective`.
+        micro_batch: The most samples to run at once.
+        criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
+        weight: `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
+        reduction: `mean` or `sum`; the parts of a sum are not divided.
+        clip_norm: The largest 2-norm of an update's gradient; infinity measures only; None does neither.
+        precision: `fp32`, or `bf16` or `fp16` by autocast.
+        scaler: A GradScaler; for `fp16` one is made when None is given.
+        scheduler: Stepped once after each update that was made.
+        recover: False: an out-of-memory rolls everything back and is raised as it came.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+        WorkloadError: `loss`, `criterion`, `weight` and `reduction` do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Any = None,
+        *,
+        micro_batch: int,
+        criterion: Any = None,
+        weight: Any = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        clip_norm: float | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        scaler: GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
+        recover: bool = True,
+    ) -> None:
+        check_model(model)
+        check_optimizer(optimizer, model)
+        check_scheduler(scheduler, optimizer)
+        check_precision(precision)
+        check_clip_norm(clip_norm)
+        objective = _resolve(loss, criterion, weight, reduction)
+        objective.move_criterion(model_device(model))
+        scaler = choose_scaler(precision, scaler, model_device(model), optimizer_parameters(optimizer))
+        self.micro_batch = micro_batch
+        self._model = model
+        self._recover = recover
+        self._attempt = Attempt(model, optimizer, objective, precision, clip_norm, scaler, scheduler)
+
+    @property
+    def phase(self) -> StepPhase:
+        """Where a step is now, or was when it raised."""
+        return self._attempt.phase
+
+    @property
+    def micro_batch(self) -> int:
+        """The ceiling: the most samples run at once. A retry lowers it; set it to raise it again."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, value: int) -> None:
+        self._micro_batch = checked_micro_batch(value)
+
+    def step(self, batch: Any) -> StepResult:
+        """Make one update from the effective batch `batch`, on any device.
+
+        Raises:
+            DoesNotFitError: Not even one sample at a time fits; the state is as before.
+            UpdateInterrupted: The update failed half-way, now or earlier.
+            WorkloadError: The batch cannot be split, or the loss is not usable.
+        """
+        return self._run([batch])
+
+    def step_parts(self, batches: Sequence[Any]) -> StepResult:
+        """Make one update from a window of micro-batches, as a loader yields them.
+
+            for window in windows(loader, iter_size):
+                result = accumulator.step_parts(window)
+
+        Each keeps its own form (padding, say), is weighted by what it has, and is cut further where it is larger than
+        `micro_batch`. A short last window is right as it is.
+
+        Raises:
+            UsageError: There is no micro-batch.
+            DoesNotFitError: As in `step`, like the other errors.
+        """
+        batches = list(batches)
+        if not batches:
+            raise UsageError("there is no micro-batch to step with", hint="give at least one")
+        return self._run(batches)
+
+    def _run(self, batches: list[Any]) -> StepResult:
+        self._attempt.check()
+        sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
+        ceiling, retries = self.micro_batch, 0
+        while True:
+            cuts = [split_evenly(size, ceiling) for size in sizes]
+            outcome = self._attempt.run(batches, cuts, retries)
+            if isinstance(outcome, StepResult):
+                self.micro_batch = ceiling
+                return outcome
+            largest = max(max(cut) for cut in cuts)
+            self._refuse(outcome, largest, is_same=batch_versions(batches) == versions)
+            forget(outcome)
+            del outcome
+            release_memory(model_device(self._model))
+            ceiling, retries = shrink(largest, retries), retries + 1
+            warn_caller(
+                f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
+                f" repeated with at most {ceiling}, and later steps keep to that"
+            )
+
+    def _refuse(self, error: BaseException, largest: int, *, is_same: bool) -> None:
+        """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
+        try:
+            shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
+            if shortage is None or not self._recover or (largest == 1 and not shortage.certain):
+                raise error
+            if not is_same:
+                warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
+                raise error
+            if largest == 1:
+                forget(error)
+                raise DoesNotFitError(
+                    f"not even one sample at a time fits: out of memory ({self.phase})",
+                    hint="free memory on the device, shorten the samples, or lower the precision",
+                ) from error
+        finally:
+            del error  # the traceback holds this frame
+
+
+def _resolve(loss: Any, criterion: Any, weight: Any, reduction: str) -> Objective:
+    if not isinstance(loss, Objective):
+        return resolve_objective(loss, criterion=criterion, weight=weight, reduction=reduction)
+    if criterion is not None or weight is not None or reduction not in ("mean", loss.reduction):
+        raise UsageError(
+            "an Objective is given, and criterion, weight or reduction too", hint="give the Objective only"
+        )
+    return loss

@@ -1,0 +1,192 @@
+"""One attempt at one update: what a step does between its beginning and its end, or its rollback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
+from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
+from autoaccum.accumulation.notices import warn_caller
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.randomness import own_generators
+from autoaccum.accumulation.recovery import is_context_dead
+from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.shares import Shares, has_weight, make_shares
+from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.update import Updater, optimizer_parameters
+from autoaccum.errors import UpdateInterrupted
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.weights import Objective
+
+
+class Attempt:
+    """Attempts updates of one model by one optimizer; arguments as `Accumulator` has checked them.
+
+    Attributes:
+        phase: Where an attempt is now, or was when it failed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        objective: Objective,
+        precision: str,
+        clip_norm: float | None,
+        scaler: GradScaler | None,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        self.phase: StepPhase = "batch"
+        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._clip_norm, self._scaler = clip_norm, scaler
+        self._updater = Updater(optimizer, scaler, scheduler)
+        self._backpropagation = Backpropagation(model, objective, precision=precision, scaler=scaler, enter=self._enter)
+        self._generators = own_generators(self._modules())
+        self._is_first = True
+        self._has_warned = False
+
+    def check(self) -> None:
+        """Refuse to go on with half an update.
+
+        Raises:
+            UpdateInterrupted: An earlier one failed half-way.
+        """
+        self._updater.check()
+
+    def run(self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int) -> StepResult | BaseException:
+        """Make one update from `batches`, each cut into parts of `cuts` samples.
+
+        What it raises is returned, so that nobody recovers while handling it: a handled exception would pin the
+        tensors of every frame it passed through. By then the state is as before, unless it is UpdateInterrupted.
+        """
+        transaction = None
+        try:
+            parameters = self._parameters()
+            transaction = Transaction(self._modules(), parameters, generators=self._generators, scaler=self._scaler)
+            _drop_gradients(parameters)
+            result = self._update(batches, cuts, retries, transaction)
+            _drop_gradients(parameters)
+            return result
+        except BaseException as error:
+            failure = error
+        try:
+            return failure if transaction is None else self._roll_back(transaction, failure)
+        finally:
+            del failure  # the traceback holds this frame
+
+    def _update(
+        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int, transaction: Transaction
+    ) -> StepResult:
+        self._enter("batch")
+        parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
+        sizes = tuple(size for cut in cuts for size in cut)
+        shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
+        if shares.empty:
+            return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
+        record, buffers = self._accumulate(parts, shares)
+        self._enter("clip")
+        loss, terms, norm = self._measure(record, buffers)
+        self._enter("update")
+        if buffers is not None:
+            buffers.settle()
+        updated = self._updater.run(transaction)
+        return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
+
+    def _accumulate(self, parts: Sequence[Any], shares: Shares) -> tuple[LossRecord, GradientBuffers | None]:
+        accumulates = sum(has_weight(share) for share in shares.parts) > 1
+        trained = optimizer_parameters(self._optimizer)
+        buffers = GradientBuffers(trained) if accumulates and needs_buffers(trained) else None
+        if accumulates:
+            self._warn_of_batchnorm()
+        before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
+        record = self._backpropagation.run(parts, shares.parts, buffers)
+        if before is not None:
+            warning = state_warning(before[0], Fingerprint(self._model), batch_versions(parts) != before[1])
+            self._is_first = False
+            if warning:
+                warn_caller(warning)
+        return record, buffers
+
+    def _measure(
+        self, record: LossRecord, buffers: GradientBuffers | None
+    ) -> tuple[float, dict[str, float], float | None]:
+        """Unscale, clip, and read everything at once: the only synchronisation, and before anything is written."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        scalars = record.values
+        if self._clip_norm is not None:
+            trained = optimizer_parameters(self._optimizer)
+            gradients = dense_gradients(trained) if buffers is None else buffers.values()
+            if not gradients:
+                return *record.total(_read(scalars)), 0.0
+            scalars = [*scalars, clip_gradients(gradients, self._clip_norm)]
+        values = _read(scalars)
+        count = len(record.values)
+        return *record.total(values[:count]), values[count] if self._clip_norm is not None else None
+
+    def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
+        """Undo everything and give `error` back; UpdateInterrupted when that cannot be done."""
+        if isinstance(error, UpdateInterrupted) or self._updater.is_interrupted:
+            return error
+        if is_context_dead(error):
+            self._updater.interrupt()
+            return error
+        try:
+            transaction.rollback()
+        except Exception as second:
+            self._updater.interrupt()
+            interrupted = UpdateInterrupted(
+                f"a step failed, and its state could not be put back ({type(second).__name__}: {second})",
+                hint="load a checkpoint and make a new Accumulator",
+            )
+            interrupted.__cause__ = error
+            return interrupted
+        return error
+
+    def _warn_of_batchnorm(self) -> None:
+        if self._has_warned:
+            return
+        names = batchnorm_names(self._model)
+        if names:
+            self._has_warned = True
+            warn_caller(batchnorm_warning(names))
+
+    def _modules(self) -> list[nn.Module]:
+        criterion = self._criterion()
+        return [*self._model.modules(), *(() if criterion is None else criterion.modules())]
+
+    def _parameters(self) -> list[Tensor]:
+        criterion = self._criterion()
+        everything: list[Tensor] = [*self._model.parameters(), *optimizer_parameters(self._optimizer)]
+        if criterion is not None:
+            everything.extend(criterion.parameters())
+        return list({id(parameter): parameter for parameter in everything}.values())
+
+    def _criterion(self) -> nn.Module | None:
+        function = None if self._objective.criterion is None else self._objective.criterion.function
+        return function if isinstance(function, nn.Module) else None
+
+    def _enter(self, phase: StepPhase) -> None:
+        self.phase = phase
+
+
+def _drop_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of scalars of any dtype and device, in one transfer."""
+    device = scalars[0].device
+    values = torch.stack([scalar.to(device) for scalar in scalars]).tolist()
+    return [float(value) for value in values]

@@ -1,0 +1,123 @@
+"""Forward and backward over the parts of one effective batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.shares import has_weight
+from autoaccum.workload.batches import move_batch
+from autoaccum.workload.weights import Objective, Weights, match_weights
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class LossRecord:
+    """The parts' losses; scalars that stay on their device until all are read at once.
+
+    Attributes:
+        names: Every term that was seen, in order.
+        shares: Term and share of each entry of `values`.
+        values: The unscaled loss of one term of one part each.
+    """
+
+    names: dict[str, None] = field(default_factory=dict)
+    shares: list[tuple[str, float]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def total(self, values: Sequence[float]) -> tuple[float, dict[str, float]]:
+        """The effective batch's loss and its terms, from the `values` read; NaN for a term without weight anywhere."""
+        sums: dict[str, float] = {}
+        for (name, share), value in zip(self.shares, values, strict=True):
+            sums[name] = sums.get(name, 0.0) + share * value
+        return sum(sums.values()), {name: sums.get(name, math.nan) for name in self.names}
+
+
+class Backpropagation:
+    """Runs parts forward and backward, so that their gradients add up to the effective batch's.
+
+    Args:
+        model: The model; its first parameter tells the device parts are moved to.
+        objective: The loss.
+        precision: `bf16` and `fp16` run forward under autocast.
+        scaler: Scales losses, unless there is none.
+        enter: Called with each phase as it begins.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        *,
+        precision: str,
+        scaler: GradScaler | None,
+        enter: Callable[[StepPhase], None],
+    ) -> None:
+        self._model = model
+        self._objective = objective
+        self._precision = precision
+        self._scaler = scaler
+        self._enter = enter
+
+    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
+        """Go through `parts` one by one; the graph of each is freed by its own backward.
+
+        Parts without share are left out: their loss may be 0/0.
+        """
+        record = LossRecord()
+        device = model_device(self._model)
+        with nullcontext() if buffers is None else buffers:
+            for part, share in zip(parts, shares, strict=True):
+                if has_weight(share):
+                    self._enter("batch")
+                    self._run_part(move_batch(part, device), share, buffers, record)
+        return record
+
+    def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
+        self._enter("forward")
+        with torch.enable_grad(), self._autocast():
+            terms = self._objective.terms(self._model, part)
+        shares = match_weights(weights, terms)
+        record.names.update(dict.fromkeys(terms))
+        # The buffers multiply by the common share, in their own precision: a bf16 loss would round it by 0.4 %.
+        common = 1.0 if buffers is None else max(shares.values())
+        if buffers is not None:
+            buffers.share = common
+        losses = [terms[name] * (share / common) for name, share in shares.items() if share > 0]
+        for name, share in shares.items():
+            if share > 0:
+                record.shares.append((name, share))
+                record.values.append(terms[name].detach().clone())
+        self._backward(losses)
+
+    def _backward(self, losses: list[Tensor]) -> None:
+        loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        self._enter("backward")
+        if not loss.requires_grad:
+            return
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        torch.autograd.backward(loss)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._precision not in _AUTOCAST:
+            return nullcontext()
+        return torch.autocast(model_device(self._model).type, dtype=_AUTOCAST[self._precision])
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the first parameter, or buffer, of `model`; the CPU when it has none."""
+    tensor: Tensor | None = next(model.parameters(), None)
+    if tensor is None:
+        tensor = next(model.buffers(), None)
+    return torch.device("cpu") if tensor is None else tensor.device

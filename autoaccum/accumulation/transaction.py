@@ -1,0 +1,86 @@
+"""All or nothing: what a step may change, as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from autoaccum.accumulation.copies import StateCopy, TensorCopy
+from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.scaling import rewind_scaler
+from autoaccum.units import MIB
+
+_SMALL_BYTES = MIB
+"""Buffers up to this size are copied on their own device, where a copy costs no synchronisation; larger ones to the
+host, so that a step needs no device memory for them."""
+
+
+class Transaction:
+    """The state of a training step from before it.
+
+    Covers buffers (mutated or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler;
+    from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
+    else. State that a model keeps in Python attributes is not covered: see `attributes`.
+
+    Args:
+        modules: Every module of the model, and of the criterion.
+        parameters: Every parameter whose `.grad` the step touches.
+        generators: Generators the modules own.
+        scaler: The scaler, unless there is none.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+        *,
+        generators: Iterable[torch.Generator] = (),
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self._modes = [(module, module.training) for module in modules]
+        self._gradients = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+        # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+        buffers = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
+        self._copies = [TensorCopy(buffer, on_host=buffer.nbytes > _SMALL_BYTES) for buffer in buffers.values()]
+        devices = dict.fromkeys(tensor.device for tensor in (*parameters, *buffers.values()))
+        self._random = RandomState(devices, generators)
+        self._scaler = scaler
+        self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
+        self._guarded: StateCopy | None = None
+
+    @property
+    def scale(self) -> float:
+        """The loss scale before the step; 1.0 without a scaler."""
+        return float(self._scaler_state.get("scale", 1.0))
+
+    def guard(self, *owners: Any) -> None:
+        """Copy the parameters and the state that `owners` (optimizer, scheduler) hold to host memory."""
+        self._guarded = StateCopy(list(owners), on_host=True)
+
+    def release_guard(self) -> None:
+        """Free the copies of `guard`: what it guarded has come through."""
+        self._guarded = None
+
+    def rollback(self) -> None:
+        """Put everything back; allocates no device memory."""
+        if self._guarded is not None:
+            self._guarded.restore()
+            self._guarded = None
+        for held, before in self._buffers:
+            held.clear()
+            held.update(before)
+        for copy in self._copies:
+            copy.restore()
+        for module, training in self._modes:
+            module.training = training
+        for parameter, requires_grad, gradient in self._gradients:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+        if self._scaler is not None:
+            rewind_scaler(self._scaler, self._scaler_state)
+        self._random.restore()

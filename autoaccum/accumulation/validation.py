@@ -1,0 +1,112 @@
+"""What an Accumulator is given, checked before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from autoaccum.errors import UsageError
+from autoaccum.workload.optimizers import needs_closure
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module, and parameters that do not exist yet.
+
+    Raises:
+        UsageError: Either is so.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what is not one optimizer of `model`'s, and one whose step runs the model again.
+
+    An optimizer may lack some of the model's trainable parameters: their gradients are computed and dropped.
+
+    Raises:
+        UsageError: Either is so.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}", hint="give one torch.optim.Optimizer")
+    if needs_closure(type(optimizer)):
+        raise UsageError(
+            f"{type(optimizer).__name__} needs a closure, which would run the model again within the update",
+            hint="use an optimizer whose step() needs none, such as AdamW",
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"the {type(optimizer).__name__} holds no parameter of the model",
+            hint="build it from model.parameters(), after the model is in place",
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse a scheduler that cannot be stepped once per update.
+
+    Raises:
+        UsageError: It needs a metric, has no `step`, or belongs to another optimizer.
+    """
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau waits for a metric, and the loss of one update is too noisy a one",
+            hint="leave scheduler away, and call its step(validation_loss) yourself after each evaluation",
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"scheduler is a {type(scheduler).__name__}", hint="give one of torch.optim.lr_scheduler")
+    groups = getattr(getattr(scheduler, "optimizer", optimizer), "param_groups", optimizer.param_groups)
+    if groups is not optimizer.param_groups:
+        raise UsageError("the scheduler belongs to another optimizer", hint="build it from the optimizer given here")
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse an unknown precision.
+
+    Raises:
+        UsageError: It is none of `PRECISIONS`.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"the precision is {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
+
+
+def check_clip_norm(clip_norm: Any) -> None:
+    """Refuse a clipping norm that is not a positive number.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if clip_norm is None:
+        return
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or math.isnan(clip_norm) or clip_norm <= 0:
+        raise UsageError(
+            f"clip_norm is {clip_norm!r}", hint='use a number above 0, float("inf") to measure only, or None'
+        )
+
+
+def checked_micro_batch(micro_batch: Any) -> int:
+    """The ceiling as an int.
+
+    Raises:
+        UsageError: It is not a whole number of at least 1.
+    """
+    try:
+        number = index(micro_batch)
+    except TypeError:
+        number = 0
+    if isinstance(micro_batch, bool) or number < 1:
+        raise UsageError(f"micro_batch is {micro_batch!r}", hint="use a whole number of samples, at least 1")
+    return number
