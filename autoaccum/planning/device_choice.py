@@ -1,0 +1,86 @@
+"""From `--device` to a Device, or to a sentence that says what is missing here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.errors import UsageError
+from autoaccum.units import MemorySize
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+_VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
+
+
+def make_device(
+    name: str,
+    settings: TrialSettings,
+    *,
+    memory: MemorySize | None = None,
+    reserve: MemorySize | None = None,
+    on_output: Callable[[str], None] | None = None,
+) -> Device:
+    """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UsageError: There is no such device, or it cannot be measured here.
+        NotMeasuredError: Memory cannot be limited on this machine.
+    """
+    check_device(name)
+    from autoaccum.devices.cpu import CpuDevice
+
+    return CpuDevice(settings, memory=memory, reserve=reserve, on_output=on_output)
+
+
+def check_device(name: str) -> None:
+    """Refuse what cannot be measured here, before anything is started.
+
+    Raises:
+        UsageError: As in `make_device`.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise UsageError(f"there is no device {name!r}", hint="take auto, cpu, cuda or cuda:N")
+    if not name.startswith("cuda"):
+        return
+    version, cuda = torch_build()
+    if cuda is None:
+        raise UsageError(
+            f"--device {name}: the torch installed here ({version}) is the CPU build, without CUDA",
+            hint="install a CUDA build of torch (https://pytorch.org/get-started/locally), or take --device cpu",
+        )
+    if not has_nvidia_gpu():
+        raise UsageError(
+            f"--device {name}: torch {version} is built for CUDA {cuda}, but no NVIDIA GPU is visible here",
+            hint="install or repair the NVIDIA driver (nvidia-smi should list the card), or take --device cpu",
+        )
+    raise UsageError(
+        f"--device {name}: a GPU is there, but this version of autoaccum runs its trials on the CPU only",
+        hint="take --device cpu",
+    )
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Torch's version and the CUDA it was built for, without importing it; None when it is a build without CUDA.
+
+    Read from `torch/version.py`, which PyTorch's build writes.
+    """
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return "not found", None
+    path = Path(next(iter(spec.submodule_search_locations))) / "version.py"
+    try:
+        found: dict[str, str] = dict(_VERSION.findall(path.read_text(encoding="utf-8")))
+    except OSError:
+        found = {}
+    return found.get("__version__", "of an unknown version"), found.get("cuda")
+
+
+def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether the driver shows a card that this process may use; asks neither torch nor the driver."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(re.fullmatch(r"nvidia\d+", entry.name) for entry in devices.glob("nvidia*"))

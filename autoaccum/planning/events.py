@@ -1,0 +1,56 @@
+"""What a planner tells while it works: small frozen records, for whoever draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoaccum.accumulation.schedule import Schedule
+from autoaccum.devices.base import Inspection, Trial
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The workload was loaded and checked; trials come next.
+
+    Attributes:
+        inspection: What is known of the workload.
+        device: Short name of where trials run.
+        limit_bytes: The budget of every trial.
+        cap: The largest size that will be tried, in samples.
+    """
+
+    inspection: Inspection
+    device: str
+    limit_bytes: int
+    cap: int
+
+
+@dataclass(frozen=True)
+class TrialStarted:
+    """A trial begins; `confirming` when it runs the plan's own schedule from a clean state."""
+
+    number: int
+    parts: tuple[int, ...]
+    confirming: bool
+
+
+@dataclass(frozen=True)
+class TrialFinished:
+    """A trial ended, one way or another."""
+
+    number: int
+    trial: Trial
+    confirming: bool
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A schedule was made of the largest size that ran; it is confirmed next."""
+
+    schedule: Schedule
+    largest_fit: int
+
+
+Event = Inspected | TrialStarted | TrialFinished | Scheduled
+Listener = Callable[[Event], None]

@@ -1,0 +1,199 @@
+"""The plan: a frozen record of how a batch is cut and of the trials that proved it, as versioned JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from autoaccum.accumulation.schedule import Schedule
+from autoaccum.devices.base import Trial
+from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.planning.files import read_text, write_text
+from autoaccum.planning.shapes import ShapeError, freeze, shape, thaw
+
+SCHEMA = 1
+_AGAIN = "plan again with `autoaccum plan`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one update of `target_batch` samples is run, and the trials that proved it.
+
+    Attributes:
+        kind: `measured` by real trials, or `predicted`.
+        target_batch: Samples per update, over all ranks.
+        micro_batch: The largest part of any rank, in samples.
+        iter_size: Micro-batches per update, the same on every rank.
+        micro_batches: The parts of the rank with the longest share, in order; with one rank, of all there is.
+        world_size: Number of ranks.
+        ranks: The parts of every rank; None when there is one.
+        largest_fit: The largest micro-batch that ran.
+        capped: `largest_fit` is where the search was told to stop (the share, or a cap), not where memory ended.
+        limit_bytes: The budget every trial was held to.
+        peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it.
+        least_bytes: The smallest budget at which this micro-batch would still run; None when measured.
+        band_bytes: How far off a predicted peak may be; None when measured.
+        device: Name, kind, total and free bytes, how limits are enforced.
+        environment: Versions and settings the trials ran under.
+        workload: Reference, name, digest, model, parameters, precision, optimizer, reduction, weight.
+        trials: All trials in the order they ran; the last that ran is the schedule's own, in a fresh process.
+        warnings: What could make the plan fail or mislead, as sentences.
+        notes: What is good to know (the learning rate), as sentences.
+        schema: Version of the record.
+
+    Raises:
+        UsageError: The numbers contradict each other, or no trial proves the micro-batch.
+    """
+
+    kind: Literal["measured", "predicted"]
+    target_batch: int
+    micro_batch: int
+    iter_size: int
+    micro_batches: tuple[int, ...]
+    world_size: int
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    largest_fit: int
+    capped: bool
+    limit_bytes: int
+    peak_bytes: int | None
+    least_bytes: int | None = None
+    band_bytes: int | None = None
+    device: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    trials: tuple[Trial, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("device", "environment", "workload"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+        for text in self._contradictions():
+            raise UsageError(f"a plan that contradicts itself: {text}")
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        return Plan.from_json, (self.to_json(),)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The parts of every rank."""
+        return Schedule(self.ranks or (self.micro_batches,))
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the budget leaves above the peak; None where the peak was not measured."""
+        return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
+
+    def to_json(self) -> str:
+        """The record as indented JSON, with its fields in order."""
+        return json.dumps(_record(self), indent=2, allow_nan=False) + "\n"
+
+    def digest(self) -> str:
+        """SHA-256 of the record without the trials' times, in hex: equal for equal decisions from equal trials."""
+        record = _record(self)
+        for trial in record["trials"]:
+            del trial["seconds"]
+        return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the text") -> Plan:
+        """Read what `to_json` wrote; fields that a later version added are passed over.
+
+        Raises:
+            PlanFileError: The text is damaged, not a plan, of a newer schema, or contradicts itself. `source` names
+                it in the message.
+        """
+        try:
+            record = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise PlanFileError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
+        if not isinstance(record, dict) or not {"schema", "kind", "target_batch"} <= record.keys():
+            raise PlanFileError(
+                f"{source} is not a plan: it has no schema, kind and target_batch", hint="give a file of `plan -o FILE`"
+            )
+        _check_schema(record["schema"], source)
+        try:
+            return cls(**shape(record, cls))
+        except ShapeError as error:
+            raise PlanFileError(f"{source} is damaged: {error}", hint=_AGAIN) from None
+        except UsageError as error:
+            raise PlanFileError(f"{source} is {error.message}", hint=_AGAIN) from None
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Args:
+            path: Where to.
+            force: Overwrite a file that is there.
+
+        Raises:
+            UsageError: There is a file and `force` is not given, or it cannot be written.
+        """
+        write_text(Path(path), self.to_json(), force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanFileError: The file cannot be read, is damaged, is not a plan, or comes from a newer autoaccum.
+        """
+        return cls.from_json(read_text(Path(path)), source=str(path))
+
+    def _contradictions(self) -> list[str]:
+        """What does not go together, as sentences: `sum(parts) == target_batch` is a promise, not a hope."""
+        try:
+            schedule = self.schedule
+        except UsageError as error:
+            return [error.message]
+        same = {
+            "target_batch": schedule.target_batch,
+            "world_size": schedule.world_size,
+            "iter_size": schedule.iter_size,
+            "micro_batch": schedule.micro_batch,
+            "micro_batches": schedule.micro_batches,
+        }
+        found = [
+            f"{name} is {getattr(self, name)}, its parts give {value}"
+            for name, value in same.items()
+            if getattr(self, name) != value
+        ]
+        ran = {trial.micro_batch for trial in self.trials if trial.ran}
+        if self.kind == "measured":
+            unproved = sorted({self.micro_batch, self.largest_fit} - ran)
+            found += [f"no trial ran at size {size}" for size in unproved]
+        if self.largest_fit < self.micro_batch:
+            found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
+        if self.limit_bytes < 1:
+            found.append(f"limit_bytes is {self.limit_bytes}")
+        if (self.peak_bytes or 0) < 0:
+            found.append(f"peak_bytes is {self.peak_bytes}")
+        return found
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    """The plan as what JSON knows, the schema first."""
+    names = ["schema", *(field.name for field in fields(plan) if field.name != "schema")]
+    return {name: thaw(getattr(plan, name)) for name in names}
+
+
+def _check_schema(schema: object, source: str) -> None:
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise PlanFileError(f"{source} is damaged: its schema is {schema!r}", hint=_AGAIN)
+    if schema > SCHEMA:
+        raise PlanFileError(
+            f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
+            hint=f"upgrade autoaccum, or {_AGAIN}",
+        )
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")

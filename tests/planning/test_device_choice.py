@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoaccum.errors import UsageError
+from autoaccum.planning.device_choice import check_device, has_nvidia_gpu, torch_build
+
+CPU_BUILD = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+CUDA_BUILD = "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+
+
+@pytest.fixture
+def pretend_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A torch of which only `version.py` is there, in front of the real one."""
+    import sys
+
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path / "torch" / "version.py"
+
+
+def test_the_real_torch_is_read_as_it_says_itself() -> None:
+    import torch
+
+    assert torch_build() == (torch.__version__, torch.version.cuda)
+
+
+def test_a_cpu_build_is_named(pretend_torch: Path) -> None:
+    pretend_torch.write_text(CPU_BUILD)
+    with pytest.raises(UsageError) as seen:
+        check_device("cuda")
+    assert str(seen.value) == (
+        "--device cuda: the torch installed here (2.13.0+cpu) is the CPU build, without CUDA: install a CUDA build of "
+        "torch (https://pytorch.org/get-started/locally), or take --device cpu"
+    )
+
+
+def test_a_cuda_build_without_a_gpu_is_named(pretend_torch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_torch.write_text(CUDA_BUILD)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match=r"torch 2.13.0\+cu130 is built for CUDA 13.0, but no NVIDIA GPU") as seen:
+        check_device("cuda:1")
+    assert "driver" in str(seen.value)
+
+
+def test_no_torch(pretend_torch: Path) -> None:
+    assert torch_build() == ("of an unknown version", None)
+
+
+def test_a_gpu_is_seen_by_its_device_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert not has_nvidia_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_nvidia_gpu(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert not has_nvidia_gpu(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "mps", "cpu:0", "cuda:1\n"])
+def test_unknown_devices(name: str) -> None:
+    with pytest.raises(UsageError, match="there is no device"):
+        check_device(name)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_known_devices(name: str) -> None:
+    check_device(name)

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import Inspection, Outcome, Phase, Trial
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.planning import planner
+from autoaccum.planning.events import Event, Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.planner import Request, plan, plan_on
+from autoaccum.planning.records import Plan
+from autoaccum.units import GIB, MIB
+
+
+class ScriptedDevice:
+    """A Device whose trials follow a rule: the outcome by size, and what a fresh process does differently."""
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        outcome: Callable[[int], Outcome] = lambda size: "ok" if size <= 100 else "oom",
+        *,
+        confirms: Callable[[int], Outcome] | None = None,
+        limit_bytes: int = GIB,
+        warnings: tuple[str, ...] = (),
+        reduction: str = "mean",
+        fails: AutoaccumError | None = None,
+        interrupt_at: int | None = None,
+    ) -> None:
+        self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
+        self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
+        self.limit_bytes = limit_bytes
+        self.asked: list[tuple[tuple[int, ...], bool]] = []
+        self.closed = False
+        self._spoilt = True
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
+
+    def inspect(self) -> Inspection:
+        if self._fails:
+            raise self._fails
+        return Inspection(
+            name="net",
+            digest="d1",
+            model="Net",
+            parameters=10,
+            parameter_bytes=40,
+            precision="fp32",
+            optimizer="AdamW",
+            reduction=self._reduction,
+            weight="samples",
+            environment={"torch": "2.13.0", "threads": [1, 2]},
+            warnings=self._warnings,
+        )
+
+    def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
+        self.asked.append((parts, fresh))
+        if len(self.asked) == self._interrupt_at:
+            raise KeyboardInterrupt
+        outcome = (self._confirms if fresh else self._outcome)(max(parts))
+        is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
+        phase: Phase | None = None if outcome in ("ok", "tight") else "backward"
+        peak = None if phase else 100 * MIB + max(parts) * 9 * MIB
+        return Trial(
+            parts=parts,
+            outcome=outcome,
+            phase=phase,
+            peak_reserved_bytes=peak,
+            seconds=0.25 * len(self.asked),
+            message="scripted" if phase else None,
+            fresh=is_fresh,
+            blames="user" if outcome == "error" else None,
+            traceback="model.py, line 7" if outcome == "error" else None,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> ScriptedDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
+    return plan_on(device, Request(target, **request), reference="model.py")
+
+
+def test_plans() -> None:
+    device = ScriptedDevice()
+    found = run(device)
+    assert (found.micro_batch, found.iter_size, found.micro_batches) == (86, 3, (86, 85, 85))
+    assert (found.largest_fit, found.capped, found.ranks) == (100, False, None)
+    assert found.peak_bytes == (100 + 86 * 9) * MIB
+    assert found.workload["reference"] == "model.py"
+    assert found.device["kind"] == "cpu"
+    assert [trial.micro_batch for trial in found.trials] == [max(parts) for parts, _ in device.asked]
+    assert {t.micro_batch: t.outcome for t in found.trials}[101] == "oom"
+
+
+def test_confirms_the_largest_and_the_smallest_part_from_a_clean_state() -> None:
+    device = ScriptedDevice()
+    run(device)
+    assert device.asked[-1] == ((86, 85), True)
+    assert all(not fresh and parts == (parts[0],) * 2 for parts, fresh in device.asked[:-1])
+
+
+def test_the_whole_share_is_one_part() -> None:
+    device = ScriptedDevice()
+    found = run(device, 64)
+    assert device.asked[-1] == ((64,), True)
+    assert found.micro_batches == (64,)
+    assert found.capped
+    assert all(parts[0] < 64 for parts, _ in device.asked if len(parts) == 2)
+
+
+def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> None:
+    device = ScriptedDevice()
+    assert run(device, 1).trials[-1].fresh
+    assert device.asked == [((1,), False)]
+
+
+def test_a_confirmation_that_fails_goes_down() -> None:
+    device = ScriptedDevice(confirms=lambda size: "ok" if size <= 60 else "oom")
+    found = run(device)
+    assert [parts for parts, fresh in device.asked if fresh] == [(86, 85), (64, 64), (52, 51)]
+    assert found.micro_batches == (52, 51, 51, 51, 51)
+    assert found.largest_fit < 64
+    assert not found.capped
+    assert "86 + 85 + 85 did not run again from a clean state (oom)" in found.warnings[0]
+
+
+def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
+    assert run(ScriptedDevice(confirms=lambda size: "tight" if size > 70 else "ok")).micro_batch == 64
+    found = run(ScriptedDevice(lambda size: "tight" if size <= 100 else "oom"))
+    assert found.micro_batch == 86
+    assert "ran only because the allocator" in found.warnings[0]
+
+
+def test_a_confirmation_that_never_runs() -> None:
+    with pytest.raises(DoesNotFitError, match="micro-batch 1 needs more than the 1.0 GiB"):
+        run(ScriptedDevice(confirms=lambda size: "oom"), 8)
+
+
+@pytest.mark.parametrize("confirms", [None, lambda _: "error"])
+def test_an_error_of_the_workload(confirms: Any) -> None:
+    device = ScriptedDevice(lambda size: "ok" if confirms or size < 4 else "error", confirms=confirms)
+    with pytest.raises(WorkloadError, match=r"micro-batch \d+ failed in backward: scripted") as seen:
+        run(device)
+    assert seen.value.user_traceback == "model.py, line 7"
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(DoesNotFitError):
+        run(ScriptedDevice(lambda size: "oom"))
+
+
+def test_the_longest_share_decides() -> None:
+    device = ScriptedDevice()
+    found = run(device, 257, world_size=2)
+    assert found.ranks == ((65, 64), (64, 64))
+    assert found.micro_batches == (65, 64)
+    assert device.asked[-1] == ((65, 64), True)
+    assert run(ScriptedDevice(), 3, world_size=4).notes[-1].startswith("1 of 4 ranks have no samples")
+
+
+def test_a_cap_of_the_user() -> None:
+    device = ScriptedDevice()
+    found = run(device, max_micro_batch=32)
+    assert (found.micro_batch, found.iter_size, found.capped) == (32, 8, True)
+    assert max(max(parts) for parts, _ in device.asked) == 32
+
+
+def test_equal_parts_and_their_cost() -> None:
+    found = run(ScriptedDevice(), 254, equal=True)
+    assert found.micro_batches == (2,) * 127
+    assert any("without --equal it is 85 + 85 + 84" in note for note in found.notes)
+    assert len(run(ScriptedDevice(), 256, equal=True).notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "reduction", "text"),
+    [
+        (256, "mean", "stays what it is for a batch of 256; an undivided loss would act as 3 times the rate under"),
+        (256, "sum", "the loss is a sum, so its parts are added and not divided"),
+        (10, "mean", "nothing is accumulated, one micro-batch is the update"),
+    ],
+)
+def test_the_learning_rate(target: int, reduction: str, text: str) -> None:
+    assert text in run(ScriptedDevice(reduction=reduction), target).notes[0]
+
+
+def test_warnings_of_the_inspection_reach_the_plan() -> None:
+    assert run(ScriptedDevice(warnings=("BatchNorm in bn1", "BatchNorm in bn1"))).warnings == ("BatchNorm in bn1",)
+
+
+def test_tells_what_it_does() -> None:
+    events: list[Event] = []
+    found = plan_on(ScriptedDevice(), Request(256), reference="model.py", on_event=events.append)
+    assert isinstance(events[0], Inspected)
+    assert (events[0].cap, events[0].device) == (256, "cpu")
+    started = [event for event in events if isinstance(event, TrialStarted)]
+    finished = [event for event in events if isinstance(event, TrialFinished)]
+    assert [event.trial for event in finished] == list(found.trials)
+    assert [event.number for event in started] == list(range(1, len(started) + 1))
+    assert [event.confirming for event in finished] == [False] * (len(finished) - 1) + [True]
+    assert isinstance(events[-3], Scheduled)
+
+
+def test_equal_trials_give_equal_plans() -> None:
+    assert run(ScriptedDevice()).digest() == run(ScriptedDevice()).digest()
+
+
+# --- plan() itself, its device replaced at the one place that makes it ----------------------------------------------
+
+
+@pytest.fixture
+def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: dict[str, Any] = {}
+
+    def use(device: ScriptedDevice) -> dict[str, Any]:
+        def make(name: str, settings: Any, **options: Any) -> ScriptedDevice:
+            made.update(name=name, settings=settings, **options)
+            return device
+
+        monkeypatch.setattr(planner, "make_device", make)
+        return made
+
+    return use
+
+
+def test_settings_reach_the_device(use_device: Any) -> None:
+    device = ScriptedDevice()
+    made = use_device(device)
+    plan("model.py", target_batch=257, device="cpu", memory="2GiB", reserve="10%", world_size=2, trial_limit=5)
+    assert device.closed
+    assert made["settings"].share == 129
+    assert made["settings"].trial_limit_seconds == 5.0
+    assert (made["memory"].bytes, made["reserve"].fraction) == (2 * 1024**3, 0.1)
+
+
+@pytest.mark.parametrize("error", [WorkloadError("no model"), NotMeasuredError("died")])
+def test_a_failure_closes_the_device(use_device: Any, error: AutoaccumError) -> None:
+    device = ScriptedDevice(fails=error)
+    use_device(device)
+    with pytest.raises(type(error)):
+        plan("model.py", target_batch=8)
+    assert device.closed
+
+
+def test_ctrl_c_closes_the_device(use_device: Any) -> None:
+    device = ScriptedDevice(interrupt_at=3)
+    use_device(device)
+    with pytest.raises(KeyboardInterrupt):
+        plan("model.py", target_batch=256)
+    assert device.closed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"target_batch": 0}, "the target batch is 0, the least is 1"),
+        ({"target_batch": -3}, "the target batch is -3, the least is 1"),
+        ({"target_batch": 2.5}, "the target batch is 2.5"),
+        ({"world_size": 0}, "the world size is 0, the least is 1"),
+        ({"max_micro_batch": 0}, "is 0, the least is 1"),
+        ({"equal": True, "world_size": 3}, "take 6 or 9"),
+        ({"precision": "fp8"}, "there is no precision 'fp8': take fp32, bf16, fp16"),
+        ({"trial_limit": 0}, "the trial limit is 0"),
+        ({"trial_limit": float("nan")}, "the trial limit is nan"),
+        ({"memory": "lots"}, "'lots' is not a memory size"),
+        ({"device": "tpu"}, "there is no device 'tpu'"),
+    ],
+)
+def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as seen:
+        plan("model.py", **{"target_batch": 8, **arguments})
+    assert text in str(seen.value)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, autoaccum.planning.planner; sys.exit(any(n in sys.modules for n in ('torch', 'optuna')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

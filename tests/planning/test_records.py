@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.planning.files import check_output
+from autoaccum.planning.records import SCHEMA, Plan
+from autoaccum.units import GIB, MIB
+
+
+@pytest.fixture
+def a_plan() -> Plan:
+    trials = [Trial(parts=parts, outcome="ok", seconds=1.5, fresh=True) for parts in [(1, 1), (100, 100), (86, 85)]]
+    trials.insert(1, Trial(parts=(101, 101), outcome="oom", phase="backward", message="DefaultCPUAllocator"))
+    return Plan(
+        kind="measured",
+        target_batch=256,
+        micro_batch=86,
+        iter_size=3,
+        micro_batches=(86, 85, 85),
+        world_size=1,
+        largest_fit=100,
+        capped=False,
+        limit_bytes=GIB,
+        peak_bytes=900 * MIB,
+        device={"name": "cpu"},
+        environment={"torch": "2.13.0", "threads": [1, 2], "nested": {"a": [1]}},
+        workload={"reference": "model.py", "digest": "d1"},
+        trials=tuple(trials),
+        warnings=("BatchNorm",),
+        notes=("rate",),
+    )
+
+
+@given(
+    target=st.integers(1, 300),
+    ceiling=st.integers(1, 300),
+    world_size=st.integers(1, 4),
+    text=st.text(max_size=20),
+    seconds=st.floats(0, 1e6),
+)
+def test_round_trip(target: int, ceiling: int, world_size: int, text: str, seconds: float) -> None:
+    schedule = make_schedule(target, ceiling, world_size=world_size)
+    size = schedule.micro_batch
+    trial = Trial(parts=(size, schedule.smallest_part), outcome="ok", seconds=seconds, message=text, traceback=text)
+    plan = Plan(
+        kind="measured",
+        target_batch=target,
+        micro_batch=size,
+        iter_size=schedule.iter_size,
+        micro_batches=schedule.micro_batches,
+        world_size=world_size,
+        ranks=schedule.ranks,
+        largest_fit=size,
+        capped=True,
+        limit_bytes=7,
+        peak_bytes=None,
+        device={"name": text},
+        environment={text: [text, None, True, 1.5, {"a": 2}]},
+        workload={},
+        trials=(trial,),
+        warnings=(text,),
+    )
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest()
+    assert hash(again) == hash(plan)
+    assert again.schedule == schedule
+
+
+def test_is_frozen(a_plan: Plan) -> None:
+    with pytest.raises(FrozenInstanceError):
+        a_plan.micro_batch = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        a_plan.environment["torch"] = "other"  # type: ignore[index]
+    with pytest.raises(TypeError):
+        a_plan.environment["nested"]["a"] = 3
+
+
+def test_pickles(a_plan: Plan) -> None:
+    assert pickle.loads(pickle.dumps(a_plan)) == a_plan
+
+
+def test_headroom(a_plan: Plan) -> None:
+    assert a_plan.headroom_bytes == GIB - 900 * MIB
+    assert replace(a_plan, peak_bytes=None).headroom_bytes is None
+
+
+def test_times_do_not_enter_the_digest(a_plan: Plan) -> None:
+    later = replace(a_plan, trials=tuple(replace(trial, seconds=99.0) for trial in a_plan.trials))
+    assert later != a_plan
+    assert later.digest() == a_plan.digest()
+    assert replace(a_plan, limit_bytes=GIB - 1).digest() != a_plan.digest()
+
+
+def test_the_design_names_its_fields(a_plan: Plan) -> None:
+    record = json.loads(a_plan.to_json())
+    named = (
+        "schema kind target_batch micro_batch iter_size micro_batches world_size largest_fit limit_bytes peak_bytes "
+        "least_bytes band_bytes device environment workload trials warnings"
+    )
+    assert set(named.split()) <= record.keys()
+    assert record["schema"] == SCHEMA
+    assert record["least_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"micro_batches": (86, 85, 84)}, "target_batch is 256, its parts give 255"),
+        ({"micro_batches": (85, 85, 86)}, None),
+        ({"micro_batch": 87}, "micro_batch is 87, its parts give 86"),
+        ({"iter_size": 4}, "iter_size is 4, its parts give 3"),
+        ({"world_size": 2}, "world_size is 2, its parts give 1"),
+        ({"ranks": ((86, 85, 85), (86, 85, 85))}, "target_batch is 256, its parts give 512"),
+        ({"ranks": ((256, 0), (1,))}, "micro-batches per rank"),
+        ({"micro_batches": ()}, "micro-batches per rank"),
+        ({"largest_fit": 101}, "no trial ran at size 101"),
+        ({"largest_fit": 1}, "the largest that ran is 1"),
+        ({"trials": ()}, "no trial ran at size 86"),
+        ({"limit_bytes": 0}, "limit_bytes is 0"),
+        ({"peak_bytes": -1}, "peak_bytes is -1"),
+    ],
+)
+def test_contradictions_are_refused(a_plan: Plan, change: dict[str, Any], text: str | None) -> None:
+    if text is None:
+        assert replace(a_plan, **change)
+        return
+    with pytest.raises(UsageError, match="contradicts itself") as seen:
+        replace(a_plan, **change)
+    assert text in str(seen.value)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def changed(plan: Plan, **changes: Any) -> str:
+    return json.dumps({**json.loads(plan.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 2, this one reads up to 1): upgrade"),
+        ({"schema": "1"}, "is damaged: its schema is '1'"),
+        ({"schema": 0}, "is damaged: its schema is 0"),
+        ({"schema": True}, "is damaged: its schema is True"),
+        ({"target_batch": "256"}, "is damaged: target_batch is '256', not a whole number"),
+        ({"target_batch": 256.0}, "is damaged: target_batch is 256.0, not a whole number"),
+        ({"capped": 0}, "is damaged: capped is 0, not true or false"),
+        ({"peak_bytes": True}, "is damaged: peak_bytes is True, not a whole number"),
+        ({"kind": "guessed"}, "is damaged: kind is 'guessed', not one of measured, predicted"),
+        ({"kind": ["measured"]}, "is damaged: kind is ['measured'], not one of"),
+        ({"micro_batches": 3}, "is damaged: micro_batches is 3, not a list"),
+        ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1] is '85', not a whole number"),
+        ({"ranks": [[256], 1]}, "is damaged: ranks[1] is 1, not a list"),
+        ({"device": []}, "is damaged: device is [], not an object"),
+        ({"warnings": "none"}, "is damaged: warnings is 'none', not a list"),
+        ({"trials": [7]}, "is damaged: trials[0] is 7, not an object"),
+        ({"trials": [{"parts": [1]}]}, "is damaged: in trials[0], 'outcome' is missing"),
+        ({"trials": [{"parts": [1], "outcome": "fine"}]}, "is damaged: in trials[0], outcome is 'fine', not one of"),
+        ({"target_batch": 255}, "contradicts itself: target_batch is 255, its parts give 256"),
+    ],
+)
+def test_refuses_what_is_wrong(a_plan: Plan, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanFileError) as seen:
+        Plan.from_json(changed(a_plan, **changes), source="plan.json")
+    assert str(seen.value).startswith("plan.json ")
+    assert text in str(seen.value)
+    assert seen.value.hint
+    assert seen.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', "[" * 100_000])
+def test_refuses_what_is_no_json(text: str) -> None:
+    with pytest.raises(PlanFileError, match="is not valid JSON"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"schema": 1}', '{"kind": "lock", "schema": 1}'])
+def test_refuses_what_is_foreign(text: str) -> None:
+    with pytest.raises(PlanFileError, match="is not a plan: it has no"):
+        Plan.from_json(text)
+
+
+def test_missing_field(a_plan: Plan) -> None:
+    record = json.loads(a_plan.to_json())
+    del record["limit_bytes"]
+    with pytest.raises(PlanFileError, match="is damaged: 'limit_bytes' is missing"):
+        Plan.from_json(json.dumps(record))
+
+
+def test_added_fields_are_passed_over(a_plan: Plan) -> None:
+    assert Plan.from_json(changed(a_plan, noise_scale=3.5)) == a_plan
+
+
+@given(cut=st.integers(0, 4000))
+def test_a_cut_file_never_reads(cut: int) -> None:
+    plan = Plan(
+        kind="predicted",
+        target_batch=1,
+        micro_batch=1,
+        iter_size=1,
+        micro_batches=(1,),
+        world_size=1,
+        largest_fit=1,
+        capped=True,
+        limit_bytes=1,
+        peak_bytes=1,
+        device={},
+        environment={},
+        workload={},
+        trials=(),
+    )
+    text = plan.to_json().rstrip()
+    with pytest.raises(PlanFileError):
+        Plan.from_json(text[: min(cut, len(text) - 1)])
+
+
+def test_load_says_what_it_saw(tmp_path: Path, a_plan: Plan) -> None:
+    with pytest.raises(PlanFileError, match="there is no file"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\x80\x81\xff")
+    with pytest.raises(PlanFileError, match="it is not text"):
+        Plan.load(tmp_path / "binary")
+    a_plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == a_plan
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_never_overwrites_without_force(tmp_path: Path, a_plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("mine")
+    for write in (a_plan.save, check_output):
+        with pytest.raises(UsageError, match="is already there: add --force"):
+            write(path)
+    assert path.read_text() == "mine"
+    check_output(path, force=True)
+    assert path.read_text() == "mine"
+    a_plan.save(path, force=True)
+    assert Plan.load(path) == a_plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_force_needs_no_file(tmp_path: Path, a_plan: Plan) -> None:
+    a_plan.save(tmp_path / "plan.json", force=True)
+    assert Plan.load(tmp_path / "plan.json") == a_plan
+
+
+def test_checking_leaves_nothing(tmp_path: Path) -> None:
+    check_output(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none/plan.json", "there is no folder"),
+        ("file/plan.json", "cannot be written|there is no folder"),
+        ("", "is a folder"),
+        ("a" * 400, "cannot be written"),
+        ("/dev/null", "is not a plain file"),
+        ("/proc/plan.json", "cannot be written"),
+    ],
+)
+def test_says_why_it_cannot_write(tmp_path: Path, a_plan: Plan, name: str, text: str, force: bool) -> None:
+    (tmp_path / "file").write_text("")
+    for write in (a_plan.save, check_output):
+        with pytest.raises(UsageError, match=text):
+            write(tmp_path / name, force=force)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    a_plan.save(link, force=True)
+    assert link.is_symlink()
+    assert Plan.load(target) == a_plan
+
+
+def test_respects_the_umask(tmp_path: Path, a_plan: Plan) -> None:
+    previous = os.umask(0o022)
+    try:
+        a_plan.save(tmp_path / "plan.json")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o644
