@@ -88,6 +88,18 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
     return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
 
 
+def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
+    """Whether `node` is a sequence with one entry per sample in a batch of `size` samples (`top`: it is the batch)."""
+    if not nests.is_sequence(node) or len(node) != size:
+        return False
+    record_cost, sample_cost = _reading_costs(node, top=top)
+    if sample_cost is None:
+        return False
+    as_record = _agree([_sizes(child) for _, child in nests.children(node) or []])
+    cost = as_record.get(size, as_record.get(_ANY))
+    return cost is None or sample_cost < cost + record_cost
+
+
 def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
     """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
     if nests.is_leaf(node):
@@ -131,18 +143,6 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
     return 0, 10 if top else 1
 
 
-def _is_samples(node: Any, size: int, *, top: bool) -> bool:
-    """Whether the sequence `node`, in a batch of `size` samples, has one entry per sample."""
-    if not nests.is_sequence(node) or len(node) != size:
-        return False
-    record_cost, sample_cost = _reading_costs(node, top=top)
-    if sample_cost is None:
-        return False
-    as_record = _agree([_sizes(child) for _, child in nests.children(node) or []])
-    cost = as_record.get(size, as_record.get(_ANY))
-    return cost is None or sample_cost < cost + record_cost
-
-
 def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
     return int(leaf.shape[0])
 
@@ -155,7 +155,7 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
     children = nests.children(node)
     if nests.is_leaf(node) or children is None:
         return [node] * len(bounds)
-    if _is_samples(node, size, top=top):
+    if is_samples(node, size, top=top):
         return [nests.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
     columns = [_split(child, size, bounds) for _, child in children]
     return [nests.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
@@ -193,7 +193,7 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
     if nests.is_leaf(first) or children[0] is None:
         return first
     if nests.is_sequence(first) and all(
-        _is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
+        is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
     ):
         return nests.rebuild_sequence(first, [entry for part in parts for entry in part])
     steps = [step for step, _ in children[0]]

@@ -92,6 +92,11 @@ class Criterion:
     reduction: Literal["mean", "sum"] | None
     source: str
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether its mean is known to be over all elements of outputs and targets of one shape."""
+        return self.rule is not None and _RULES[self.rule] == ("elements", "one")
+
     def loss(self, outputs: Any, targets: Any) -> Any:
         """The loss of the model's outputs, called as the criterion's family wants it.
 

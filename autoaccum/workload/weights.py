@@ -55,11 +55,18 @@ class Objective:
             assert self.loss_function is not None
             raw = self.loss_function(model, batch)
         else:
-            inputs, targets = _inputs_and_targets(batch)
-            raw = self.criterion.loss(_call_model(model, inputs), targets)
+            raw = self.criterion.loss(self.outputs(model, batch), batch[1])
         terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
         _check_terms(terms)
         return cast("dict[str, Tensor]", terms)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """What the model gives for the inputs of a batch `(inputs, targets)`, as the criterion is to have it.
+
+        Raises:
+            WorkloadError: The batch is no such pair.
+        """
+        return _call_model(model, _inputs_and_targets(batch)[0])
 
     def weight(self, batch: Any) -> Weights:
         """What the mean of the loss of `batch` divides by, as float64: a number, or one for each term.

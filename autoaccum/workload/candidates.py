@@ -1,0 +1,160 @@
+"""What a loss may well divide by: countings of a batch, each with the code a user would write for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoaccum.workload import nests
+from autoaccum.workload.batches import batch_size, is_samples
+
+_MARKERS = (-100, 0, -1, 1, 255)
+"""Values that commonly mark what does not count: torch's ignore_index, padding ids, the void of segmentation maps."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to count a batch.
+
+    Attributes:
+        code: An expression of `batch`.
+        counts: What it gives for each of the parts it was asked about.
+    """
+
+    code: str
+    counts: tuple[float, ...]
+
+
+def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
+    """Everything worth trying, the likeliest first: samples, then marked labels, masks, lengths, sums.
+
+    Args:
+        batch: The whole batch, which tells which countings exist.
+        parts: The parts to count.
+    """
+    leaves = dict(_leaves(batch, "batch", batch_size(batch), top=True))
+    of_parts = [dict(_leaves(part, "batch", batch_size(part), top=True)) for part in parts]
+    shared = {path: leaf for path, leaf in leaves.items() if all(path in part for part in of_parts)}
+    if not shared:
+        return []
+    found = [Candidate(f"len({next(iter(shared))})", tuple(float(batch_size(part)) for part in parts))]
+    ordered = sorted(shared, key=_unlikeliness)
+    for countings in (_unmarked, _summed_masks, _summed, _entries):
+        for path in ordered:
+            for code, count in countings(path, shared[path]):
+                counts = tuple(count(part[path]) for part in of_parts)
+                if all(value >= 0 for value in counts):
+                    found.append(Candidate(code, counts))
+    return found
+
+
+_Count: TypeAlias = Callable[[Any], float]
+
+
+def _unmarked(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+    if _is_integer(leaf):
+        for code, cut in _cuts(path, leaf):
+            for marker in _markers(leaf):
+                yield f"({code} != {marker}).sum()", partial(_count_unmarked, cut, marker)
+
+
+def _summed_masks(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+    if isinstance(leaf, Tensor) and leaf.dtype == torch.bool:
+        for code, cut in _cuts(path, leaf):
+            yield f"{code}.sum()", partial(_sum, cut)
+            yield f"(~{code}).sum()", partial(_sum_inverse, cut)
+
+
+def _summed(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+    if isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_complex():
+        for code, cut in _cuts(path, leaf):
+            yield f"{code}.sum()", partial(_sum, cut)
+        if leaf.ndim == 1 and _is_integer(leaf):
+            yield f"({path} - 1).sum()", _sum_less_one
+
+
+def _entries(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+    if isinstance(leaf, list | tuple) and all(isinstance(entry, int | float) for entry in leaf):
+        yield f"sum({path})", _sum_numbers
+    elif isinstance(leaf, list | tuple) and all(nests.holds_rows(entry) for entry in leaf):
+        yield f"sum(len(x) for x in {path})", _sum_lengths
+        yield f"sum(x.numel() for x in {path})", _sum_elements
+
+
+def _count_unmarked(cut: slice, marker: int, leaf: Tensor) -> float:
+    return float((leaf[..., cut] != marker).sum())
+
+
+def _sum(cut: slice, leaf: Tensor) -> float:
+    return float(leaf[..., cut].double().sum())
+
+
+def _sum_inverse(cut: slice, leaf: Tensor) -> float:
+    return float((~leaf[..., cut]).sum())
+
+
+def _sum_less_one(leaf: Tensor) -> float:
+    return float((leaf - 1).sum())
+
+
+def _sum_numbers(leaf: Sequence[float]) -> float:
+    return float(sum(leaf))
+
+
+def _sum_lengths(leaf: Sequence[Any]) -> float:
+    return float(sum(len(entry) for entry in leaf))
+
+
+def _sum_elements(leaf: Sequence[Any]) -> float:
+    return float(sum(math.prod(entry.shape) for entry in leaf))
+
+
+def _cuts(path: str, leaf: Tensor) -> list[tuple[str, slice]]:
+    """The leaf as it is, and shifted by one along its last dimension, as language models shift their labels."""
+    cuts = [(path, slice(None))]
+    if leaf.ndim > 1:
+        axes = ":, " if leaf.ndim == 2 else "..., "
+        cuts += [(f"{path}[{axes}1:]", slice(1, None)), (f"{path}[{axes}:-1]", slice(None, -1))]
+    return cuts
+
+
+def _is_integer(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_floating_point() and not leaf.is_complex()
+    )
+
+
+def _markers(leaf: Tensor) -> list[int]:
+    """The common markers that occur in `leaf`, and the value its samples most often end with (padding)."""
+    likely = list(_MARKERS)
+    if leaf.ndim > 1 and leaf.numel() > 0:
+        likely.append(int(leaf[..., -1].flatten().mode().values))
+    return [marker for marker in dict.fromkeys(likely) if bool((leaf == marker).any())]
+
+
+def _unlikeliness(path: str) -> int:
+    """Rank of a path: labels and targets first, the second of a pair next, then masks, then all else."""
+    names = ("label", "target", "tgt", "batch[1]", "mask", "len")
+    return next((rank for rank, name in enumerate(names) if name in path.lower()), len(names))
+
+
+def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[tuple[str, Any]]:
+    """Tensors with rows, and sequences with an entry per sample, by the code that reaches them."""
+    if isinstance(node, Tensor) and nests.holds_rows(node):
+        yield path, node
+        return
+    children = nests.children(node)
+    if nests.is_leaf(node) or children is None:
+        return
+    if is_samples(node, size, top=top):
+        yield path, node
+        return
+    for step, child in children:
+        code = step if '"' in step else step.replace("'", '"')
+        yield from _leaves(child, path + code, size)

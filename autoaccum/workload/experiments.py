@@ -1,0 +1,199 @@
+"""Small forward runs of a workload on a copy of its model, with nothing left random and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum.errors import AutoaccumError
+from autoaccum.workload import nests
+from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import blame_workload
+from autoaccum.workload.weights import Objective
+
+_WIDE_SECONDS = 1.0
+_WIDE_PARAMETERS = 2**27
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
+_HALF_TOLERANCE = 2e-2
+
+
+class Experiment:
+    """A copy of a workload's model, ready to say what its loss is on small batches, dropout and BatchNorm at rest.
+
+    Runs in float64 where that works and takes no more than about a second, else in the model's own precision.
+
+    Attributes:
+        objective: The workload's own objective.
+        tolerance: By how much two equal losses may differ, relative to their size.
+    """
+
+    def __init__(self, workload: Workload, batch: Any) -> None:
+        self.objective = workload.objective
+        self.tolerance = _HALF_TOLERANCE
+        with users_code("model()"):
+            built = workload.build_model()
+        self._model, copied = _copy(built)
+        self._used, self._recording = self.objective, False
+        self._dtype: torch.dtype | None = None
+        if copied:
+            _break_ties(self._model)
+        _rest(self._model)
+        started = time.perf_counter()
+        self._run_narrow(batch)
+        if copied and time.perf_counter() - started < _WIDE_SECONDS:
+            self._widen(batch)
+
+    def losses(self, batch: Any) -> dict[str, float]:
+        """The terms of the loss of `batch`, which is left as it is, in float64."""
+        with users_code(f"the loss of {batch_size(batch)} samples"):
+            return self._losses(batch)
+
+    def rest_wholly(self) -> None:
+        """Put the whole model into eval mode."""
+        self._model.eval()
+
+    def shapes(self, batch: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The shapes of outputs and targets; None where the loss is no criterion of one tensor each."""
+        if self.objective.criterion is None:
+            return None
+        own = self._own(batch)
+        with torch.set_grad_enabled(self._recording):
+            outputs = self.objective.outputs(self._model, own)
+        if not isinstance(outputs, Tensor) or not isinstance(own[1], Tensor):
+            return None
+        return tuple(outputs.shape), tuple(own[1].shape)
+
+    def _losses(self, batch: Any) -> dict[str, float]:
+        own = self._own(batch)
+        with torch.set_grad_enabled(self._recording):
+            terms = self._used.terms(self._model, own)
+        dtypes = {term.dtype for term in terms.values()}
+        self.tolerance = max(
+            _TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes | {self._dtype or torch.float32}
+        )
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+    def _own(self, batch: Any) -> Any:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        return move_batch(_map_tensors(batch, self._cast), device)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+
+    def _run_narrow(self, batch: Any) -> None:
+        try:
+            self._losses(batch)
+        except AutoaccumError:
+            raise
+        except Exception:
+            self._recording = True  # a model may take gradients within its forward
+        if self._recording:
+            self.losses(batch)
+
+    def _widen(self, batch: Any) -> None:
+        if sum(parameter.numel() for parameter in self._model.parameters()) > _WIDE_PARAMETERS:
+            return
+        narrow = self._model
+        try:
+            self._model, self._dtype = copy.deepcopy(narrow).double(), torch.float64
+            self._used = _widened(self.objective)
+            self._losses(batch)
+        except Exception:  # whatever does not work in float64 has worked as it was
+            self._model, self._dtype, self._used = narrow, None, self.objective
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """Show what the user's code raises as theirs; running out of memory comes through as it is."""
+    try:
+        yield
+    except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise blame_workload(error, doing) from error
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Run with fixed seeds of Python, NumPy and torch on the CPU, silence warnings, and put the states back."""
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPUs
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+
+
+def _copy(model: nn.Module) -> tuple[nn.Module, bool]:
+    try:
+        return copy.deepcopy(model), True
+    except (TypeError, RuntimeError, AttributeError):
+        return model, False
+
+
+def _break_ties(model: nn.Module) -> None:
+    """Fill weights that are constant, such as a head that starts at zero: all samples would have the same loss."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (
+                parameter.ndim > 1
+                and parameter.is_floating_point()
+                and bool((parameter == parameter.flatten()[:1]).all())
+            ):
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+
+def _rest(model: nn.Module) -> None:
+    """Put modules that draw at random, or average over the batch, into eval mode; the others into training mode."""
+    model.train()
+    normalising = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.RReLU)
+    for module in model.modules():
+        if isinstance(module, normalising) or "drop" in nests.type_name(module).lower():
+            module.eval()
+
+
+def _map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(node, Tensor):
+        return change(node)
+    children = nests.children(node)
+    if nests.is_leaf(node) or children is None:
+        return copy.copy(node) if isinstance(node, np.ndarray) else node
+    return nests.rebuild(node, [_map_tensors(child, change) for _, child in children])
+
+
+def _widened(objective: Objective) -> Objective:
+    """The objective with a copy of its criterion whose buffers are in float64."""
+    criterion = objective.criterion
+    if criterion is None:
+        return objective
+    function: Any = criterion.function
+    if isinstance(function, nn.Module):
+        function = copy.deepcopy(function).double()
+    elif isinstance(function, functools.partial):
+        function = functools.partial(function.func, *function.args, **_map_tensors(dict(function.keywords), _double))
+    return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
