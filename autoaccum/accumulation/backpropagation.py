@@ -76,7 +76,7 @@ class Backpropagation:
         """
         record = LossRecord()
         device = model_device(self._model)
-        with nullcontext() if buffers is None else buffers:
+        with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
                     self._enter("batch")
@@ -85,7 +85,7 @@ class Backpropagation:
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")
-        with torch.enable_grad(), self._autocast():
+        with self._autocast():
             terms = self._objective.terms(self._model, part)
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))

@@ -71,10 +71,9 @@ class Restless(nn.Module):
         return outputs + 0.0 * noise
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def light_collections() -> Iterator[None]:
     # What pytest and torch have loaded is not garbage: looking through it would cost 80 ms per retry.
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -96,7 +96,7 @@ def test_the_repeated_update_is_the_full_batch_s(
     reference, made, accumulator = build(restless, optimizer, recover=False, updates_before=updates_before)
     full_batch_update(reference, made, BATCH)
     interrupted = 0
-    for number in itertools.count(step=3):
+    for number in itertools.count():
         model, made, accumulator = build(restless, optimizer, recover=True, updates_before=updates_before)
         with shortage_at(number) as injected:
             try:

@@ -1,0 +1,347 @@
+"""The accumulated gradient is the full batch's, to 1e-10 in float64, whatever the criterion, weight, split or form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as torch's documentation has it
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.workload.divisors import CLASSES
+
+SAMPLES = 7
+SPLITS = {"all": 7, "one": 1, "uneven": 3, "almost": 6, "even-of-8": 4}
+TOLERANCE = 1e-10
+
+
+class Heads(nn.Module):
+    """`heads` linear maps of a shared layer; `shape` turns each output into what a criterion wants."""
+
+    def __init__(self, outputs: int, heads: int, shape: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, outputs) for _ in range(heads))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.body(x))
+        outputs = tuple(self.shape(head(hidden)) for head in self.heads)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    criterion: Any
+    targets: Callable[[int], Any]
+    outputs: int = 4
+    heads: int = 1
+    shape: Callable[[Tensor], Tensor] = torch.nn.Identity()
+
+
+def classes(count: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.randint(0, count, (size,))
+
+
+def partly_ignored(size: int) -> Tensor:
+    targets = torch.randint(0, 4, (size, 3))
+    targets[torch.rand(size, 3) < 0.4] = -100
+    targets[0], targets[-1, 0] = -100, 1
+    return targets
+
+
+def reals(*shape: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.randn(size, *shape, dtype=torch.float64)
+
+
+def shares(*shape: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.rand(size, *shape, dtype=torch.float64)
+
+
+def signs(*shape: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.randint(0, 2, (size, *shape)).double() * 2 - 1
+
+
+def ctc_targets(size: int) -> Any:
+    return torch.randint(1, 4, (size, 3)), torch.full((size,), 6), torch.randint(1, 4, (size,))
+
+
+def by_position(outputs: Tensor) -> Tensor:
+    return outputs.reshape(len(outputs), 4, 3)
+
+
+def log_probabilities(outputs: Tensor) -> Tensor:
+    return outputs.log_softmax(-1)
+
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25], dtype=torch.float64)
+CASES = [
+    Case("cross entropy", nn.CrossEntropyLoss(), classes(4)),
+    Case("cross entropy by function", F.cross_entropy, classes(4)),
+    Case("cross entropy by partial", functools.partial(F.cross_entropy, label_smoothing=0.1), classes(4)),
+    Case("ignored tokens", nn.CrossEntropyLoss(), partly_ignored, 12, shape=by_position),
+    Case("ignored class 2", nn.CrossEntropyLoss(ignore_index=2), classes(4)),
+    Case("class weights", nn.CrossEntropyLoss(weight=WEIGHTS), classes(4)),
+    Case("smoothing", nn.CrossEntropyLoss(label_smoothing=0.2), classes(4)),
+    Case(
+        "all of them",
+        nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2),
+        partly_ignored,
+        12,
+        shape=by_position,
+    ),
+    Case("summed tokens", nn.CrossEntropyLoss(reduction="sum"), partly_ignored, 12, shape=by_position),
+    Case("probabilities", nn.CrossEntropyLoss(), lambda size: reals(4)(size).softmax(-1)),
+    Case("nll", nn.NLLLoss(weight=WEIGHTS), classes(4), shape=log_probabilities),
+    Case("mse", nn.MSELoss(), reals(4)),
+    Case("mse sum", nn.MSELoss(reduction="sum"), reals(4)),
+    Case("l1", nn.L1Loss(), reals(4)),
+    Case("smooth l1", nn.SmoothL1Loss(), reals(4)),
+    Case("huber", nn.HuberLoss(), reals(4)),
+    Case("bce", nn.BCELoss(), shares(4), shape=torch.sigmoid),
+    Case("bce with logits", nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), shares(4)),
+    Case("poisson", nn.PoissonNLLLoss(), shares(4)),
+    Case("gaussian", nn.GaussianNLLLoss(), reals(4), heads=2, shape=F.softplus),
+    Case("soft margin", nn.SoftMarginLoss(), signs(4)),
+    Case("hinge embedding", nn.HingeEmbeddingLoss(), signs(4)),
+    Case("kl div", nn.KLDivLoss(), shares(4), shape=log_probabilities),
+    Case("kl div batchmean", nn.KLDivLoss(reduction="batchmean"), shares(4), shape=log_probabilities),
+    Case("margin ranking", nn.MarginRankingLoss(margin=1.0), signs(4), heads=2),
+    Case("multi margin", nn.MultiMarginLoss(), classes(4)),
+    Case("multilabel margin", nn.MultiLabelMarginLoss(), lambda size: torch.tensor([[1, 3, -1, 0]] * size)),
+    Case("multilabel soft margin", nn.MultiLabelSoftMarginLoss(), shares(4)),
+    Case("cosine embedding", nn.CosineEmbeddingLoss(), signs(), heads=2),
+    Case("triplet", nn.TripletMarginLoss(margin=5.0), reals(), heads=3),
+    Case("triplet with distance", nn.TripletMarginWithDistanceLoss(margin=5.0), reals(), heads=3),
+]
+
+
+def gradients_of(model: nn.Module, run: Callable[[torch.optim.Optimizer], Any]) -> list[Tensor]:
+    """The gradients the optimizer is handed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[Tensor] = []
+
+    def look(*_: Any) -> None:
+        assert not seen
+        for parameter in model.parameters():
+            seen.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+
+    optimizer.register_step_pre_hook(look)
+    run(optimizer)
+    assert seen
+    return seen
+
+
+def full_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(loss())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return gradients_of(model, run)
+
+
+def assert_equal(mine: list[Tensor], theirs: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    scale = max(float(gradient.abs().max()) for gradient in theirs)
+    assert scale > 0
+    assert max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True)) <= tolerance * scale
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_every_criterion(case: Case, split: str) -> None:
+    size = 8 if split == "even-of-8" else SAMPLES
+    model = Heads(case.outputs, case.heads, case.shape).double()
+    x, targets = torch.randn(size, 5, dtype=torch.float64), case.targets(size)
+    outcome: list[Any] = []
+
+    def loss() -> Tensor:
+        outputs = model(x)
+        if case.heads == 3:
+            value = case.criterion(*outputs)
+        elif isinstance(case.criterion, nn.GaussianNLLLoss):
+            value = case.criterion(outputs[0], targets, outputs[1])
+        else:
+            value = case.criterion(*(outputs if case.heads == 2 else (outputs,)), targets)
+        outcome.append(float(value.detach()))
+        assert isinstance(value, Tensor)
+        return value
+
+    def accumulate(optimizer: torch.optim.Optimizer) -> None:
+        accumulator = Accumulator(model, optimizer, case.criterion, micro_batch=SPLITS[split])
+        outcome.append(accumulator.step((x, targets)))
+
+    assert_equal(gradients_of(model, accumulate), full_gradients(model, loss))
+    result, expected = outcome
+    assert result.loss == pytest.approx(expected, rel=1e-10)
+    assert sum(result.micro_batches) == result.samples == size
+    assert max(result.micro_batches) <= SPLITS[split]
+
+
+def test_no_criterion_is_forgotten() -> None:
+    covered = {type(case.criterion) for case in CASES} | {nn.CTCLoss}
+    assert {kind for kind in CLASSES if kind.__name__ != "LinearCrossEntropyLoss"} <= covered
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_ctc_as_a_loss_function_and_as_a_criterion(split: str) -> None:
+    size = 8 if split == "even-of-8" else SAMPLES
+    model = Heads(6 * 4, 1, lambda outputs: outputs.reshape(-1, 6, 4).log_softmax(-1).transpose(0, 1)).double()
+    batch = (torch.randn(size, 5, dtype=torch.float64), ctc_targets(size))
+    criterion = nn.CTCLoss()
+    expected = full_gradients(model, lambda: criterion(model(batch[0]), *batch[1]))
+    mine = gradients_of(model, lambda opt: Accumulator(model, opt, criterion, micro_batch=SPLITS[split]).step(batch))
+    assert_equal(mine, expected)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+    note: str = "kept"
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda x, y: (x, y), lambda batch: batch),
+    "list": (lambda x, y: [x, y], lambda batch: (batch[0], batch[1])),
+    "dict": (lambda x, y: {"x": x, "y": y, "step": 3}, lambda batch: (batch["x"], batch["y"])),
+    "named tuple": (Pair, lambda batch: (batch.x, batch.y)),
+    "dataclass": (Record, lambda batch: (batch.x, batch.y)),
+    "nested": (lambda x, y: {"in": [{"x": x}], "out": (y, None)}, lambda batch: (batch["in"][0]["x"], batch["out"][0])),
+    "tensor": (lambda x, y: torch.cat([x, y[:, None].double()], 1), lambda batch: (batch[:, :5], batch[:, 5].long())),
+    "samples": (
+        lambda x, y: [{"x": a, "y": b} for a, b in zip(x, y, strict=True)],
+        lambda batch: (torch.stack([s["x"] for s in batch]), torch.stack([s["y"] for s in batch])),
+    ),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_batch(form: str, split: str) -> None:
+    make, read = FORMS[form]
+    size = 8 if split == "even-of-8" else SAMPLES
+    model = Heads(4, 1, nn.Identity()).double()
+    batch = make(torch.randn(size, 5, dtype=torch.float64), classes(4)(size))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = read(batch)
+        return F.cross_entropy(torch.as_tensor(model(x)), y)
+
+    mine = gradients_of(model, lambda opt: Accumulator(model, opt, loss, micro_batch=SPLITS[split]).step(batch))
+    assert_equal(mine, full_gradients(model, lambda: loss(model, batch)))
+
+
+def token_mean(model: nn.Module, batch: Any) -> Tensor:
+    losses = F.cross_entropy(by_position(model(batch[0])), batch[1], reduction="none")
+    return torch.as_tensor(losses.sum() / (batch[1] != -100).sum())
+
+
+def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    x, targets = batch
+    outputs = model(x)
+    return {"tokens": token_mean(model, batch), "size": outputs.square().mean()}
+
+
+def count_tokens(batch: Any) -> int:
+    return int((batch[1] != -100).sum())
+
+
+WEIGHTINGS: dict[str, tuple[Any, Any, str]] = {
+    "tokens": (token_mean, count_tokens, "mean"),
+    "terms": (two_terms, lambda batch: {"tokens": count_tokens(batch), "size": len(batch[0])}, "mean"),
+    "sum": (lambda model, batch: model(batch[0]).square().sum(), None, "sum"),
+    "sum of terms": (lambda m, b: {"a": m(b[0]).square().sum(), "b": m(b[0]).sin().sum()}, None, "sum"),
+    "one weight for terms": (
+        lambda m, b: {"a": m(b[0]).square().mean(), "b": m(b[0]).sin().mean()},
+        lambda batch: len(batch[0]),
+        "mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_every_weighting(weighting: str, split: str) -> None:
+    loss, weight, reduction = WEIGHTINGS[weighting]
+    size = 8 if split == "even-of-8" else SAMPLES
+    model = Heads(12, 1, nn.Identity()).double()
+    targets = partly_ignored(size)
+    batch = (torch.randn(size, 5, dtype=torch.float64), targets)
+    outcome: list[Any] = []
+
+    def accumulate(optimizer: torch.optim.Optimizer) -> None:
+        accumulator = Accumulator(
+            model,
+            optimizer,
+            loss,
+            micro_batch=SPLITS[split],
+            weight=weight,
+            reduction=reduction,  # type: ignore[arg-type]
+        )
+        outcome.append(accumulator.step(batch))
+
+    def full() -> Tensor:
+        value = loss(model, batch)
+        terms = value if isinstance(value, dict) else {"loss": value}
+        outcome.append({name: float(term.detach()) for name, term in terms.items()})
+        return torch.stack(list(terms.values())).sum()
+
+    assert_equal(gradients_of(model, accumulate), full_gradients(model, full))
+    result, terms = outcome
+    assert result.terms == pytest.approx(terms, rel=1e-10)
+    assert result.loss == pytest.approx(sum(terms.values()), rel=1e-10)
+
+
+def test_a_window_of_unequal_micro_batches() -> None:
+    model = Heads(12, 1, nn.Identity()).double()
+    sizes = (4, 1, 5, 2)
+    window = [(torch.randn(size, 5, dtype=torch.float64), partly_ignored(size + 1)[1:]) for size in sizes]
+    joined = (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))
+    criterion = nn.CrossEntropyLoss()
+    outcome: list[Any] = []
+
+    def accumulate(optimizer: torch.optim.Optimizer) -> None:
+        accumulator = Accumulator(
+            model, optimizer, lambda m, b: criterion(by_position(m(b[0])), b[1]), micro_batch=3, weight=count_tokens
+        )
+        outcome.append(accumulator.step_parts(window))
+
+    expected = full_gradients(model, lambda: criterion(by_position(model(joined[0])), joined[1]))
+    assert_equal(gradients_of(model, accumulate), expected)
+    assert outcome[0].micro_batches == (2, 2, 1, 3, 2, 2)
+    assert outcome[0].samples == 12
+
+
+@pytest.mark.parametrize("clip_norm", [0.01, 1e6])
+def test_clipping_is_the_full_batch_s(clip_norm: float) -> None:
+    model = Heads(4, 1, nn.Identity()).double()
+    batch = (torch.randn(SAMPLES, 5, dtype=torch.float64), classes(4)(SAMPLES))
+    outcome: list[Any] = []
+
+    def accumulate(optimizer: torch.optim.Optimizer) -> None:
+        accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, clip_norm=clip_norm)
+        outcome.append(accumulator.step(batch).grad_norm)
+
+    def clip(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(F.cross_entropy(model(batch[0]), batch[1]))
+        outcome.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_equal(gradients_of(model, accumulate), gradients_of(model, clip))
+    assert outcome[0] == pytest.approx(outcome[1], rel=1e-10)
