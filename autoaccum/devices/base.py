@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal, Protocol
 
 Outcome = Literal["ok", "tight", "oom", "error"]
@@ -120,3 +121,11 @@ class Device(Protocol):
 
     def close(self) -> None:
         """End every process of this device's own."""
+
+    def __enter__(self) -> Device:
+        """Itself."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""

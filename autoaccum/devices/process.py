@@ -47,12 +47,14 @@ class ChildDied(Exception):
         kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed the pipe or
             wrote something else than an answer there, and was ended.
         out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
+        seconds: From the request until its end was noticed.
     """
 
     def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
         self.out_of_memory = out_of_memory
+        self.seconds = 0.0
 
 
 def child_environment() -> dict[str, str]:
@@ -126,10 +128,15 @@ class ChildProcess:
             ChildDied: There will be no reply: see its `kind`.
         """
         kills_before = count_oom_kills()
+        began = time.monotonic()
         try:
             with suppress(BrokenPipeError):
                 _write(self._requests, json.dumps(request).encode() + b"\n")
             return self._receive(limit_seconds, kills_before)
+        except ChildDied as death:
+            self.end()
+            death.seconds = time.monotonic() - began
+            raise
         except BaseException:
             self.end()
             raise

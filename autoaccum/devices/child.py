@@ -1,0 +1,203 @@
+"""`python -m autoaccum.devices.child REQUESTS REPLIES PARENT`: runs trials and answers on a private pipe.
+
+One line of JSON asks (`load`, then `inspect` or `trial`), one answers. The workload is imported once; every trial
+builds everything anew. Standard output belongs to the workload, so nothing is answered there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoaccum.devices.process_memory import ProcessMemory
+    from autoaccum.workload.spec import Workload
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_VICTIM = "1000"
+
+
+def main(arguments: list[str]) -> None:
+    """Answer requests until the parent closes its end of the pipe."""
+    atexit.register(_leave)  # The first to be registered runs last, after the workload's own.
+    requests, replies, parent = map(int, arguments)
+    _die_with(parent)
+    _be_killed_first()
+    faulthandler.enable()
+    for descriptor in (requests, replies):
+        os.set_inheritable(descriptor, False)
+    child = Child()
+    with os.fdopen(requests, encoding="utf-8") as lines:
+        for line in lines:
+            reply = child.answer(json.loads(line))
+            _flush()
+            _write(replies, json.dumps(reply).encode() + b"\n")
+
+
+class Child:
+    """Answers one request after the other."""
+
+    def __init__(self) -> None:
+        self._workload: Workload | None = None
+        self._base: ProcessMemory | None = None
+        self._settled: ProcessMemory | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to `request`: `{"failure": ...}` when there is nothing else to tell."""
+        jobs = {"load": self._load, "inspect": self._inspect, "trial": self._trial}
+        return jobs[request["job"]](request)
+
+    def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Import the workload and warm PyTorch up; what the process holds then is nobody's budget.
+
+        In this order, so that a bad file is told at once and the warm-up finds the threads the workload chooses.
+        """
+        sys.path[:] = request["sys_path"]
+        os.chdir(request["cwd"])
+        _restore("PYTHONPATH", request["pythonpath"])
+        from autoaccum.devices.process_memory import check_data_limit, read_process_memory, reset_peak
+        from autoaccum.devices.rehearsal import seed_everything
+        from autoaccum.devices.warmup import warm_up
+        from autoaccum.workload.loading import load_workload
+
+        try:
+            seed_everything()
+            workload = load_workload(request["reference"])
+            if request["precision"]:
+                workload = dataclasses.replace(workload, precision=request["precision"])
+            warm_up()
+            check_data_limit()
+        except BaseException as error:
+            return _failure(error, f"loading {request['reference']}")
+        self._workload = workload
+        _collect()
+        self._base = read_process_memory()
+        return {"resets_peak": reset_peak()}
+
+    def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from autoaccum.devices.inspection import inspect_workload
+
+        assert self._workload is not None
+        try:
+            inspection = inspect_workload(self._workload, request["share"], request["optimizer"])
+        except BaseException as error:
+            return _failure(error, f"an update from a small batch of {self._workload.name}")
+        return {"inspection": dataclasses.asdict(inspection), "kept_bytes": self._settle()}
+
+    def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """One trial under the limit, which is lifted before anything is said about it."""
+        from autoaccum.devices.process_memory import data_limit, read_process_memory, reset_peak
+        from autoaccum.devices.rehearsal import Rehearsal
+
+        assert self._workload is not None
+        _collect()
+        resets_peak = reset_peak()
+        before = read_process_memory()
+        rehearsal = Rehearsal(self._workload, request["share"], request["optimizer"])
+        failure: BaseException | None = None
+        began = time.perf_counter()
+        with data_limit(self._limit(before, request["limit_bytes"])), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The inspection has shown them.
+            try:
+                rehearsal.run(request["parts"])
+            except BaseException as error:
+                failure = error
+        seconds = time.perf_counter() - began
+        after = read_process_memory()
+        measured = resets_peak or after.peak_bytes > before.peak_bytes
+        reply: dict[str, Any] = {
+            "seconds": seconds,
+            "peak_bytes": after.peak_above(before) if measured else None,
+            "shared_bytes": max(0, after.shared_bytes - before.shared_bytes),
+        }
+        if failure is not None:
+            doing = f"micro-batch {max(request['parts'])}, {rehearsal.phase}"
+            return {**reply, **_failure(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
+        del rehearsal
+        return {**reply, "kept_bytes": self._settle()}
+
+    def _limit(self, now: ProcessMemory, budget_bytes: int) -> int:
+        """RLIMIT_DATA for a trial: what the process held after loading, and the budget.
+
+        What the first job left (modules imported late, say) a fresh process would have to take from the budget as
+        well. What later jobs left besides is made up for: oneDNN's kernels for other sizes, hardly any of it touched.
+        """
+        assert self._base is not None
+        others = 0 if self._settled is None else max(0, now.data_bytes - self._settled.data_bytes)
+        return self._base.data_bytes + others + budget_bytes
+
+    def _settle(self) -> int:
+        """What the last job did not give back, in resident bytes: above the first job, or for it above loading."""
+        from autoaccum.devices.process_memory import read_process_memory
+
+        _collect()
+        now = read_process_memory()
+        before = self._settled or self._base
+        assert before is not None
+        self._settled = self._settled or now
+        return now.anonymous_bytes - before.anonymous_bytes
+
+
+def _failure(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:
+    from autoaccum.devices.failures import describe_failure
+
+    return {"failure": dataclasses.asdict(describe_failure(error, doing, at=at))}
+
+
+def _collect() -> None:
+    from autoaccum.accumulation.recovery import release_memory
+
+    release_memory()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however that happens (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # It ended before the kernel was asked.
+        os._exit(1)
+
+
+def _be_killed_first() -> None:
+    """Should the machine run out of memory all the same, its kernel takes this process before any other."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
+
+
+def _leave() -> None:
+    """Leave without taking down every module: a second saved for each process."""
+    _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # The workload may have closed or replaced them.
+            stream.flush()
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""What is known of a workload before any trial: run in the child, on two samples, without a limit on memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.rehearsal import make_accumulator, seed_everything
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.weighting import check_weighting
+
+_SAMPLES = 2
+"""BatchNorm in training mode refuses a single sample."""
+
+
+def inspect_workload(workload: Workload, share: int, optimizer: str | None = None) -> Inspection:
+    """Build everything once, make one update from a small batch, and compare the weighting of its parts.
+
+    Args:
+        workload: With the precision the plan asks for.
+        share: Samples per update on this rank.
+        optimizer: Overrides the workload's by a name of `torch.optim`.
+
+    Raises:
+        WorkloadError: It cannot be trained: a batch of another size than asked, no trainable parameters, a loss that
+            is no scalar, not connected or not finite.
+    """
+    seed_everything()
+    model = workload.build_model()
+    batchnorms = batchnorm_names(model)
+    parameters = list(model.parameters())
+    made = workload.build_optimizer(model, optimizer)
+    size = min(_SAMPLES, share)
+    batch = workload.build_batch(size)
+    _check_finite(make_accumulator(workload, model, made, size).step(batch).loss, size)
+    objective = workload.objective
+    warnings = list(check_weighting(workload))
+    if batchnorms:
+        warnings.append(batchnorm_warning(batchnorms))
+    return Inspection(
+        name=workload.name,
+        digest=workload.digest,
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=_storage_bytes(parameters),
+        precision=workload.precision,
+        optimizer=type(made).__name__,
+        reduction=objective.reduction,
+        weight=objective.source,
+        environment=describe_environment(),
+        warnings=tuple(warnings),
+    )
+
+
+def describe_environment() -> Mapping[str, Any]:
+    """What a measurement depends on besides the workload: versions, processor, threads, malloc's settings."""
+    settings = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "variables": {name: os.environ[name] for name in settings if name in os.environ},
+    }
+
+
+def _check_finite(loss: float, size: int) -> None:
+    if not math.isfinite(loss):
+        raise WorkloadError(
+            f"the loss of batch({size}) is {loss}",
+            hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over nothing",
+        )
+
+
+def _storage_bytes(parameters: list[nn.Parameter]) -> int:
+    """Bytes of the distinct storages behind `parameters`: tied ones count once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _dense(parameters)}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def _dense(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

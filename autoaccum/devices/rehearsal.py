@@ -1,0 +1,102 @@
+"""One trial, in the child: the very Accumulator that trains makes an update, then one accumulated over the parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.amp import GradScaler
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.devices.base import Phase
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.spec import Workload
+
+
+class Rehearsal:
+    """What one trial builds and runs; `phase` tells where it is, or where it was when something was raised.
+
+    Args:
+        workload: With the precision the plan asks for.
+        share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
+        optimizer: Overrides the workload's by a name of `torch.optim`.
+    """
+
+    def __init__(self, workload: Workload, share: int, optimizer: str | None = None) -> None:
+        self._workload = workload
+        self._share = share
+        self._optimizer = optimizer
+        self._phase: Phase = "start"
+        self._accumulator: Accumulator | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Where the trial is."""
+        return self._phase if self._accumulator is None else self._accumulator.phase
+
+    def run(self, parts: Sequence[int]) -> None:
+        """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
+
+        Raises:
+            WorkloadError: No update was made, so the optimizer has no state and the peak would be another one.
+        """
+        seed_everything()
+        self._phase = "model"
+        model = self._workload.build_model()
+        self._phase = "optimizer"
+        optimizer = self._workload.build_optimizer(model, self._optimizer)
+        self._phase = "batch"
+        batch = self._workload.build_batch(max(self._share, *parts))
+        windows = [take_parts(batch, max(self._share, *parts), sizes) for sizes in (parts[:1], parts)]
+        self._phase = "forward"
+        self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts))
+        for window in windows:
+            if not self._accumulator.step_parts(window).updated:
+                raise WorkloadError(
+                    f"no update was made from batch({max(self._share, *parts)})",
+                    hint="its weight is zero, or under fp16 its gradients are not finite",
+                )
+
+
+def make_accumulator(workload: Workload, model: Any, optimizer: Any, micro_batch: int) -> Accumulator:
+    """The Accumulator that trains by the plan, except that running out of memory ends the trial.
+
+    Under fp16 the scaler starts at 1 instead of 65536, whose first updates are often skipped: a trial has few.
+    """
+    device = next(model.parameters()).device.type
+    return Accumulator(
+        model,
+        optimizer,
+        workload.objective,
+        micro_batch=micro_batch,
+        precision=workload.precision,
+        scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
+        recover=False,
+    )
+
+
+def take_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
+    """Views of `batch`, which holds `size` samples: one after the other, the last ones overlapping where it is short.
+
+    >>> take_parts(torch.arange(5), 5, [2, 2])
+    [tensor([0, 1]), tensor([2, 3])]
+    >>> take_parts(torch.arange(3), 3, [2, 2])
+    [tensor([0, 1]), tensor([1, 2])]
+    """
+    taken, start = [], 0
+    for part in parts:
+        start = min(start, size - part)
+        taken.append(split_batch(batch, [start, part, size - start - part])[1])
+        start += part
+    return taken
+
+
+def seed_everything() -> None:
+    """Set every generator a workload may draw from, so that one trial is like the other."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,144 @@
+"""A child process that has loaded the workload, and what its answers mean."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.process import ChildDied, ChildProcess
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.units import format_bytes
+
+_MODULE = "autoaccum.devices.child"
+_LEAVE_SECONDS = 5.0
+_LEAST_LOAD_SECONDS = 300.0
+"""Importing PyTorch from a cold disk must not fail by a short limit on trials."""
+
+_LONGER = "raise --trial-limit"
+
+
+class Worker:
+    """One process that runs the jobs of `devices.child` for one workload.
+
+    Attributes:
+        jobs: How many inspections and trials it has run.
+        resets_peak: Whether its peak can be measured again for each trial.
+        kept_bytes: What its jobs did not give back, resident, above the first job, or for that above loading.
+
+    Raises:
+        WorkloadError: The workload cannot be loaded.
+        DoesNotFitError: Loading it runs the machine out of memory.
+        NotMeasuredError: The process cannot be started, died or took too long.
+    """
+
+    def __init__(self, settings: TrialSettings, *, on_output: Callable[[str], None] | None = None) -> None:
+        self._settings = settings
+        self._process = ChildProcess(_MODULE, on_output=on_output)
+        self.jobs = 0
+        self.kept_bytes = 0
+        request = {
+            "job": "load",
+            "reference": settings.reference,
+            "precision": settings.precision,
+            "cwd": os.getcwd(),  # noqa: PTH109
+            "sys_path": sys.path,
+            "pythonpath": os.environ.get("PYTHONPATH"),
+        }
+        limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
+        self.resets_peak = bool(self._ask(request, "loading the workload", limit)["resets_peak"])
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can run another job."""
+        return self._process.alive
+
+    def inspect(self) -> Inspection:
+        """Run the job `inspect`.
+
+        Raises:
+            WorkloadError: The workload is not usable.
+            DoesNotFitError: Two samples run the machine out of memory.
+            NotMeasuredError: The process died or took too long.
+        """
+        reply = self._ask(self._request("inspect"), "checking the workload", self._settings.trial_limit_seconds)
+        self.kept_bytes = reply["kept_bytes"]
+        fields = dict(reply["inspection"])
+        return Inspection(**{**fields, "warnings": tuple(fields["warnings"])})
+
+    def trial(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
+        """Run the job `trial`; whatever ends it is in the record, and after a failure the process is ended."""
+        fresh = self.jobs == 0
+        request = {**self._request("trial"), "parts": parts, "limit_bytes": limit_bytes}
+        try:
+            reply = self._process.ask(request, self._settings.trial_limit_seconds)
+        except ChildDied as death:
+            return _record_death(death, parts, fresh)
+        trial = _record(reply, parts, limit_bytes, fresh)
+        self.kept_bytes = reply.get("kept_bytes", 0)
+        if not trial.ran:
+            self.end()
+        return trial
+
+    def end(self) -> None:
+        """End the process; it may leave by itself first, so that what the workload registered at exit runs."""
+        self._process.end(grace_seconds=_LEAVE_SECONDS)
+
+    def _request(self, job: str) -> dict[str, Any]:
+        self.jobs += 1
+        return {"job": job, "share": self._settings.share, "optimizer": self._settings.optimizer}
+
+    def _ask(self, request: Mapping[str, Any], doing: str, limit_seconds: float) -> dict[str, Any]:
+        try:
+            reply = self._process.ask(request, limit_seconds)
+        except ChildDied as death:
+            raise _death_error(death, doing) from None
+        if "failure" in reply:
+            self.end()
+            raise _failure_error(reply["failure"])
+        return reply
+
+
+def _record(reply: Mapping[str, Any], parts: tuple[int, ...], limit_bytes: int, fresh: bool) -> Trial:
+    measured = {"peak_reserved_bytes": reply["peak_bytes"], "seconds": reply["seconds"], "fresh": fresh}
+    if "failure" in reply:
+        return Trial(parts=parts, phase=reply["phase"], **reply["failure"], **measured)
+    peak, shared = reply["peak_bytes"] or 0, reply["shared_bytes"]
+    if shared and peak > limit_bytes:
+        held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
+        return Trial(parts=parts, outcome="oom", phase="update", message=f"it ran, but held {held}", **measured)
+    return Trial(parts=parts, outcome="ok", **measured)
+
+
+def _record_death(death: ChildDied, parts: tuple[int, ...], fresh: bool) -> Trial:
+    message = f"micro-batch {max(parts)}: the trial's process {death}"
+    if death.out_of_memory:
+        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, fresh=fresh)
+    if death.kind == "limit":
+        message += f": {_LONGER}"
+    return Trial(
+        parts=parts, outcome="error", message=message, blames="measurement", seconds=death.seconds, fresh=fresh
+    )
+
+
+def _death_error(death: ChildDied, doing: str) -> AutoaccumError:
+    message = f"{doing}: its process {death}"
+    if death.out_of_memory:
+        return DoesNotFitError(message, hint="it needs more memory than the machine has free")
+    return NotMeasuredError(message, hint=_LONGER if death.kind == "limit" else None)
+
+
+def _failure_error(failure: Mapping[str, Any]) -> AutoaccumError:
+    if failure["outcome"] == "oom":
+        return DoesNotFitError(failure["message"], hint="it needs more memory than the machine has free")
+    if failure["blames"] == "user":
+        return WorkloadError(failure["message"], user_traceback=failure["traceback"])
+    detail = f"\n{failure['traceback']}" if failure["traceback"] else ""
+    return NotMeasuredError(failure["message"] + detail)

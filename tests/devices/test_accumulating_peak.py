@@ -1,0 +1,82 @@
+"""The peak of a trial is the one an accumulating trainer really has (facts 4), not that of a first step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.process import child_environment
+from autoaccum.units import MIB, MemorySize
+
+WIDTH = 1024
+SIZE = 2048
+BATCH_BYTES = 2 * SIZE * WIDTH * 4
+PARAMETER_BYTES = 4 * WIDTH * (WIDTH + 1) * 4
+
+WORKLOAD = f"""
+import torch
+from torch import nn
+
+def model():
+    layers = [nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+def batch(size):
+    return torch.randn(size, {WIDTH}), torch.randn(size, {WIDTH})
+
+criterion = nn.MSELoss()
+
+def optimizer(params):
+    return torch.optim.Adam(params)
+"""
+
+FIRST_STEP = """
+import sys
+from autoaccum.devices.process_memory import read_process_memory, reset_peak
+from autoaccum.devices.warmup import warm_up
+from autoaccum.workload.loading import load_workload
+
+warm_up()
+workload = load_workload(sys.argv[1])
+assert reset_peak()
+before = read_process_memory()
+model = workload.build_model()
+optimizer = workload.build_optimizer(model)
+inputs, targets = workload.build_batch(int(sys.argv[2]))
+workload.criterion(model(inputs), targets).backward()
+optimizer.step()
+print(read_process_memory().peak_above(before))
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(write_workload: Any) -> str:
+    written: str = write_workload(WORKLOAD)
+    return written
+
+
+@pytest.fixture(scope="module")
+def device(reference: str) -> Iterator[CpuDevice]:
+    with CpuDevice(TrialSettings(reference=reference, share=SIZE), memory=MemorySize(bytes=1024 * MIB)) as made:
+        yield made
+
+
+def measure_first_step(reference: str) -> int:
+    """The same measure around a fresh model's first forward, backward and update, without accumulation."""
+    command = [sys.executable, "-c", FIRST_STEP, reference, str(SIZE)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment()).stdout)
+
+
+def test_the_trials_peak_is_the_accumulating_peak_above_the_first_steps(device: CpuDevice, reference: str) -> None:
+    first_step = measure_first_step(reference)
+    trial = device.trial((SIZE, SIZE))
+    assert trial.outcome == "ok", trial.message
+    assert trial.peak_reserved_bytes is not None
+    resident = 2 * PARAMETER_BYTES  # Adam's two moments, which a first step does not have in its backward.
+    assert trial.peak_reserved_bytes > first_step + resident - 2 * MIB

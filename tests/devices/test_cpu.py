@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import GIB, MIB, MemorySize
+
+LINEAR = """
+    import os
+    import torch
+    from torch import nn
+
+    def model():
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def batch(size):
+        return torch.randn(size, 64), torch.randn(size, 64)
+
+    criterion = nn.MSELoss()
+"""
+
+
+def test_a_budget_smaller_than_the_model_runs_out_while_the_model_is_built(write_workload: Any) -> None:
+    reference = write_workload(
+        LINEAR.replace("nn.Linear(64, 64), nn.ReLU()", "nn.Linear(64, 64), nn.Linear(64, 2**20)")
+    )
+    with CpuDevice(TrialSettings(reference=reference, share=4), memory=MemorySize(bytes=16 * MIB)) as device:
+        trial = device.trial((1, 1))
+    assert (trial.outcome, trial.phase) == ("oom", "model")
+    assert trial.message is not None
+    assert "asked for 256 MiB more" in trial.message
+
+
+def test_without_memory_the_budget_is_what_is_free_less_a_reserve(write_workload: Any) -> None:
+    free_before = read_host_memory().free_bytes
+    with CpuDevice(TrialSettings(reference=write_workload(LINEAR), share=4)) as device:
+        assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
+        assert device.describe()["free_bytes"] > device.limit_bytes
+        assert device.trial((4,)).outcome == "ok"
+
+
+def test_a_budget_beyond_what_is_free_is_refused(write_workload: Any) -> None:
+    settings = TrialSettings(reference=write_workload(LINEAR), share=4)
+    with CpuDevice(settings, memory=MemorySize(bytes=10**6 * GIB)) as device, pytest.raises(UsageError, match="free"):
+        device.inspect()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("return torch.randn(3, 64), torch.randn(3, 64)", WorkloadError, r"^batch\(2\) returned 3 samples"),
+        ("return 1 / 0", WorkloadError, r"^an update from a small batch of model raised ZeroDivisionError"),
+        ("pass\n\nos._exit(3)", NotMeasuredError, "^loading the workload: its process left with exit status 3"),
+    ],
+)
+def test_an_unusable_workload_is_refused_in_one_sentence(
+    write_workload: Any, change: str, error: type[Exception], message: str
+) -> None:
+    reference = write_workload(
+        textwrap.dedent(LINEAR).replace("return torch.randn(size, 64), torch.randn(size, 64)", change)
+    )
+    with CpuDevice(TrialSettings(reference=reference, share=4)) as device, pytest.raises(error, match=message):
+        device.inspect()
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(NotMeasuredError, match="need Linux, this is darwin"):
+        CpuDevice(TrialSettings(reference="model.py", share=4))

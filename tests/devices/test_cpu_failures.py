@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.units import MIB, MemorySize
+
+MISBEHAVING = """
+    import mmap, os, signal, sys, time
+    import torch
+    from torch import nn
+
+    def model():
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def batch(size):
+        return torch.randn(size, 64), torch.randn(size, 64)
+
+    kept = []
+
+    def take_shared_memory():
+        kept.append(mmap.mmap(-1, 48 * 2**20))
+        for _ in range(48):
+            kept[-1].write(bytes(2**20))
+
+    DEEDS = {
+        3: lambda: os.kill(os.getpid(), signal.SIGKILL),
+        4: lambda: os._exit(7),
+        5: lambda: sys.exit(5),
+        6: lambda: time.sleep(60),
+        9: take_shared_memory,
+        10: lambda: kept.append(torch.ones(16, 2**20, dtype=torch.uint8)),
+        11: lambda: nn.Linear(3, 3)(torch.ones(4)),
+    }
+
+    def loss(model, batch):
+        print("a loss of", len(batch[0]))
+        DEEDS.get(len(batch[0]), int)()
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def device(write_workload: Any, lines: list[str]) -> Iterator[CpuDevice]:
+    settings = TrialSettings(reference=write_workload(MISBEHAVING), share=20, trial_limit_seconds=2)
+    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB), on_output=lines.append) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (3, "micro-batch 3: the trial's process was ended by SIGKILL"),
+        (4, "micro-batch 4: the trial's process left with exit status 7"),
+        (6, "micro-batch 6: the trial's process was ended after 2 s: raise --trial-limit"),
+    ],
+)
+def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, message: str) -> None:
+    trial = device.trial((size, size))
+    assert (trial.outcome, trial.blames, trial.message) == ("error", "measurement", message)
+    assert trial.seconds > 0
+
+
+def test_leaving_python_is_the_users_error(device: CpuDevice) -> None:
+    trial = device.trial((5, 5))
+    assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", "forward")
+    assert trial.message == "micro-batch 5, forward called sys.exit(5)"
+
+
+def test_an_error_of_pytorchs_shows_the_users_line(device: CpuDevice) -> None:
+    trial = device.trial((11, 11))
+    assert (trial.outcome, trial.blames) == ("error", "user")
+    assert trial.message is not None
+    assert "RuntimeError: mat1 and mat2" in trial.message
+    assert trial.traceback is not None
+    assert "nn.Linear(3, 3)(torch.ones(4))" in trial.traceback
+
+
+def test_shared_memory_beyond_the_budget_counts_though_no_limit_stops_it(device: CpuDevice) -> None:
+    trial = device.trial((9,))
+    assert trial.outcome == "oom"
+    assert trial.message is not None
+    assert "shared memory" in trial.message
+
+
+def test_a_process_that_keeps_what_a_trial_took_is_replaced(device: CpuDevice, lines: list[str]) -> None:
+    lines.clear()
+    assert device.trial((1, 1)).outcome == "ok"
+    assert lines == ["a loss of 1"] * 3
+    assert device.trial((10,)).outcome == "ok"
+    after = device.trial((1, 1))
+    assert after.outcome == "ok"
+    assert after.fresh
+    assert not device.trial((1, 1)).fresh
+
+
+def test_an_interrupt_ends_the_child_and_the_device_goes_on(device: CpuDevice) -> None:
+    device.trial((1, 1))
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        device.trial((6, 6))
+    assert device.trial((1, 1)).fresh
+
+
+def test_a_parent_that_is_killed_leaves_no_child(write_workload: Any) -> None:
+    script = f"""
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+device = CpuDevice(TrialSettings(reference={write_workload(MISBEHAVING)!r}, share=20))
+device.trial((1, 1))
+print(device._worker.pid, flush=True)
+device.trial((6, 6))
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=PACKAGE_ROOT
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.5)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{child}").exists()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from autoaccum.devices.failures import Failure, describe_failure
+from autoaccum.devices.rehearsal import take_parts
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def describe(error: BaseException) -> Failure:
+    def fail() -> None:
+        raise error
+
+    return describe_failure(raised(fail), "micro-batch 8, forward", at="micro-batch 8, forward: ")
+
+
+def test_a_refusal_of_the_cpu_allocator_says_how_much_was_asked() -> None:
+    failure = describe_failure(raised(lambda: torch.empty(2**60, dtype=torch.uint8)), "micro-batch 8, forward")
+    assert failure.outcome == "oom"
+    assert failure.certain
+    assert failure.blames is None
+    assert failure.message.startswith("micro-batch 8, forward ran out of memory (")
+    assert "asked for 1048576.0 TiB more" in failure.message
+
+
+def test_a_doubtful_shortage_stays_doubtful() -> None:
+    failure = describe(RuntimeError("could not create a primitive"))
+    assert (failure.outcome, failure.certain) == ("oom", False)
+
+
+def test_a_shortage_behind_an_error_of_ours_is_a_shortage() -> None:
+    error = WorkloadError("batch(8) raised")
+    error.__cause__ = MemoryError()
+    assert describe(error).outcome == "oom"
+
+
+@pytest.mark.parametrize(
+    ("error", "blames", "message"),
+    [
+        (ValueError("bad\nsecond line"), "user", "micro-batch 8, forward raised ValueError: bad"),
+        (SystemExit(3), "user", "micro-batch 8, forward called sys.exit(3)"),
+        (SystemExit(), "user", "micro-batch 8, forward called sys.exit()"),
+        (KeyboardInterrupt(), "user", "micro-batch 8, forward raised KeyboardInterrupt"),
+        (WorkloadError("seen", hint="way out"), "user", "micro-batch 8, forward: seen: way out"),
+        (UsageError("bad flag"), "user", "micro-batch 8, forward: bad flag"),
+        (NotMeasuredError("no"), "measurement", "micro-batch 8, forward: no"),
+    ],
+)
+def test_blames_whom_it_concerns(error: BaseException, blames: str, message: str) -> None:
+    failure = describe(error)
+    assert (failure.outcome, failure.blames, failure.message) == ("error", blames, message)
+
+
+def test_shows_the_users_frames() -> None:
+    shown = describe(ValueError("bad")).traceback
+    assert shown is not None
+    assert "in fail" in shown
+    assert "ValueError: bad" in shown
+
+
+def test_a_bug_of_autoaccum_is_not_blamed_on_the_user() -> None:
+    failure = describe_failure(raised(lambda: take_parts(None, 3, ["x"])), "micro-batch 8, batch")  # type: ignore[list-item]
+    assert failure.blames == "measurement"
+    assert "please report" in failure.message
+    assert failure.traceback is not None
+    assert "take_parts" in failure.traceback

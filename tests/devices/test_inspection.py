@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.spec import Workload
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+
+def make(model: Any = linear, **changes: Any) -> Workload:
+    return Workload(model=model, **{"batch": batch, "criterion": nn.MSELoss(), **changes})
+
+
+def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
+    return make(criterion=None, loss=loss)
+
+
+def test_tells_what_will_be_trained() -> None:
+    inspection = inspect_workload(make(name="small"), share=8, optimizer="sgd")
+    assert (inspection.name, inspection.model, inspection.optimizer) == ("small", "Linear", "SGD")
+    assert (inspection.parameters, inspection.parameter_bytes) == (10, 40)
+    assert inspection.reduction == "mean"
+    assert "MSELoss" in inspection.weight
+    assert inspection.warnings == ()
+    assert inspection.environment["torch"] == torch.__version__
+    assert inspection.environment["threads"] == torch.get_num_threads()
+
+
+def test_tied_parameters_count_once() -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        model[1].weight = model[0].weight
+        return model
+
+    inspection = inspect_workload(make(tied), share=8)
+    assert inspection.parameters == 16 + 4 + 4 + 10
+    assert inspection.parameter_bytes == 4 * inspection.parameters
+
+
+def test_names_batchnorm() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    warnings = inspect_workload(make(model), share=8).warnings
+    assert any("BatchNorm" in warning and " 1:" in warning for warning in warnings)
+
+
+def test_passes_on_what_the_check_of_the_weighting_says() -> None:
+    def tokens(size: int) -> tuple[Tensor, Tensor]:
+        targets = torch.randint(0, 2, (size, 6))
+        for row in range(size):
+            targets[row, 1 + row % 5 :] = -100
+        return torch.randn(size, 6, 4), targets
+
+    def token_mean(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    warnings = inspect_workload(make(batch=tokens, criterion=None, loss=token_mean), share=8).warnings
+    assert warnings
+
+
+def test_a_share_of_one_sample_is_inspected_with_one() -> None:
+    assert inspect_workload(make(), share=1).parameters == 10
+
+
+def test_an_instance_is_left_as_it_was() -> None:
+    model = nn.Linear(4, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inspect_workload(make(model), share=8)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (with_loss(lambda model, batch: model(batch[0])), r"not a scalar but of shape \(2, 2\)"),
+        (with_loss(lambda model, batch: batch[0].mean()), "not connected to any trainable parameter"),
+        (with_loss(lambda model, batch: model(batch[0]).mean() * float("nan")), r"the loss of batch\(2\) is nan"),
+        (with_loss(lambda model, batch: model(batch[0]).mean() / 0), r"the loss of batch\(2\) is -?inf"),
+        (with_loss(lambda model, batch: model(batch[0]).mean().item()), "is a float, not a tensor"),
+        (make(nn.ReLU), "no trainable parameters|no parameters"),
+        (make(batch=lambda size: batch(3)), r"batch\(2\) returned 3 samples"),
+        (make(optimizer=lambda params: [torch.optim.SGD(params, lr=0.1)]), "optimizer"),
+    ],
+)
+def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        inspect_workload(workload, share=8)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="adamww"):
+        inspect_workload(make(), share=8, optimizer="adamww")
