@@ -3,8 +3,8 @@
 The batch dimension is the leading one. Numbers, strings, None and tensors without dimensions belong to all samples.
 A sequence is read in one of two ways, whichever agrees with the rest of the batch: as a *record*, whose entries each
 hold the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample (captions, images of
-unequal shape, a list of dicts). Where both agree, entries that are records of one form, and lists of plain values,
-are samples; all else is a record.
+unequal shape, a list of dicts). Samples are of one kind. Where both readings agree, mappings and dataclasses with
+the same names, and lists of plain values, are samples; all else is a record.
 """
 
 from __future__ import annotations
@@ -132,15 +132,21 @@ def _agree(children: list[dict[int, int]]) -> dict[int, int]:
 
 def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
     """What it costs to read a sequence as a record, and as samples (None: it never is)."""
-    if all(nests.is_plain(entry) for entry in node):
-        if isinstance(node, tuple) and not all(isinstance(entry, str | bytes) for entry in node):
+    if all(nests.is_value(entry) for entry in node):
+        if isinstance(node, tuple) and any(nests.is_plain(entry) and not isinstance(entry, str) for entry in node):
             return 0, None  # (224, 224) is a value, not two samples
-        return (1, 0) if node else (0, 1)
-    if nests.are_alike_records(node) and not (top and isinstance(node, tuple)):
-        return 2, 0
-    if top and any(nests.holds_rows(entry) for entry in node):
+        return (3, 0) if node else (0, 1)
+    if not nests.are_alike(node) or (top and any(nests.holds_rows(entry) for entry in node)):
         return 0, None  # [x, y] as a DataLoader yields it
+    if isinstance(node, list) and any(node) and all(_is_numbers(entry) for entry in node):
+        return 3, 0  # token ids before they are padded
+    if nests.are_records(node) and not (top and isinstance(node, tuple)):
+        return 2, 0
     return 0, 10 if top else 1
+
+
+def _is_numbers(node: Any) -> bool:
+    return isinstance(node, list) and all(isinstance(entry, int | float) for entry in node)
 
 
 def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
@@ -158,6 +164,8 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
     if is_samples(node, size, top=top):
         return [nests.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
     columns = [_split(child, size, bounds) for _, child in children]
+    if all(part is child for column, (_, child) in zip(columns, children, strict=True) for part in column):
+        return [node] * len(bounds)
     return [nests.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
 
 
@@ -190,7 +198,7 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
     if nests.holds_rows(first):
         return _concatenate(parts, path)
     children = [nests.children(part) for part in parts]
-    if nests.is_leaf(first) or children[0] is None:
+    if nests.is_leaf(first) or children[0] is None or all(part is first for part in parts):
         return first
     if nests.is_sequence(first) and all(
         is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
@@ -245,7 +253,8 @@ def _disagreement(batch: Batch) -> WorkloadError:
     reference = next((leaf for leaf in leaves if leaf[1] == usual), None)
     if odd is None or reference is None:
         return WorkloadError("batch cannot be read as samples", hint="give every tensor the samples as first dimension")
+    unit = odd[2] if odd[1] != 1 else {"rows": "row", "entries": "entry"}[odd[2]]
     return WorkloadError(
-        f"{odd[0]} has {odd[1]} {odd[2]}, {reference[0]} has {reference[1]}",
+        f"{odd[0]} has {odd[1]} {unit}, {reference[0]} has {reference[1]}",
         hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss",
     )

@@ -1,7 +1,7 @@
-"""What the mean of torch's criteria divides by, read off `torch/nn/functional.py` and `ATen/native/Loss*.cpp`.
+"""What is known of a criterion: its reduction, how to call it, what its mean divides by.
 
-Tests check every row against torch by experiment. Nothing here is known of a criterion whose class overrides
-`forward`, nor of the user's own: those count as means over samples.
+Nothing is known of one whose class overrides `forward` of a criterion of torch's, nor of the user's own: it counts as
+a mean over samples (or a sum, where its `reduction` says so). `source` tells, and the check of the weighting tests it.
 """
 
 from __future__ import annotations
@@ -18,58 +18,8 @@ from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
+from autoaccum.workload.divisors import CLASSES, RULES, count_targets, describe_divisor
 from autoaccum.workload.nests import kind, type_name
-
-Divisor = Literal["targets", "elements", "rows of classes", "samples"]
-Call = Literal["one", "pair", "triple", "mean and variance", "lengths"]
-
-_RULES: Mapping[str, tuple[Divisor, Call]] = {
-    "cross_entropy": ("targets", "one"),
-    "nll_loss": ("targets", "one"),
-    "mse_loss": ("elements", "one"),
-    "l1_loss": ("elements", "one"),
-    "smooth_l1_loss": ("elements", "one"),
-    "huber_loss": ("elements", "one"),
-    "binary_cross_entropy": ("elements", "one"),
-    "binary_cross_entropy_with_logits": ("elements", "one"),
-    "poisson_nll_loss": ("elements", "one"),
-    "gaussian_nll_loss": ("elements", "mean and variance"),
-    "soft_margin_loss": ("elements", "one"),
-    "hinge_embedding_loss": ("elements", "one"),
-    "kl_div": ("elements", "one"),
-    "margin_ranking_loss": ("elements", "pair"),
-    "multi_margin_loss": ("samples", "one"),
-    "multilabel_margin_loss": ("samples", "one"),
-    "multilabel_soft_margin_loss": ("rows of classes", "one"),
-    "cosine_embedding_loss": ("samples", "pair"),
-    "triplet_margin_loss": ("samples", "triple"),
-    "triplet_margin_with_distance_loss": ("samples", "triple"),
-    "ctc_loss": ("samples", "lengths"),
-}
-
-_CLASSES: Mapping[type[nn.Module], str] = {
-    nn.CrossEntropyLoss: "cross_entropy",
-    nn.NLLLoss: "nll_loss",
-    nn.MSELoss: "mse_loss",
-    nn.L1Loss: "l1_loss",
-    nn.SmoothL1Loss: "smooth_l1_loss",
-    nn.HuberLoss: "huber_loss",
-    nn.BCELoss: "binary_cross_entropy",
-    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
-    nn.PoissonNLLLoss: "poisson_nll_loss",
-    nn.GaussianNLLLoss: "gaussian_nll_loss",
-    nn.SoftMarginLoss: "soft_margin_loss",
-    nn.HingeEmbeddingLoss: "hinge_embedding_loss",
-    nn.KLDivLoss: "kl_div",
-    nn.MarginRankingLoss: "margin_ranking_loss",
-    nn.MultiMarginLoss: "multi_margin_loss",
-    nn.MultiLabelMarginLoss: "multilabel_margin_loss",
-    nn.MultiLabelSoftMarginLoss: "multilabel_soft_margin_loss",
-    nn.CosineEmbeddingLoss: "cosine_embedding_loss",
-    nn.TripletMarginLoss: "triplet_margin_loss",
-    nn.TripletMarginWithDistanceLoss: "triplet_margin_with_distance_loss",
-    nn.CTCLoss: "ctc_loss",
-}
 
 _ROW_WEIGHTS = ("weight", "pos_weight")
 
@@ -95,7 +45,7 @@ class Criterion:
     @property
     def is_elementwise(self) -> bool:
         """Whether its mean is known to be over all elements of outputs and targets of one shape."""
-        return self.rule is not None and _RULES[self.rule] == ("elements", "one")
+        return self.rule is not None and RULES[self.rule] == ("elements", "one")
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         """The loss of the model's outputs, called as the criterion's family wants it.
@@ -103,7 +53,7 @@ class Criterion:
         Raises:
             WorkloadError: The outputs or targets are not of the form the criterion takes.
         """
-        call = "one" if self.rule is None else _RULES[self.rule][1]
+        call = "one" if self.rule is None else RULES[self.rule][1]
         if call == "pair":
             return self.function(*self._outputs(outputs, 2), targets)
         if call == "triple":
@@ -119,7 +69,7 @@ class Criterion:
 
     def weight(self, batch: Any, targets: Any) -> float:
         """What the criterion's mean over `batch` divides by; the number of samples where it is not known."""
-        divisor = "samples" if self.rule is None else _RULES[self.rule][0]
+        divisor = "samples" if self.rule is None else RULES[self.rule][0]
         if self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean":
             divisor = "samples"
         if divisor == "samples":
@@ -131,7 +81,7 @@ class Criterion:
             )
         options = settings(self.function)
         if divisor == "targets":
-            return _count_targets(targets, options)
+            return count_targets(targets, options)
         self._refuse_row_weights(targets, options)
         return float(targets.numel() / targets.shape[-1]) if divisor == "rows of classes" else float(targets.numel())
 
@@ -165,7 +115,7 @@ class Criterion:
 
 def is_criterion(loss: Any) -> bool:
     """Whether `loss` is an `nn.Module` or a function of `torch.nn.functional`, or a `functools.partial` of one."""
-    inner = loss.func if isinstance(loss, functools.partial) else loss
+    inner = _unwrap(loss)
     if isinstance(inner, nn.Module):
         return True
     name = getattr(inner, "__name__", "")
@@ -184,7 +134,7 @@ def resolve_criterion(criterion: Any) -> Criterion:
         raise WorkloadError(
             f"the criterion is {kind(criterion)}, which cannot be called", hint="give nn.CrossEntropyLoss(), say"
         )
-    inner = criterion.func if isinstance(criterion, functools.partial) else criterion
+    inner = _unwrap(criterion)
     name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))
     rule = _find_rule(inner)
     if rule is None:
@@ -196,20 +146,24 @@ def resolve_criterion(criterion: Any) -> Criterion:
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
     if reduction not in ("mean", "sum"):
         raise _bad_reduction(name, reduction)
-    return Criterion(criterion, name, rule, reduction, f"{_describe(rule, options)} ({name})")
+    return Criterion(criterion, name, rule, reduction, f"{describe_divisor(rule, options)} ({name})")
 
 
 def settings(criterion: Any) -> Mapping[str, Any]:
     """The options of a known criterion: attributes of a module, or keywords of a partial over the defaults."""
-    if isinstance(criterion, nn.Module):
+    inner = _unwrap(criterion)
+    bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
+    if isinstance(inner, nn.Module):
         names = ("reduction", "ignore_index", *_ROW_WEIGHTS)
-        return {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
-    bound = criterion.keywords if isinstance(criterion, functools.partial) else {}
-    function = criterion.func if isinstance(criterion, functools.partial) else criterion
-    if isinstance(function, nn.Module):
-        return settings(function)
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty} | dict(bound)
+        return {name: getattr(inner, name) for name in names if hasattr(inner, name)} | bound
+    parameters = inspect.signature(inner).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | bound
+
+
+def _unwrap(criterion: Any) -> Any:
+    """The function of a partial; the module of one that `torch.compile` has wrapped."""
+    inner = criterion.func if isinstance(criterion, functools.partial) else criterion
+    return getattr(inner, "_orig_mod", inner) if isinstance(inner, nn.Module) else inner
 
 
 def _find_rule(inner: Any) -> str | None:
@@ -217,9 +171,9 @@ def _find_rule(inner: Any) -> str | None:
         if "forward" in vars(inner):
             return None
         forward = type(inner).forward
-        return next((rule for known, rule in _CLASSES.items() if forward is known.forward), None)
+        return next((rule for known, rule in CLASSES.items() if forward is known.forward), None)
     name = getattr(inner, "__name__", "")
-    return name if name in _RULES and getattr(functional, name) is inner else None
+    return name if name in RULES and getattr(functional, name) is inner else None
 
 
 def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
@@ -255,30 +209,3 @@ def _bad_reduction(name: str, reduction: Any) -> WorkloadError:
         f"{name} has reduction={reduction!r}, which is no mean and no sum over the samples",
         hint='use reduction="mean" or "sum", or write loss(model, batch) that reduces to one number',
     )
-
-
-def _describe(rule: str, options: Mapping[str, Any]) -> str:
-    divisor = _RULES[rule][0]
-    if divisor == "targets":
-        kept = f"targets != {options.get('ignore_index', -100)}"
-        return f"class weights of the {kept}" if options.get("weight") is not None else kept
-    words = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
-    return words[divisor]
-
-
-def _count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
-    if targets.is_floating_point():
-        if targets.ndim < 2:
-            raise WorkloadError(
-                f"targets of shape {tuple(targets.shape)} and {targets.dtype} are neither classes nor probabilities",
-                hint="give integers of shape (samples,), or probabilities of shape (samples, classes)",
-            )
-        return targets.numel() / max(targets.shape[1], 1)
-    ignored = options.get("ignore_index", -100)
-    kept = targets[targets != ignored]
-    class_weights = options.get("weight")
-    if class_weights is None:
-        return float(kept.numel())
-    # MPS has no float64, and a sum of weights in float32 would not be the sum the shares need.
-    wide = class_weights.detach().cpu().to(torch.float64)
-    return float(wide[kept.cpu().long()].sum().item())

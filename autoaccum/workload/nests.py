@@ -73,6 +73,13 @@ def is_plain(node: Any) -> bool:
     return isinstance(node, _PLAIN)
 
 
+def is_value(node: Any) -> bool:
+    """Whether there is nothing in `node` to split: a plain value, a tensor without dimensions, an unknown object."""
+    if is_plain(node) or is_leaf(node):
+        return not holds_rows(node)
+    return children(node) is None and not hides_tensors(node)
+
+
 def is_namedtuple(node: Any) -> bool:
     """Whether `node` is an instance of a named tuple class."""
     return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, PackedSequence)
@@ -88,14 +95,20 @@ def is_sequence(node: Any) -> bool:
     return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "_fields") and not is_plain(node))
 
 
-def are_alike_records(entries: Sequence[Any]) -> bool:
-    """Whether all entries are mappings with the same keys, or of one dataclass or named tuple class."""
-    if not entries:
-        return False
-    first = entries[0]
-    if isinstance(first, Mapping):
-        return all(isinstance(entry, Mapping) and entry.keys() == first.keys() for entry in entries)
-    return (is_dataclass(first) or is_namedtuple(first)) and all(type(entry) is type(first) for entry in entries)
+def are_records(entries: Sequence[Any]) -> bool:
+    """Whether the entries are mappings, dataclasses or named tuples."""
+    return all(isinstance(entry, Mapping) or is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
+
+
+def are_alike(entries: Sequence[Any]) -> bool:
+    """Whether the entries could be samples of one kind: tensors of one dtype, mappings of the same keys, one class."""
+    return len({_likeness(entry) for entry in entries}) <= 1
+
+
+def _likeness(entry: Any) -> Any:
+    if isinstance(entry, Tensor | np.ndarray):
+        return type_name(entry), str(entry.dtype), entry.ndim
+    return frozenset(map(str, entry)) if isinstance(entry, Mapping) else type(entry)
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,6 +44,13 @@ FORMS: dict[str, Any] = {
     "detection": ([rows(3, 4, 4)] * 5, [{"boxes": rows(n, 4), "labels": rows(n)} for n in (1, 0, 2, 7, 3)]),
     "detection in tuples": (tuple(rows(3, 4, n) for n in range(1, 6)), tuple({"boxes": rows(2, 4)} for _ in range(5))),
     "list of dicts": [{"x": rows(3, 4, 4), "label": n} for n in range(5)],
+    "ragged numbers": {"x": rows(5, 2), "ids": [[1], [2, 3], [4, 5, 6, 7, 8], [9], []]},
+    "ragged numbers only": [[1, 2], [2, 3], [4, 5], [9, 9], [1, 3]],
+    "scalars": {"x": rows(5, 2), "y": [torch.tensor(float(n)) for n in range(5)]},
+    "scalars in tuples": (tuple(rows(3, 4, n) for n in range(1, 6)), tuple(torch.tensor(n) for n in range(5))),
+    "pairs of strings": (["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"]),
+    "lists of pairs of strings": [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"]],
+    "objects": {"x": rows(5, 2), "images": [object(), object(), object(), object(), object()]},
     "strings": ["a", "b", "c", "d", "e"],
     "numpy": {"x": rows(5, 2).numpy(), "y": rows(5)},
 }
@@ -90,9 +99,188 @@ def test_refuses_parts_that_do_not_add_up() -> None:
         split_batch(rows(5), [2, 2])
 
 
-def test_refuses_a_packed_sequence() -> None:
-    with pytest.raises(WorkloadError, match=r"batch\['x'\] is a PackedSequence"):
-        batch_size({"x": pack_sequence([rows(3), rows(2)]), "y": rows(2)})
+class Opaque:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Slots:
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+@dataclasses.dataclass
+class Derived:
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        self.mask = self.ids != 0
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "packed sequence": ({"x": pack_sequence([rows(3), rows(2)])}, r"batch\['x'\] is a PackedSequence.*pack them in"),
+    "object": ((rows(2), {"a": Opaque(rows(2))}), r"batch\[1\]\['a'\] is an Opaque, which holds tensors"),
+    "objects": ((rows(2), [Opaque(rows(2))]), r"batch\[1\] has 1 entry, batch\[0\] has 2"),
+    "object with a nest": ((rows(2), Opaque({"a": [rows(2)]})), r"batch\[1\] is an Opaque"),
+    "object with slots": ((rows(2), Slots(rows(2))), r"batch\[1\] is a Slots"),
+    "set of tensors": ((rows(2), {rows(2)}), r"batch\[1\] is a set, which holds tensors"),
+    "iterator": ((rows(2), iter([1, 2])), r"batch\[1\] is an iterator.*make it a list"),
+    "module": ((rows(2), torch.nn.Linear(1, 1)), r"batch\[1\] is a Linear, which holds tensors"),
+    "dataclass that derives": ({"b": Derived(rows(2))}, r"batch\['b'\] is a Derived"),
+    "sparse": (rows(2, 2).to_sparse(), r"holds a sparse_coo tensor, which cannot be cut"),
+    "nothing with rows": ({"a": 3, "b": torch.tensor(2)}, r"batch \(a dict\) holds nothing with a batch dimension"),
+    "a number": (3, r"batch \(an int\) holds nothing with a batch dimension"),
+    "deep disagreement": (
+        {"a": [rows(4), {"b": rows(4)}], "c": (rows(4), rows(3))},
+        r"batch\['c'\]\[1\] has 3 rows, batch\['a'\]\[0\] has 4",
+    ),
+    "dataclass disagreement": (Sample(rows(4), rows(3)), r"batch\.mask has 3 rows, batch\.ids has 4"),
+    "images and labels": (
+        {"images": [rows(3, 2, 2), rows(4, 2, 2)], "y": rows(5)},
+        r"batch\['y'\] has 5 rows, batch\['images'\] has 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_cannot_be_split(case: str) -> None:
+    batch, message = REFUSED[case]
+    with pytest.raises(WorkloadError, match=message) as caught:
+        batch_size(batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_opaque_objects_is_samples() -> None:
+    boxes = [Opaque(rows(n, 4)) for n in (3, 1, 2)]
+    batch = {"x": rows(3, 2), "boxes": boxes}
+    first, second = split_batch(batch, [1, 2])
+    assert first["boxes"] == boxes[:1]
+    assert second["boxes"] == boxes[1:]
+
+
+class Encoding(UserDict[str, Any]):
+    """As `transformers.BatchEncoding`: a UserDict with attributes of its own."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+@dataclasses.dataclass
+class Output(OrderedDict[str, Any]):
+    """As `transformers.ModelOutput`: a dataclass whose fields are its items."""
+
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        super().__setitem__("logits", self.logits)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+class Frozen(Mapping[str, Any]):
+    """A mapping that is no dict, and keeps its items where a shallow copy would share them."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Stubborn(Frozen):
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__({"x": one, "y": two})
+
+
+def test_mappings_keep_their_class() -> None:
+    x, y = rows(4, 2), rows(4)
+    mappings: list[Any] = [
+        Encoding({"x": x, "y": y}, "kept"),
+        Output(x),
+        Frozen({"x": x}),
+        defaultdict(list, x=x),
+        MappingProxyType({"x": x}),
+    ]
+    for mapping in mappings:
+        first, _ = split_batch({"m": mapping}, [1, 3])
+        assert type(first["m"]) is type(mapping)
+        assert [len(value) for value in first["m"].values()] == [1] * len(mapping)
+        assert [len(value) for value in mapping.values()] == [4] * len(mapping)
+    assert split_batch(mappings[0], [1, 3])[0].encodings == "kept"
+    assert len(split_batch(mappings[1], [1, 3])[0].logits) == 1
+
+
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
+    first, _ = split_batch(Stubborn(rows(4), rows(4)), [1, 3])
+    assert type(first) is dict
+    assert len(first["y"]) == 1
+
+
+def test_reads_lists_as_the_rest_of_the_batch_has_it() -> None:
+    images = [rows(3, 4, 4) for _ in range(2)]
+    assert batch_size([rows(8, 2), rows(8, 2)]) == 8
+    assert batch_size((images, [{"boxes": rows(3, 4)}, {"boxes": rows(3, 4)}])) == 2
+    assert batch_size((images, torch.tensor([0, 1]))) == 2
+    assert batch_size({"pair": images, "y": rows(3)}) == 3
+    assert batch_size(({"ids": rows(8)}, {"ids": rows(8)})) == 8
+    assert batch_size([{"image": rows(3, 4, 4)}, {"image": rows(3, 4, 4)}]) == 2
+    assert has_size([{"ids": rows(8)}, {"ids": rows(8)}], 8)
+    assert len(split_batch([{"ids": rows(8)}, {"ids": rows(8)}], [3, 5])[0][1]["ids"]) == 3
+    assert split_batch({"x": rows(2), "size": (224, 224)}, [1, 1])[0]["size"] == (224, 224)
+
+
+def test_splits_lists_of_values() -> None:
+    first = split_batch({"x": rows(2), "ids": [[1, 2], [3, 4]], "y": [torch.tensor(1), torch.tensor(2)]}, [1, 1])[0]
+    assert first["ids"] == [[1, 2]]
+    assert first["y"] == [torch.tensor(1)]
+
+
+def test_shares_what_belongs_to_all_samples() -> None:
+    scale, names = torch.tensor(2.0), ["cat", "dog", "bird"]
+    first, second = split_batch({"x": rows(4), "scale": scale, "names": names}, [1, 3])
+    assert first["scale"] is scale
+    assert second["names"] is names
+
+
+def test_moves_what_knows_how_to_move() -> None:
+    class Boxes(Opaque):
+        def to(self, device: torch.device) -> Opaque:
+            return Opaque(self.content.to(device))
+
+    moved = move_batch({"x": rows(2), "boxes": [Boxes(rows(1)), Boxes(rows(2))]}, "meta")
+    assert moved["boxes"][1].content.device.type == "meta"
+    with pytest.raises(WorkloadError, match=r"batch\[0\] is an Opaque"):
+        move_batch([Opaque(rows(1))], "meta")
+
+
+def test_moves_nothing_that_is_there() -> None:
+    batch = {"x": rows(2), "nest": (rows(2), [rows(2)])}
+    assert move_batch(batch, "cpu") is batch
+
+
+def test_refuses_parts_of_different_form() -> None:
+    with pytest.raises(WorkloadError, match=r"batch\['x'\] has the shapes \(2, 3\), \(2, 4\) in the parts to join"):
+        join_batches([{"x": rows(2, 3)}, {"x": rows(2, 4)}])
+    with pytest.raises(WorkloadError, match=r"the parts differ in the form of batch"):
+        join_batches([{"x": rows(2)}, {"y": rows(2)}])
+    with pytest.raises(WorkloadError, match=r"no parts to join"):
+        join_batches([])
+
+
+def test_refuses_negative_parts() -> None:
+    with pytest.raises(WorkloadError, match="every sample belongs to exactly one part"):
+        split_batch(rows(5), [6, -1])
 
 
 def test_moves_aliases_as_one() -> None:

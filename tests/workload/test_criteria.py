@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.weights import Objective, resolve_objective
+
+Builder = Callable[[int], Any]
+CLASSES = 5
+
+
+class Given(nn.Module):
+    """A model whose output is its input, so that a batch holds the outputs a criterion is to be tried on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, *outputs: Tensor) -> Any:
+        scaled = tuple(output * self.scale for output in outputs)
+        return scaled[0] if len(scaled) == 1 else scaled
+
+
+class TimeFirst(Given):
+    def forward(self, *outputs: Tensor) -> Any:
+        return (outputs[0] * self.scale).transpose(0, 1)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) * 0.8 + 0.1
+
+
+def signs(*shape: int) -> Tensor:
+    return torch.randint(0, 2, shape).double() * 2 - 1
+
+
+def classes(*shape: int, ignored: int | None = None) -> Tensor:
+    targets = torch.randint(0, CLASSES, shape)
+    if ignored is not None:
+        targets[torch.rand(shape) < 0.4] = ignored
+        targets.flatten()[::7] = 1
+    return targets
+
+
+def log_probabilities(*shape: int) -> Tensor:
+    return randn(*shape).log_softmax(1)
+
+
+def multilabel(count: int) -> Tensor:
+    targets = torch.stack([torch.randperm(CLASSES) for _ in range(count)])
+    targets[torch.arange(count), torch.arange(count) % 4 + 1] = -1
+    return targets
+
+
+def ctc(count: int) -> Any:
+    lengths = torch.arange(count) % 4 + 1
+    return randn(count, 12, CLASSES).log_softmax(-1), (
+        classes(count, 4).clamp(min=1),
+        torch.full((count,), 12),
+        lengths,
+    )
+
+
+CLASS_WEIGHTS = torch.tensor([0.3, 2.0, 1.0, 0.1, 4.0], dtype=torch.float64)
+F = functional
+
+CASES: dict[str, tuple[Any, Builder]] = {
+    "CrossEntropy": (nn.CrossEntropyLoss(), lambda n: (randn(n, CLASSES), classes(n, ignored=-100))),
+    "CrossEntropy ignoring 3": (
+        nn.CrossEntropyLoss(ignore_index=3),
+        lambda n: (randn(n, CLASSES), classes(n, ignored=3)),
+    ),
+    "CrossEntropy, class weights": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+        lambda n: (randn(n, CLASSES), classes(n, ignored=-100)),
+    ),
+    "CrossEntropy, smoothed": (
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        lambda n: (randn(n, CLASSES, 4), classes(n, 4, ignored=-100)),
+    ),
+    "CrossEntropy, all of it": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2, label_smoothing=0.2),
+        lambda n: (randn(n, CLASSES, 3, 4), classes(n, 3, 4, ignored=2)),
+    ),
+    "CrossEntropy, probabilities": (
+        nn.CrossEntropyLoss(),
+        lambda n: (randn(n, CLASSES, 3), randn(n, CLASSES, 3).softmax(1)),
+    ),
+    "CrossEntropy, weighted smoothed probabilities": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        lambda n: (randn(n, CLASSES), randn(n, CLASSES).softmax(1)),
+    ),
+    "CrossEntropy, sum": (
+        nn.CrossEntropyLoss(reduction="sum", weight=CLASS_WEIGHTS),
+        lambda n: (randn(n, CLASSES), classes(n, ignored=-100)),
+    ),
+    "NLL": (nn.NLLLoss(), lambda n: (log_probabilities(n, CLASSES), classes(n, ignored=-100))),
+    "NLL, all of it": (
+        nn.NLLLoss(weight=CLASS_WEIGHTS, ignore_index=1),
+        lambda n: (log_probabilities(n, CLASSES, 2, 3), classes(n, 2, 3, ignored=1)),
+    ),
+    "MSE": (nn.MSELoss(), lambda n: (randn(n, 3, 2), randn(n, 3, 2))),
+    "MSE, sum": (nn.MSELoss(reduction="sum"), lambda n: (randn(n, 3), randn(n, 3))),
+    "L1": (nn.L1Loss(), lambda n: (randn(n), randn(n))),
+    "SmoothL1": (nn.SmoothL1Loss(beta=0.5), lambda n: (randn(n, 3), randn(n, 3))),
+    "Huber": (nn.HuberLoss(delta=0.5), lambda n: (randn(n, 3), randn(n, 3))),
+    "BCE": (nn.BCELoss(), lambda n: (rand(n, 3), rand(n, 3))),
+    "BCE, weighted columns": (nn.BCELoss(weight=CLASS_WEIGHTS), lambda n: (rand(n, CLASSES), rand(n, CLASSES))),
+    "BCEWithLogits": (nn.BCEWithLogitsLoss(), lambda n: (randn(n), rand(n))),
+    "BCEWithLogits, pos_weight": (
+        nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS, weight=CLASS_WEIGHTS[None]),
+        lambda n: (randn(n, CLASSES), rand(n, CLASSES)),
+    ),
+    "PoissonNLL": (nn.PoissonNLLLoss(full=True), lambda n: (randn(n, 3), rand(n, 3) * 9)),
+    "GaussianNLL": (nn.GaussianNLLLoss(full=True), lambda n: ((randn(n, 3), rand(n, 3)), randn(n, 3))),
+    "GaussianNLL, one variance": (nn.GaussianNLLLoss(), lambda n: ((randn(n, 3), rand(n, 1)), randn(n, 3))),
+    "SoftMargin": (nn.SoftMarginLoss(), lambda n: (randn(n, 3), signs(n, 3))),
+    "HingeEmbedding": (nn.HingeEmbeddingLoss(), lambda n: (randn(n, 3), signs(n, 3))),
+    "KLDiv, batchmean": (
+        nn.KLDivLoss(reduction="batchmean"),
+        lambda n: (log_probabilities(n, CLASSES, 2), rand(n, CLASSES, 2)),
+    ),
+    "KLDiv, mean": (nn.KLDivLoss(), lambda n: (log_probabilities(n, CLASSES), rand(n, CLASSES))),
+    "KLDiv, sum": (nn.KLDivLoss(reduction="sum"), lambda n: (log_probabilities(n, CLASSES), rand(n, CLASSES))),
+    "MultiMargin": (nn.MultiMarginLoss(weight=CLASS_WEIGHTS), lambda n: (randn(n, CLASSES), classes(n))),
+    "MultiLabelMargin": (nn.MultiLabelMarginLoss(), lambda n: (randn(n, CLASSES), multilabel(n))),
+    "MultiLabelSoftMargin": (
+        nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHTS),
+        lambda n: (randn(n, CLASSES), rand(n, CLASSES)),
+    ),
+    "MultiLabelSoftMargin, more dimensions": (
+        nn.MultiLabelSoftMarginLoss(),
+        lambda n: (randn(n, 4, CLASSES), rand(n, 4, CLASSES)),
+    ),
+    "MarginRanking": (nn.MarginRankingLoss(margin=0.1), lambda n: ((randn(n), randn(n)), signs(n))),
+    "MarginRanking, more dimensions": (
+        nn.MarginRankingLoss(),
+        lambda n: ((randn(n, 3), randn(n, 3)), signs(n, 3)),
+    ),
+    "CosineEmbedding": (nn.CosineEmbeddingLoss(), lambda n: ((randn(n, 4), randn(n, 4)), signs(n))),
+    "TripletMargin": (nn.TripletMarginLoss(), lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None)),
+    "TripletMargin, more dimensions": (
+        nn.TripletMarginLoss(swap=True),
+        lambda n: ((randn(n, 2, 4), randn(n, 2, 4), randn(n, 2, 4)), None),
+    ),
+    "TripletMarginWithDistance": (
+        nn.TripletMarginWithDistanceLoss(distance_function=F.pairwise_distance),
+        lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None),
+    ),
+    "CTC": (nn.CTCLoss(), ctc),
+    "CTC, sum": (nn.CTCLoss(reduction="sum"), ctc),
+    "cross_entropy": (F.cross_entropy, lambda n: (randn(n, CLASSES), classes(n, ignored=-100))),
+    "partial of cross_entropy": (
+        functools.partial(F.cross_entropy, ignore_index=4, weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        lambda n: (randn(n, CLASSES), classes(n, ignored=4)),
+    ),
+    "partial of a partial": (
+        functools.partial(functools.partial(F.cross_entropy, ignore_index=4), reduction="sum"),
+        lambda n: (randn(n, CLASSES), classes(n, ignored=4)),
+    ),
+    "partial of kl_div": (
+        functools.partial(F.kl_div, reduction="batchmean", log_target=True),
+        lambda n: (log_probabilities(n, 3), log_probabilities(n, 3)),
+    ),
+    "partial of gaussian_nll_loss": (
+        functools.partial(F.gaussian_nll_loss, var=0.7),
+        lambda n: (randn(n, 3), randn(n, 3)),
+    ),
+    "mse_loss": (F.mse_loss, lambda n: (randn(n, 3), randn(n, 3))),
+    "triplet_margin_loss": (F.triplet_margin_loss, lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None)),
+}
+
+
+def assert_parts_give_the_whole(objective: Objective, model: nn.Module, batch: Any, sizes: list[int]) -> None:
+    whole = objective.terms(model, batch)["loss"].item()
+    parts = [part for part, size in zip(split_batch(batch, sizes), sizes, strict=True) if size]
+    weights = [objective.weight(part) for part in parts]
+    losses = [objective.terms(model, part)["loss"].item() for part in parts]
+    counted = [
+        (loss, float(weight))
+        for loss, weight in zip(losses, weights, strict=True)
+        if isinstance(weight, float) and weight
+    ]
+    total = 1.0 if objective.reduction == "sum" else sum(weight for _, weight in counted)
+    combined = sum(loss * (1.0 if objective.reduction == "sum" else weight) / total for loss, weight in counted)
+    assert combined == pytest.approx(whole, rel=1e-12, abs=1e-12)
+    if objective.reduction == "mean":
+        assert objective.weight(batch) == pytest.approx(sum(weight for _, weight in counted), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sizes", [[9], [1, 5, 3], [4, 4, 1], [1] * 9, [2, 0, 7]])
+def test_weighted_parts_give_the_loss_of_the_whole(case: str, sizes: list[int]) -> None:
+    criterion, build = CASES[case]
+    torch.manual_seed(0)
+    batch = build(9)
+    model = TimeFirst() if "CTC" in case else Given()
+    assert_parts_give_the_whole(resolve_objective(criterion), model, batch, sizes)
+
+
+def test_every_criterion_of_torch_is_tried_or_refused() -> None:
+    tried = {type(criterion).__name__ for criterion, _ in CASES.values()}
+    known = {name for name in nn.modules.loss.__all__ if name not in ("NLLLoss2d", "LinearCrossEntropyLoss")}
+    assert known <= tried
+    with pytest.raises(WorkloadError, match="AdaptiveLogSoftmaxWithLoss has weights of its own"):
+        resolve_objective(nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]))
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from torch 2.13")
+def test_linear_cross_entropy() -> None:
+    criterion = nn.LinearCrossEntropyLoss(3, CLASSES, weight=CLASS_WEIGHTS, dtype=torch.float64)
+    batch = randn(9, 3), classes(9, ignored=-100)
+    assert_parts_give_the_whole(resolve_objective(criterion), Given(), batch, [2, 7])
+
+
+SOURCES = {
+    "targets != -100 (CrossEntropyLoss)": nn.CrossEntropyLoss(),
+    "class weights of the targets != 2 (NLLLoss)": nn.NLLLoss(weight=CLASS_WEIGHTS, ignore_index=2),
+    "elements of the targets (MSELoss)": nn.MSELoss(),
+    "elements of the targets (huber_loss)": F.huber_loss,
+    "samples (KLDivLoss, batchmean)": nn.KLDivLoss(reduction="batchmean"),
+    "samples (CTCLoss)": nn.CTCLoss(),
+    "nothing: the loss is a sum (L1Loss)": nn.L1Loss(reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_says_what_the_mean_divides_by(source: str) -> None:
+    assert resolve_objective(SOURCES[source]).source == source
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(input, target, reduction="none")
+        return ((1 - (-each).exp()) * each).mean()
+
+
+class Configured(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__(ignore_index=0)
+
+
+def test_trusts_a_subclass_only_as_long_as_it_keeps_forward() -> None:
+    batch = randn(6, CLASSES), torch.tensor([0, 0, 1, 2, 3, 4])
+    focal, configured = resolve_objective(Focal()), resolve_objective(Configured())
+    assert focal.weight(batch) == 6.0
+    assert focal.source == "samples (Focal is no criterion autoaccum knows)"
+    assert configured.weight(batch) == 4.0
+    replaced = nn.CrossEntropyLoss()
+    replaced.forward = lambda input, target: input.mean()  # type: ignore[method-assign]
+    assert "no criterion autoaccum knows" in resolve_objective(replaced).source
+    assert_parts_give_the_whole(focal, Given(), batch, [1, 5])
+
+
+def test_reads_the_reduction_of_an_unknown_criterion_where_it_sums() -> None:
+    assert resolve_objective(Focal(reduction="sum")).reduction == "sum"
+    assert resolve_objective(Focal(reduction="none")).reduction == "mean"
+
+
+def test_knows_a_compiled_criterion() -> None:
+    compiled = torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager")
+    assert resolve_objective(compiled).source == "targets != 2 (CrossEntropyLoss)"
+
+
+def test_a_function_as_criterion_counts_samples() -> None:
+    def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().mean()
+
+    objective = resolve_objective(criterion=distance)
+    assert objective.source == "samples (distance is no criterion autoaccum knows)"
+    assert_parts_give_the_whole(objective, Given(), (randn(5, 2), randn(5, 2)), [2, 3])
+
+
+def test_calls_the_model_by_the_form_of_its_inputs() -> None:
+    class Sum(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return left + right
+
+    objective = resolve_objective(nn.MSELoss())
+    left, right, targets = randn(4, 2), randn(4, 2).requires_grad_(), randn(4, 2)
+    in_order = objective.terms(Sum(), ((left, right), targets))["loss"]
+    by_name = objective.terms(Sum(), [{"right": right, "left": left}, targets])["loss"]
+    assert torch.equal(in_order, by_name)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "none": (nn.MSELoss(reduction="none"), r"MSELoss has reduction='none'"),
+    "functional none": (functools.partial(F.mse_loss, reduction="none"), r"mse_loss has reduction='none'"),
+    "batchmean elsewhere": (nn.MSELoss(reduction="batchmean"), r"MSELoss has reduction='batchmean'"),
+    "not a loss": (F.softmax, r"torch\.nn\.functional\.softmax is no criterion autoaccum knows"),
+    "positional partial": (functools.partial(F.mse_loss, torch.zeros(1)), r"fixes its first arguments"),
+    "legacy": (functools.partial(F.mse_loss, size_average=False), r"mse_loss is given the deprecated size_average"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_a_criterion(case: str) -> None:
+    criterion, message = REFUSED[case]
+    with pytest.raises(WorkloadError, match=message):
+        resolve_objective(criterion)
+
+
+def weigh(criterion: Any, batch: Any) -> Any:
+    return resolve_objective(criterion).weight(batch)
+
+
+def evaluate(criterion: Any, batch: Any) -> Any:
+    return resolve_objective(criterion).terms(Given(), batch)
+
+
+class Output:
+    logits = None
+
+
+class Odd(Given):
+    def forward(self, *outputs: Tensor) -> Any:
+        return Output()
+
+
+ROW_WEIGHTS: dict[str, Any] = {"weight": torch.ones(4, 2)}
+MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a weight with rows": (
+        lambda: weigh(nn.BCELoss(weight=torch.ones(4)), (rand(4), rand(4))),
+        r"BCELoss has a weight of shape \(4,\), one row per sample",
+    ),
+    "a functional weight with rows": (
+        lambda: weigh(functools.partial(F.mse_loss, **ROW_WEIGHTS), (rand(4, 2), rand(4, 2))),
+        r"mse_loss has a weight of shape \(4, 2\)",
+    ),
+    "targets without classes": (
+        lambda: weigh(nn.CrossEntropyLoss(), (rand(4, 2), rand(4))),
+        r"targets of shape \(4,\) and torch\.float64 are neither classes nor probabilities",
+    ),
+    "too many classes": (
+        lambda: weigh(nn.NLLLoss(weight=torch.ones(2)), (rand(4, 2), torch.tensor([0, 1, 2, 0]))),
+        r"the targets hold classes from 0 to 2, the criterion has weights for 2: give one weight",
+    ),
+    "targets in a dict": (
+        lambda: weigh(nn.MSELoss(), (rand(4), {"y": rand(4)})),
+        r"MSELoss needs its targets as one tensor, batch\[1\] is a dict",
+    ),
+    "a dict batch": (
+        lambda: weigh(nn.MSELoss(), {"x": rand(4)}),
+        r"a batch is \(inputs, targets\), this one is a dict",
+    ),
+    "three entries": (lambda: weigh(nn.MSELoss(), (rand(4),) * 3), r"this one is a tuple of 3"),
+    "one output for two": (
+        lambda: evaluate(nn.CosineEmbeddingLoss(), (rand(4, 2), signs(4))),
+        r"CosineEmbeddingLoss takes a tuple of 2 tensors from the model, which returned a Tensor",
+    ),
+    "two outputs for one": (
+        lambda: evaluate(nn.MSELoss(), ((rand(4), rand(4)), rand(4))),
+        r"MSELoss takes a tensor from the model, which returned a tuple",
+    ),
+    "an object for a tensor": (
+        lambda: resolve_objective(nn.MSELoss()).terms(Odd(), (rand(4), rand(4))),
+        r"MSELoss takes a tensor from the model, which returned an Output: write loss\(model, batch\)",
+    ),
+    "no lengths": (lambda: evaluate(nn.CTCLoss(), (rand(4, 2), rand(4))), r"takes \(labels, input_lengths"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_says_what_a_criterion_needs(case: str) -> None:
+    call, message = MISUSED[case]
+    with pytest.raises(WorkloadError, match=message):
+        call()
+
+
+def test_moves_the_buffers_of_a_criterion() -> None:
+    criterion = copy.deepcopy(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS))
+    resolve_objective(criterion).move_criterion("meta")
+    assert criterion.weight is not None
+    assert criterion.weight.device.type == "meta"
+
+
+def test_class_weights_are_summed_without_rounding() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1e-4], dtype=torch.float32))
+    targets = torch.cat([torch.zeros(100_001, dtype=torch.long), torch.ones(3, dtype=torch.long)])
+    exact = 100_001 * float(torch.tensor(0.1)) + 3 * float(torch.tensor(1e-4))
+    assert weigh(criterion, (torch.zeros(100_004, 2), targets)) == pytest.approx(exact, rel=1e-15)
