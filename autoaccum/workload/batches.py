@@ -138,7 +138,7 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
         return (3, 0) if node else (0, 1)
     if not nests.are_alike(node) or (top and any(nests.holds_rows(entry) for entry in node)):
         return 0, None  # [x, y] as a DataLoader yields it
-    if isinstance(node, list) and any(node) and all(_is_numbers(entry) for entry in node):
+    if isinstance(node, list) and all(map(_is_numbers, node)) and not (top and not any(node)):
         return 3, 0  # token ids before they are padded
     if nests.are_records(node) and not (top and isinstance(node, tuple)):
         return 2, 0
