@@ -149,17 +149,19 @@ def does_not_fit(trial: Trial, limit_bytes: int, least_bytes: int | None = None)
     A trial that failed has no peak of its own, so what it held when it failed and what is known of the workload
     (`least_bytes`) are lower bounds of its need.
     """
-    known = max(_peak(trial) or 0, least_bytes or 0)
+    held, there = _peak(trial), f"{format_bytes(limit_bytes)} are there"
+    known = max(held or 0, least_bytes or 0)
     where = f" in {trial.phase}" if trial.phase else ""
-    there = format_bytes(limit_bytes)
     if known > limit_bytes:
-        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there} are there"
+        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there}"
     else:
-        of_it = f" ({format_bytes(known)} of it before the first sample)" if known and known == least_bytes else ""
-        message = (
-            f"micro-batch {trial.micro_batch} needs more than the {there} that are there{of_it}, it ran out{where}"
-        )
-    return DoesNotFitError(message, hint=f"take {_LESS_MEMORY}")
+        so_far = f" with {format_bytes(held)} taken" if held else ""
+        message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
+    if trial.phase == "batch":
+        hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
+    else:
+        hint = f"take {_LESS_MEMORY}"
+    return DoesNotFitError(message, hint=hint)
 
 
 def monotony_warnings(trials: Iterable[Trial]) -> list[str]:

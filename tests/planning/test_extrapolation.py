@@ -52,6 +52,6 @@ def test_without_peaks_it_grows_and_then_halves() -> None:
 
 def test_surprise_grows_while_the_promise_is_wrong() -> None:
     guess = Guess(10, promised=12.0)
-    assert guess.surprise(fits=False, before=4.0) == 16.0
-    assert guess.surprise(fits=True, before=4.0) == 1.0
+    assert guess.surprise(fits=False, before=4.0) == 12.0
+    assert guess.surprise(fits=True, before=2.0) == 1.0
     assert Guess(10).surprise(fits=False, before=4.0) == 4.0

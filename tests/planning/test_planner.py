@@ -145,7 +145,7 @@ def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
 
 
 def test_a_confirmation_that_never_runs() -> None:
-    with pytest.raises(DoesNotFitError, match="micro-batch 1 needs more than the 1.0 GiB"):
+    with pytest.raises(DoesNotFitError, match="micro-batch 1 needs more memory than there is, 1.0 GiB"):
         run(ScriptedDevice(confirms=lambda size: "oom"), 8)
 
 

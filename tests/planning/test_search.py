@@ -137,7 +137,7 @@ def test_monotone_fits_with_any_peaks(ceiling: int, cap: int, seed: int) -> None
     result = search(trial, cap, limit_bytes=LIMIT)
     check(result, cap)
     assert result.largest_fit == min(ceiling, cap)
-    assert len(result.trials) <= 12 + 2 * math.log2(ceiling + 1) + 3
+    assert len(result.trials) <= 14 + 2 * math.log2(ceiling + 1) + 3
 
 
 @settings(max_examples=300)
@@ -203,15 +203,20 @@ def test_none_runs() -> None:
 @pytest.mark.parametrize(
     ("peak", "least", "text"),
     [
-        (None, None, "needs more than the 1.0 GiB that are there, it ran out in backward"),
-        (600 * MIB, 400 * MIB, "needs more than the 1.0 GiB that are there, it ran out in backward"),
-        (None, 400 * MIB, "needs more than the 1.0 GiB that are there (400 MiB of it before the first sample), it"),
-        (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are there"),
+        (None, None, "needs more memory than there is, 1.0 GiB are there: it ran out in backward: take a smaller"),
+        (600 * MIB, 400 * MIB, "1.0 GiB are there: it ran out in backward with 600 MiB taken: take a smaller model"),
+        (None, 2 * GIB, "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
+        (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
     ],
 )
 def test_says_what_is_known_of_the_need(peak: int | None, least: int | None, text: str) -> None:
     trial = Trial(parts=(1, 1), outcome="oom", phase="backward", peak_reserved_bytes=peak)
     assert text in str(does_not_fit(trial, GIB, least))
+
+
+def test_a_batch_too_large_to_be_held_is_said() -> None:
+    trial = Trial(parts=(1, 1), outcome="oom", phase="batch")
+    assert "smaller --target-batch" in str(does_not_fit(trial, GIB))
 
 
 # --- tight, doubtful, wrong -----------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""`autoaccum plan`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from autoaccum.cli.parameters import count
+
+
+@click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
+@click.argument("workload")
+@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where trials run.")
+@click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
+@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
+@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
+@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
+@click.option(
+    "--world-size", type=count, metavar="N", default=1, show_default=True, help="Ranks that share the target."
+)
+@click.option("--equal", is_flag=True, help="Equal micro-batches only.")
+@click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger one.")
+@click.option(
+    "--trial-limit", type=float, default=600.0, show_default=True, metavar="SECONDS", help="When a trial is given up."
+)
+@click.option("--json", "as_json", is_flag=True, help="The plan as JSON on stdout, and nothing else there.")
+@click.option("-o", "--output", metavar="FILE", help="Keep the plan in a file.")
+@click.option("--force", is_flag=True, help="Overwrite that file.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **request: Any) -> None:
+    """Find out by real trials how to train WORKLOAD with batches of a given size.
+
+    WORKLOAD is model.py, model.py:name or package.module:name. Trials grow until memory is really out; the plan is
+    the largest micro-batch that ran, and the fewest of them that make up the batch, confirmed from a clean state.
+
+    Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
+    """
+    from autoaccum.planning.files import check_output
+    from autoaccum.planning.planner import plan
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.errors import print_line
+    from autoaccum.reporting.plan_table import print_plan
+    from autoaccum.reporting.progress import Progress
+
+    if output is not None:
+        check_output(output, force=force)
+    stderr = make_console(stderr=True)
+    with Progress(stderr, quiet=quiet) as progress:
+        on_output = progress.pass_on if stderr.is_terminal else None
+        found = plan(workload, on_event=progress.tell, on_output=on_output, **request)
+    words, kept = _words(), None if output is None else Path(output)
+    if kept is not None:
+        try:
+            found.save(kept, force=force)
+        except BaseException:
+            # The trials took their time: what they found is shown even where it cannot be kept.
+            print_plan(stderr, found, command=words)
+            raise
+    if as_json:
+        for warning in found.warnings:
+            print_line(stderr, "warning", warning, "yellow")
+        click.echo(found.to_json(), nl=False)
+        return
+    if not quiet:
+        stderr.print()
+    print_plan(make_console(), found, command=words, kept=kept)
+
+
+def _words() -> list[str]:
+    """The command line that is running, without what only concerns this run's output."""
+    context = click.get_current_context()
+    words = ["autoaccum", "plan"]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if not given or name in ("as_json", "output", "force", "quiet"):
+            continue
+        flag = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
+        words += flag if context.params[name] is True else [*flag, str(context.params[name])]
+    return words

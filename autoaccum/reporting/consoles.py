@@ -1,0 +1,25 @@
+"""Where text goes: rich consoles that stay plain when piped and leave a closed pipe to their caller."""
+
+from __future__ import annotations
+
+from typing import IO, Any, NoReturn
+
+from rich.console import Console
+
+
+class PlainConsole(Console):
+    """A console for records: no markup, no guessed colours; `NO_COLOR`, pipes and dumb terminals get plain text.
+
+    Raises:
+        BrokenPipeError: The reader has gone; rich itself would leave the program with the code of a clear no.
+    """
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Pass it on."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
+def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> PlainConsole:
+    """A console on stdout, stderr or `file`."""
+    return PlainConsole(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)

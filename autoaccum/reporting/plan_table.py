@@ -1,0 +1,122 @@
+"""A plan as a small table, with what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.planning.records import Plan
+from autoaccum.units import MIB, format_bytes
+
+_MANY_PARTS = 60
+_NAME_WIDTH = 13
+_LEAST_WIDTH = 24
+
+
+def print_plan(console: Console, plan: Plan, *, command: Sequence[str], kept: Path | None = None) -> None:
+    """Draw a plan and the exact next commands.
+
+    Args:
+        console: Where to.
+        plan: The plan.
+        command: The words of the command that made it, to be offered again with `-o`.
+        kept: Where the plan was written, if it was.
+    """
+    for name, value in plan_rows(plan):
+        for line in _row(console, name, value):
+            console.print(line, soft_wrap=True)
+    console.print()
+    for line in next_lines(plan, command=command, kept=kept):
+        console.print(line, soft_wrap=True)
+
+
+def plan_rows(plan: Plan) -> Iterator[tuple[str, Text]]:
+    """The rows of the table: name and value."""
+    yield "micro-batch", Text(str(plan.micro_batch), "bold green")
+    each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
+    yield "iter_size", Text(f"{plan.iter_size}{each}")
+    yield "parts", Text(_parts(plan))
+    yield "largest fit", Text(_largest_fit(plan))
+    yield "peak", _peak(plan)
+    yield "device", Text(str(plan.device.get("name", "unknown")))
+    trials = len(plan.trials)
+    seconds = sum(trial.seconds for trial in plan.trials)
+    yield "trials", Text(f"{trials} in {seconds:.1f} s")
+    for note in plan.notes:
+        yield "note", Text(note)
+    for warning in plan.warnings:
+        yield "warning", Text(warning, "yellow")
+
+
+def next_lines(plan: Plan, *, command: Sequence[str], kept: Path | None = None) -> Iterator[Text]:
+    """What to do next, as lines to be copied."""
+    if kept is None:
+        yield Text("keep the plan:")
+        yield Text(f"  {shlex.join([*command, '-o', 'plan.json'])}", "cyan")
+    else:
+        yield Text(f"kept in {kept}")
+    yield Text(f"train with it ({_batch_words(plan)}):")
+    yield Text(f"  {accumulator_line(plan)}", "cyan")
+
+
+def accumulator_line(plan: Plan) -> str:
+    """The line of Python that trains by the plan."""
+    options = [f"micro_batch={plan.micro_batch}"]
+    if plan.workload.get("weight") == "the workload's weight()":
+        options.append("weight=weight")
+    if plan.workload.get("reduction") == "sum":
+        options.append('reduction="sum"')
+    if plan.workload.get("precision") in ("bf16", "fp16"):
+        options.append(f'precision="{plan.workload["precision"]}"')
+    return f"autoaccum.Accumulator(model, optimizer, loss, {', '.join(options)}).step(batch)"
+
+
+def _row(console: Console, name: str, value: Text) -> Iterator[Text]:
+    """A name and its value, wrapped to the console's width without trailing spaces."""
+    width = max(_LEAST_WIDTH, console.width - _NAME_WIDTH)
+    for number, line in enumerate(value.wrap(console, width)):
+        line.rstrip()
+        yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
+
+
+def _parts(plan: Plan) -> str:
+    total = f" = {plan.target_batch}"
+    if plan.ranks is None:
+        return _short(plan.micro_batches) + (total if plan.iter_size > 1 else "")
+    alike: dict[tuple[int, ...], int] = {}
+    for parts in plan.ranks:
+        alike[parts] = alike.get(parts, 0) + 1
+    return "; ".join(f"{count} ranks of {_short(parts)}" for parts, count in alike.items()).replace("1 ranks", "1 rank")
+
+
+def _short(parts: tuple[int, ...]) -> str:
+    text = format_parts(parts)
+    return text if len(text) <= _MANY_PARTS else f"{len(parts)} parts of {min(parts)} to {max(parts)}"
+
+
+def _largest_fit(plan: Plan) -> str:
+    if plan.capped:
+        return f"{plan.largest_fit}, the most that was asked for"
+    failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
+    why = f" ({failed[0].micro_batch} ran out of memory)" if failed else ""
+    return f"{plan.largest_fit}{why}"
+
+
+def _peak(plan: Plan) -> Text:
+    if plan.peak_bytes is None or plan.headroom_bytes is None:
+        return Text(f"not measured, the budget is {format_bytes(plan.limit_bytes)}")
+    label = "" if plan.kind == "measured" else " (predicted)"
+    text = f"{format_bytes(plan.peak_bytes)}{label} of {format_bytes(plan.limit_bytes)}, "
+    return Text(f"{text}headroom {plan.headroom_bytes / MIB:,.0f} MiB")
+
+
+def _batch_words(plan: Plan) -> str:
+    if plan.world_size == 1:
+        return f"`batch` holds {plan.target_batch} samples"
+    shares = sorted({sum(parts) for parts in plan.ranks or ()})
+    return f"on every rank, `batch` holds its share of {' or '.join(map(str, shares))} samples"

@@ -1,0 +1,107 @@
+"""A planner's events as they come: one line per trial, and a live one for the trial that runs."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.devices.base import Trial
+from autoaccum.planning.events import Event, Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.units import format_bytes
+
+_STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
+_COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
+
+
+class Progress:
+    """Draws events on a console; use as a context manager, so that the live line goes away whatever happens.
+
+    Args:
+        console: Where to, stderr as a rule.
+        quiet: Draw nothing (what the workload prints is passed on all the same).
+    """
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._live: Status | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def tell(self, event: Event) -> None:
+        """Draw one event."""
+        if self._quiet:
+            return
+        if isinstance(event, Inspected):
+            self._print(_headline(event))
+            self._print(
+                Text(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
+            )
+        elif isinstance(event, TrialStarted):
+            self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)} ...")
+        elif isinstance(event, TrialFinished):
+            self._stop()
+            self._print(trial_line(event.trial, confirming=event.confirming))
+        elif isinstance(event, Scheduled):
+            self._print(Text(f"confirming {format_parts(event.schedule.micro_batches)} from a clean state", "dim"))
+
+    def pass_on(self, line: str) -> None:
+        """A line the workload printed, above the live one."""
+        self._print(Text.from_ansi(line))
+
+    def _start(self, text: str) -> None:
+        self._stop()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = self._console.status(Text(text), spinner="line")
+            self._live.start()
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def trial_line(trial: Trial, *, confirming: bool = False) -> Text:
+    """One trial on one line: size, outcome, peak, seconds, and what went wrong.
+
+    >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
+    '          8  oom              -     1.2 s  in backward'
+    """
+    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    shown = peak is not None and trial.ran
+    line = _COLUMNS.format(
+        size=_sizes(trial.parts, confirming),
+        outcome=trial.outcome,
+        peak=format_bytes(peak or 0) if shown else "-",
+        seconds=f"{trial.seconds:.1f} s",
+    )
+    text = Text(line)
+    text.highlight_words([f" {trial.outcome} "], _STYLES[trial.outcome])
+    return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
+
+
+def _headline(event: Inspected) -> Text:
+    seen = event.inspection
+    return Text.assemble(
+        (seen.name, "bold"),
+        f": {seen.model}, {seen.parameters:,} parameters, {seen.precision}, {seen.optimizer}; "
+        f"on {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
+    )
+
+
+def _sizes(parts: tuple[int, ...], confirming: bool) -> str:
+    sizes = tuple(dict.fromkeys(parts)) if confirming else parts[:1]
+    return " + ".join(map(str, sizes))

@@ -1,0 +1,235 @@
+"""`autoaccum plan` as a person runs it: a real process, real trials, a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autoaccum.cli import main
+from autoaccum.devices.base import Trial
+from autoaccum.errors import UsageError
+from autoaccum.planning import planner
+from autoaccum.planning.records import Plan
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 10, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+SLOW = """
+import os, time
+from pathlib import Path
+
+criterion = None
+
+def loss(model, batch):
+    Path("child.tmp").write_text(str(os.getpid()))
+    os.replace("child.tmp", "child")
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_table_for_a_person(folder: Path) -> None:
+    done = run(folder, "--target-batch", "96", "--max-micro-batch", "40", "-o", "plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert plan.micro_batches == (32, 32, 32)
+    assert "micro-batch  32\n" in done.stdout
+    assert "parts        32 + 32 + 32 = 96\n" in done.stdout
+    assert "headroom" in done.stdout
+    assert "kept in plan.json\n" in done.stdout
+    assert "autoaccum.Accumulator(model, optimizer, loss, micro_batch=32).step(batch)" in done.stdout
+    lines = [line.split() for line in done.stderr.splitlines()]
+    assert ["40", "ok"] in [line[:2] for line in lines]
+    assert sum("ok" in line for line in lines) == len(plan.trials)
+    assert "\x1b" not in done.stdout + done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["model.py", "plan.json"]
+
+
+def test_json_alone_on_stdout_and_quiet(folder: Path) -> None:
+    done = run(folder, "--target-batch", "1", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["target_batch"] == 1
+    assert Plan.from_json(done.stdout).micro_batches == (1,)
+    assert all(line.startswith("warning: ") for line in done.stderr.splitlines())
+
+
+def test_memory_that_is_really_out(folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL.replace("size, 64)", "size, 16384)[:, :64]"))
+    done = run(folder, "--target-batch", "8192")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("error: micro-batch 1 needs more memory than there is, 200 MiB are")
+
+
+def test_a_plan_that_is_there_costs_no_trial(folder: Path) -> None:
+    (folder / "plan.json").write_text("precious")
+    done = run(folder, "--target-batch", "8", "-o", "plan.json")
+    assert done.returncode == 2
+    assert done.stderr == "error: plan.json is already there: add --force to overwrite it, or choose another name\n"
+    assert done.stdout == ""
+    assert (folder / "plan.json").read_text() == "precious"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """`plan` answers at once; what it was asked for."""
+    asked: dict[str, Any] = {}
+
+    def plan(workload: str, **request: Any) -> Plan:
+        asked.update(request, workload=workload)
+        return Plan(
+            kind="measured",
+            target_batch=2,
+            micro_batch=2,
+            iter_size=1,
+            micro_batches=(2,),
+            world_size=1,
+            largest_fit=2,
+            capped=True,
+            limit_bytes=10,
+            peak_bytes=5,
+            device={"name": "cpu"},
+            environment={},
+            workload={},
+            trials=(Trial(parts=(2,), outcome="ok"),),
+            warnings=("BatchNorm is not exact",),
+        )
+
+    monkeypatch.setattr(planner, "plan", plan)
+    return asked
+
+
+def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]) -> None:
+    words = ["plan", "my model.py", "--target-batch", "2", "--memory", "80%", "--equal", "-q", "--world-size", "1"]
+    result = CliRunner().invoke(main, words)
+    offered = "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --world-size 1 --equal -o plan.json"
+    assert f"  {offered}\n" in result.stdout
+    assert (planned["workload"], planned["memory"], planned["equal"]) == ("my model.py", "80%", True)
+    assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", 600.0, None)
+
+
+def test_warnings_are_said_once(planned: dict[str, Any]) -> None:
+    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-q"])
+    assert "warning      BatchNorm is not exact\n" in result.stdout
+    assert result.stderr == ""
+    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-q", "--json"])
+    assert json.loads(result.stdout)["warnings"] == ["BatchNorm is not exact"]
+    assert result.stderr == "warning: BatchNorm is not exact\n"
+
+
+def test_a_plan_that_cannot_be_kept_is_shown(
+    planned: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(self: Plan, path: Path, *, force: bool) -> None:
+        raise UsageError(f"{path} cannot be written (no space left)")
+
+    monkeypatch.setattr(Plan, "save", save)
+    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-o", str(tmp_path / "plan.json")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "micro-batch  2\n" in result.stderr
+    assert result.stderr.endswith("cannot be written (no space left)\n")
+
+
+def test_colours_and_a_live_line_on_a_terminal(folder: Path) -> None:
+    text = on_a_terminal(folder)
+    assert "\x1b[32m" in text
+    assert "trial 1: micro-batch 1 ..." in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
+
+
+def on_a_terminal(folder: Path) -> str:
+    words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "1"]
+    ours, theirs = pty.openpty()
+    settings = environment(TERM="xterm-256color")
+    with subprocess.Popen(words, cwd=folder, env=settings, stdout=theirs, stderr=theirs, stdin=theirs) as process:
+        os.close(theirs)
+        chunks = []
+        try:
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+        except OSError:
+            pass  # Linux answers EIO when the last writer has gone.
+        finally:
+            os.close(ours)
+    assert process.returncode == 0
+    return b"".join(chunks).decode()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_end_from_outside_leaves_no_orphan(folder: Path, number: signal.Signals, code: int) -> None:
+    (folder / "model.py").write_text(MODEL + SLOW)
+    words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "8"]
+    with subprocess.Popen(
+        [*words, "--json", "-o", "plan.json"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_for(folder / "child")
+        child = int((folder / "child").read_text())
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert not is_running(child)
+    assert sorted(path.name for path in folder.iterdir()) == ["child", "model.py"]
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not come")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import autoaccum
+from autoaccum.cli import main, root
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch) -> type[click.Command]:
+    """Make every command raise an exception of the test's choice."""
+
+    class Raising(click.Command):
+        error: BaseException = RuntimeError()
+
+        def invoke(self, ctx: click.Context) -> None:
+            click.echo("half a result", err=True)
+            raise type(self).error
+
+    monkeypatch.setattr(root.Root, "get_command", lambda *_: Raising("plan"))
+    return Raising
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UsageError("seen", hint="way out"), 2, "error: seen: way out\n"),
+        (WorkloadError("model() raised", user_traceback="File model.py"), 2, "File model.py\nerror: model() raised\n"),
+        (DoesNotFitError("micro-batch 1 needs 2 GiB"), 1, "error: micro-batch 1 needs 2 GiB\n"),
+        (NotMeasuredError("hung"), 3, "error: hung\n"),
+        (AutoaccumError("odd"), 3, "error: odd\n"),
+        (KeyboardInterrupt(), 130, "interrupted: the trials were ended"),
+        (click.Abort(), 130, "interrupted: the trials were ended"),
+        (BrokenPipeError(), 141, "half a result\n"),
+        (SystemExit(143), 143, "half a result\n"),
+        (click.UsageError("No such option."), 2, "error: no such option: see `autoaccum --help`\n"),
+        (ZeroDivisionError("ours"), 3, "error: this is a fault of autoaccum"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_errors_become_exit_codes(raising: type[click.Command], error: BaseException, code: int, text: str) -> None:
+    raising.error = error  # type: ignore[attr-defined]
+    result = invoke("plan")
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert text in result.stderr
+    assert ("Traceback" in result.stderr) == isinstance(error, ZeroDivisionError)
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"autoaccum {autoaccum.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help(words: list[str]) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 0
+    assert "Usage: autoaccum [OPTIONS] COMMAND" in result.stdout
+    assert "plan" in result.stdout
+
+
+def test_help_of_plan_names_every_option() -> None:
+    text = invoke("plan", "--help").stdout
+    assert text.startswith("Usage: autoaccum plan [OPTIONS] WORKLOAD")
+    options = "--target-batch --device --memory --reserve --precision --optimizer --world-size --equal"
+    for option in f"{options} --max-micro-batch --trial-limit --json -o --force -q".split():
+        assert option in text
+    assert "--gpu" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("plam", "no such command 'plam'"),
+        ("plan", "missing argument 'WORKLOAD': see `autoaccum plan --help`"),
+        ("plan m.py", "missing option '--target-batch'"),
+        ("plan m.py --target-batch 0", "'--target-batch': 0 is too small, the least is 1: see `autoaccum plan --help`"),
+        ("plan m.py --target-batch -3", "-3 is too small, the least is 1"),
+        ("plan m.py --target-batch 2.5", "'2.5' is not a whole number of at least 1"),
+        ("plan m.py --target-batch many", "'many' is not a whole number of at least 1"),
+        ("plan m.py --target-batch 8 --world-size 0", "'--world-size': 0 is too small"),
+        ("plan m.py --target-batch 8 --max-micro-batch 0", "'--max-micro-batch': 0 is too small"),
+        ("plan m.py --target-batch 8 --memry 3", "no such option '--memry'"),
+        ("plan m.py --target-batch 8 --trial-limit soon", "'--trial-limit'"),
+        ("plan m.py --target-batch 8 --trial-limit 0", "the trial limit is 0"),
+        ("plan m.py --target-batch 8 --equal --world-size 3", "take 6 or 9"),
+        ("plan m.py --target-batch 8 --memory 10", "'10' is not a memory size"),
+        ("plan m.py --target-batch 8 --precision fp8", "there is no precision 'fp8'"),
+        ("plan m.py --target-batch 8 --device tpu", "there is no device 'tpu'"),
+        ("plan m.py --target-batch 8 -o /nowhere/plan.json", "there is no folder /nowhere"),
+    ],
+)
+def test_usage_errors_say_what_was_seen(words: str, text: str) -> None:
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert text in result.stderr
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "autoaccum", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"], ["plan", "m.py"]])
+def test_answers_of_the_command_line_load_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom autoaccum.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna', 'pynvml')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.text import Text
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.errors import print_error
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_closed_pipe_is_the_callers_to_handle() -> None:
+    with pytest.raises(BrokenPipeError):
+        make_console(file=ClosedPipe()).print("text")
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    file = io.StringIO()
+    make_console(file=file, force_terminal=True).print(Text("text", "red"))
+    assert "31" not in file.getvalue()
+
+
+def test_an_error_is_one_line() -> None:
+    file = io.StringIO()
+    print_error(make_console(file=file, width=20), UsageError("a long message " * 9, hint="[way] out"))
+    assert file.getvalue() == f"error: {'a long message ' * 9}: [way] out\n"
+
+
+def test_a_users_traceback_comes_first() -> None:
+    file = io.StringIO()
+    shown = 'Traceback (most recent call last):\n  File "model.py", line 3\nKeyError: 3\n'
+    print_error(make_console(file=file), WorkloadError("model() raised KeyError", user_traceback=shown))
+    assert file.getvalue() == f"{shown}error: model() raised KeyError\n"

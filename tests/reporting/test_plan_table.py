@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.plan_table import accumulator_line, print_plan
+from autoaccum.units import GIB, MIB
+
+COMMAND = ["autoaccum", "plan", "my model.py", "--target-batch", "256"]
+
+
+def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **changes: Any) -> Plan:
+    schedule = make_schedule(target, ceiling, world_size=world_size)
+    parts = (schedule.micro_batch, schedule.smallest_part)
+    return Plan(
+        **{
+            "kind": "measured",
+            "target_batch": target,
+            "micro_batch": schedule.micro_batch,
+            "iter_size": schedule.iter_size,
+            "micro_batches": schedule.micro_batches,
+            "world_size": world_size,
+            "ranks": schedule.ranks if world_size > 1 else None,
+            "largest_fit": ceiling,
+            "capped": False,
+            "limit_bytes": GIB,
+            "peak_bytes": 874 * MIB,
+            "device": {"name": "cpu"},
+            "environment": {},
+            "workload": {"weight": "samples", "reduction": "mean", "precision": "fp32"},
+            "trials": (
+                Trial(parts=(ceiling, ceiling), outcome="ok", seconds=1.0),
+                Trial(parts=(ceiling + 1,) * 2, outcome="oom", seconds=1.0),
+                Trial(parts=parts, outcome="ok", seconds=1.0),
+            ),
+            "warnings": ("BatchNorm in bn1 sees 86 samples at a time",),
+            "notes": ("the learning rate stays what it is",),
+            **changes,
+        }
+    )
+
+
+def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False) -> str:
+    file = io.StringIO()
+    console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
+    print_plan(console, plan, command=COMMAND, kept=kept)
+    return file.getvalue()
+
+
+def test_says_all_that_matters() -> None:
+    assert draw(make_plan()) == (
+        "micro-batch  86\n"
+        "iter_size    3\n"
+        "parts        86 + 85 + 85 = 256\n"
+        "largest fit  100 (101 ran out of memory)\n"
+        "peak         874 MiB of 1.0 GiB, headroom 150 MiB\n"
+        "device       cpu\n"
+        "trials       3 in 3.0 s\n"
+        "note         the learning rate stays what it is\n"
+        "warning      BatchNorm in bn1 sees 86 samples at a time\n"
+        "\n"
+        "keep the plan:\n"
+        "  autoaccum plan 'my model.py' --target-batch 256 -o plan.json\n"
+        "train with it (`batch` holds 256 samples):\n"
+        "  autoaccum.Accumulator(model, optimizer, loss, micro_batch=86).step(batch)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (make_plan(256, 1), "parts        256 x 1 = 256\n"),
+        (make_plan(257, 90, world_size=1), "parts        86 + 86 + 85 = 257\n"),
+        (make_plan(429, 86), "parts        4 x 86 + 85 = 429\n"),
+        (make_plan(64, 64), "parts        64\n"),
+        (make_plan(257, 100, world_size=2), "parts        1 rank of 65 + 64; 1 rank of 64 + 64\n"),
+        (make_plan(256, 100, world_size=2), "parts        2 ranks of 64 + 64\n"),
+        (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
+        (make_plan(257, 100, world_size=2), "on every rank, `batch` holds its share of 128 or 129 samples"),
+        (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
+        (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
+        (make_plan(kind="predicted", band_bytes=MIB), "874 MiB (predicted) of 1.0 GiB"),
+    ],
+)
+def test_says_how_it_is(plan: Plan, text: str) -> None:
+    assert text in draw(plan)
+
+
+def test_a_kept_plan_is_not_offered_to_be_kept() -> None:
+    text = draw(make_plan(), kept=Path("plan.json"))
+    assert "kept in plan.json\n" in text
+    assert " -o " not in text
+
+
+def test_nothing_is_lost_on_a_narrow_terminal() -> None:
+    wide, narrow = draw(make_plan(), width=200), draw(make_plan(), width=30)
+    assert "".join(wide.split()) == "".join(narrow.split())
+    table = narrow.split("\n\n")[0]
+    assert max(len(line) for line in table.splitlines()) <= 37
+    command = narrow.splitlines()[-3].strip()
+    assert shlex.split(command) == [*COMMAND, "-o", "plan.json"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_no_trailing_spaces(width: int) -> None:
+    assert all(line == line.rstrip() for line in draw(make_plan(), width=width).splitlines())
+
+
+def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" not in draw(make_plan())
+    assert "\x1b[" in draw(make_plan(), color=True)
+
+
+def test_what_a_user_wrote_is_no_markup() -> None:
+    assert "[red]careful[/red] :smile:" in draw(make_plan(warnings=("[red]careful[/red] :smile:",)))
+
+
+@pytest.mark.parametrize(
+    ("workload", "options"),
+    [
+        ({}, "micro_batch=86"),
+        ({"weight": "the workload's weight()"}, "micro_batch=86, weight=weight"),
+        ({"reduction": "sum", "precision": "bf16"}, 'micro_batch=86, reduction="sum", precision="bf16"'),
+    ],
+)
+def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
+    line = accumulator_line(replace(make_plan(), workload=workload))
+    assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
+
+
+def test_the_line_that_trains_is_python() -> None:
+    import inspect
+
+    from autoaccum import Accumulator
+
+    workload = {"weight": "the workload's weight()", "reduction": "sum", "precision": "bf16"}
+    line = accumulator_line(replace(make_plan(), workload=workload))
+    seen: dict[str, Any] = {}
+
+    class Recorder:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            inspect.signature(Accumulator).bind(*arguments, **options)
+            seen.update(options)
+
+        def step(self, batch: Any) -> None:
+            seen["batch"] = batch
+
+    names = {name: name for name in ("model", "optimizer", "loss", "weight", "batch")}
+    exec(line, {"autoaccum": type("module", (), {"Accumulator": Recorder}), **names})
+    assert seen == {"micro_batch": 86, "weight": "weight", "reduction": "sum", "precision": "bf16", "batch": "batch"}

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Inspection, Outcome, Trial
+from autoaccum.planning.events import Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.progress import Progress, trial_line
+from autoaccum.units import GIB, MIB
+
+INSPECTION = Inspection(
+    name="digits",
+    digest="d",
+    model="Net",
+    parameters=1_234_567,
+    parameter_bytes=4,
+    precision="bf16",
+    optimizer="AdamW",
+    reduction="mean",
+    weight="samples",
+    environment={},
+)
+OK = Trial(parts=(64, 64), outcome="ok", peak_reserved_bytes=312 * MIB, seconds=1.24)
+OOM = Trial(parts=(128, 128), outcome="oom", phase="backward", seconds=0.5, peak_reserved_bytes=500 * MIB)
+PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0)
+
+
+def draw(*, terminal: bool = False, quiet: bool = False) -> str:
+    file = io.StringIO()
+    console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
+    with Progress(console, quiet=quiet) as progress:
+        progress.tell(Inspected(INSPECTION, "cpu", GIB, 256))
+        for number, trial in enumerate((OK, OOM), start=1):
+            progress.tell(TrialStarted(number, trial.parts, False))
+            progress.pass_on(f"printed in trial {number}")
+            progress.tell(TrialFinished(number, trial, False))
+        progress.tell(Scheduled(make_schedule(128, 64), 64))
+        progress.tell(TrialStarted(3, PROOF.parts, True))
+        progress.tell(TrialFinished(3, PROOF, True))
+    return file.getvalue()
+
+
+def test_one_line_per_trial() -> None:
+    assert draw() == (
+        "digits: Net, 1,234,567 parameters, bf16, AdamW; on cpu with 1.0 GiB, sizes up to 256\n"
+        "micro-batch  outcome       peak      time\n"
+        "printed in trial 1\n"
+        "         64  ok         312 MiB     1.2 s\n"
+        "printed in trial 2\n"
+        "        128  oom              -     0.5 s  in backward\n"
+        "confirming 64 + 64 from a clean state\n"
+        "    43 + 42  ok         200 MiB     1.0 s\n"
+    )
+
+
+def test_quiet_passes_on_only_what_the_workload_prints() -> None:
+    assert draw(quiet=True) == "printed in trial 1\nprinted in trial 2\n"
+
+
+def test_a_terminal_shows_the_trial_that_runs() -> None:
+    text = draw(terminal=True)
+    assert "trial 2: micro-batch 128 ..." in text
+    assert "trial 3: micro-batch 43 + 42 ..." in text
+    assert text.endswith("\x1b[?25h") or text.rstrip().endswith("1.0 s"), "the cursor is shown again"
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
+
+
+def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
+    file = io.StringIO()
+    progress = Progress(make_console(file=file, force_terminal=True, color_system=None))
+
+    def run() -> None:
+        with progress:
+            progress.tell(TrialStarted(1, (1, 1), False))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("outcome", ["ok", "tight", "oom", "error"])
+def test_outcomes_have_colours(outcome: Outcome) -> None:
+    trial = Trial(parts=(1, 1), outcome=outcome)
+    assert trial_line(trial).spans
