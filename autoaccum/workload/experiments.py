@@ -37,6 +37,7 @@ class Experiment:
     Attributes:
         objective: The workload's own objective.
         tolerance: By how much two equal losses may differ, relative to their size.
+        whole: The terms of the loss of the batch it was made for.
     """
 
     def __init__(self, workload: Workload, batch: Any) -> None:
@@ -51,7 +52,7 @@ class Experiment:
             _break_ties(self._model)
         _rest(self._model)
         started = time.perf_counter()
-        self._run_narrow(batch)
+        self.whole = self._run_narrow(batch)
         if copied and time.perf_counter() - started < _WIDE_SECONDS:
             self._widen(batch)
 
@@ -93,15 +94,14 @@ class Experiment:
         tensor = tensor.detach().clone()
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
-    def _run_narrow(self, batch: Any) -> None:
+    def _run_narrow(self, batch: Any) -> dict[str, float]:
         try:
-            self._losses(batch)
+            return self._losses(batch)
         except AutoaccumError:
             raise
         except Exception:
             self._recording = True  # a model may take gradients within its forward
-        if self._recording:
-            self.losses(batch)
+        return self.losses(batch)
 
     def _widen(self, batch: Any) -> None:
         if sum(parameter.numel() for parameter in self._model.parameters()) > _WIDE_PARAMETERS:
@@ -110,7 +110,7 @@ class Experiment:
         try:
             self._model, self._dtype = copy.deepcopy(narrow).double(), torch.float64
             self._used = _widened(self.objective)
-            self._losses(batch)
+            self.whole = self._losses(batch)
         except Exception:  # whatever does not work in float64 has worked as it was
             self._model, self._dtype, self._used = narrow, None, self.objective
 
@@ -165,8 +165,7 @@ def _break_ties(model: nn.Module) -> None:
 
 
 def _rest(model: nn.Module) -> None:
-    """Put modules that draw at random, or average over the batch, into eval mode; the others into training mode."""
-    model.train()
+    """Put modules that draw at random, or average over the batch, into eval mode; the others stay as they are."""
     normalising = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.RReLU)
     for module in model.modules():
         if isinstance(module, normalising) or "drop" in nests.type_name(module).lower():

@@ -26,9 +26,9 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
     if isinstance(optimizer, list | tuple | dict):
-        raise WorkloadError(
-            f"{len(optimizer)} optimizers are given", hint="autoaccum updates with one; give it parameter groups"
-        )
+        count = len(optimizer)
+        seen = f"{count} optimizers are given" if count > 1 else f"optimizer is {kind(optimizer)} of {count}"
+        raise WorkloadError(seen, hint="autoaccum updates with one; give it parameter groups")
     if isinstance(optimizer, str):
         find_optimizer(optimizer)
     elif _is_optimizer(optimizer) and needs_closure(optimizer):
@@ -95,7 +95,9 @@ def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any
 
 
 def _checked(made: Any, model: nn.Module) -> Optimizer:
-    if isinstance(made, list | tuple | dict):
+    if isinstance(made, list | tuple | dict) and any(
+        isinstance(one, Optimizer) for one in (made.values() if isinstance(made, dict) else made)
+    ):
         check_optimizer(made)
     if not isinstance(made, Optimizer):
         raise WorkloadError(f"optimizer(params) returned {kind(made)}, not an optimizer", hint=_FACTORY)

@@ -39,7 +39,7 @@ def check_weighting(workload: Workload) -> list[str]:
 
 def _compare(experiment: Experiment, batch: Any) -> list[str]:
     parts = split_batch(batch, _SPLITS[0])
-    whole = experiment.losses(batch)
+    whole = experiment.whole
     seen = Comparison(experiment.objective, whole, parts, [experiment.losses(part) for part in parts])
     seen.refuse_nan()
     wrong = seen.mismatched(experiment.tolerance)

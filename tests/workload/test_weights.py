@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,3 +37,101 @@ def test_gives_every_term_its_own_weight() -> None:
     assert match_weights(3.0, ["a", "b"]) == {"a": 3.0, "b": 3.0}
     with pytest.raises(WorkloadError, match="terms a, b, weight has a"):
         match_weights({"a": 1.0}, ["a", "b"])
+
+
+def scalar(model: nn.Module, batch: Any) -> Any:
+    return model(batch).mean()
+
+
+TERMS: dict[str, tuple[Any, str]] = {
+    "rows": (lambda m, b: m(b), r"the loss is not a scalar but of shape \(4, 2\): reduce it with \.mean\(\)"),
+    "one row": (lambda m, b: m(b).mean().reshape(1), r"not a scalar but of shape \(1,\): reduce it with \.squeeze\(\)"),
+    "a number": (lambda m, b: m(b).mean().item(), r"the loss is a float, not a tensor: return the tensor itself"),
+    "nothing": (lambda m, b: None, r"the loss is None, not a tensor"),
+    "integer": (lambda m, b: m(b).argmax(), r"the loss is of dtype torch\.int64: a loss needs a floating dtype"),
+    "complex": (lambda m, b: m(b).mean() * 1j, r"the loss is of dtype torch\.complex64"),
+    "no terms": (lambda m, b: {}, r"loss returned no terms"),
+    "a bad term": (lambda m, b: {"a": m(b).mean(), "b": m(b)}, r"the loss's term 'b' is not a scalar"),
+    "detached": (lambda m, b: m(b).mean().detach(), r"not connected to any trainable parameter"),
+    "constant": (lambda m, b: b.mean(), r"not connected to any trainable parameter"),
+    "a tuple": (lambda m, b: (m(b).mean(), m(b)), r"the loss is a tuple, not a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_refuses_what_is_no_loss(case: str) -> None:
+    loss, message = TERMS[case]
+    with pytest.raises(WorkloadError, match=message):
+        resolve_objective(loss).terms(nn.Linear(2, 2), torch.ones(4, 2))
+
+
+def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
+    with torch.no_grad():
+        assert resolve_objective(scalar).terms(nn.Linear(2, 2), torch.ones(4, 2))["loss"].ndim == 0
+
+
+def test_one_connected_term_is_enough() -> None:
+    terms = resolve_objective(lambda m, b: {"a": m(b).mean(), "shown": b.mean()}).terms(
+        nn.Linear(2, 2), torch.ones(4, 2)
+    )
+    assert terms["a"].requires_grad
+
+
+@pytest.mark.parametrize("value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0])])
+def test_takes_any_number_for_a_weight(value: Any) -> None:
+    weight = resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
+    assert weight == 3.0
+    assert type(weight) is float
+
+
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "negative": (-1, r"weight\(batch\) is -1\.0: a weight counts"),
+    "nan": (float("nan"), r"weight\(batch\) is nan"),
+    "infinite": (torch.tensor(float("inf")), r"weight\(batch\) is inf"),
+    "rows": (torch.ones(4), r"weight\(batch\) is a Tensor of shape \(4,\), not a number: return one number per batch"),
+    "none": (None, r"weight\(batch\) is None, not a number"),
+    "text": ("many", r"weight\(batch\) is a str, not a number"),
+    "a bad term": ({"a": 1, "b": -1}, r"weight\(batch\)\['b'\] is -1\.0"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_refuses_what_is_no_weight(case: str) -> None:
+    value, message = WEIGHTS[case]
+    with pytest.raises(WorkloadError, match=message):
+        resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
+
+
+def test_weights_are_exact_beyond_single_precision() -> None:
+    count = 2**24 + 1
+    assert resolve_objective(scalar, weight=lambda batch: torch.tensor(count)).weight(None) == count
+
+
+def test_a_criterion_that_sums_tells_by_itself() -> None:
+    objective = resolve_objective(nn.CrossEntropyLoss(reduction="sum"))
+    assert objective.reduction == "sum"
+    assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 3.0
+    assert (
+        resolve_objective(functools.partial(functional.mse_loss, reduction="sum"), reduction="sum").reduction == "sum"
+    )
+
+
+def test_the_users_weight_wins_over_the_criterions() -> None:
+    objective = resolve_objective(nn.CrossEntropyLoss(), weight=lambda batch: 7)
+    assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 7.0
+    assert objective.source == "the workload's weight()"
+
+
+def test_criterion_forces_what_would_be_a_loss() -> None:
+    def distance(left: Tensor, right: Tensor) -> Tensor:
+        return (left - right).square().mean()
+
+    batch = torch.ones(3, 2), torch.ones(3, 2)
+    assert resolve_objective(criterion=distance).terms(nn.Linear(2, 2), batch)["loss"].requires_grad
+    assert resolve_objective(distance).criterion is None
+
+
+def test_names_of_terms_must_match() -> None:
+    assert match_weights({"a": 1.0, "b": 2.0}, ["b", "a"]) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(WorkloadError, match="loss has the terms loss, weight has none"):
+        match_weights({}, ["loss"])

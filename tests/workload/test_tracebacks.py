@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import blame_workload, format_user_traceback
+
+
+def multiply(size: int) -> torch.Tensor:
+    out: torch.Tensor = nn.Linear(3, 2)(torch.zeros(size, 4))
+    return out
+
+
+def test_keeps_the_users_frames_and_the_error() -> None:
+    workload = Workload(model=nn.Linear(3, 2), batch=multiply, loss=lambda model, batch: batch.sum())
+    with pytest.raises(RuntimeError) as caught:
+        workload.build_batch(5)
+    shown = format_user_traceback(caught.value)
+    assert "in multiply" in shown
+    assert "mat1 and mat2 shapes cannot be multiplied" in shown
+    assert str(Path("torch") / "nn") not in shown
+    assert str(Path("workload") / "spec.py") not in shown
+
+
+def test_blames_in_one_line() -> None:
+    error = blame_workload(ValueError("first line\nsecond line"), "batch(3)")
+    assert str(error) == "batch(3) raised ValueError: first line"
+    assert "second line" in (error.user_traceback or "")
+    assert str(blame_workload(KeyError(), "model()")) == "model() raised KeyError"
+
+
+def test_shows_chained_errors() -> None:
+    def inner() -> None:
+        raise KeyError("inner")
+
+    def outer() -> None:
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        outer()
+    shown = format_user_traceback(caught.value)
+    assert "in inner" in shown
+    assert "direct cause" in shown
