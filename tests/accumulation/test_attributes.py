@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("counted", torch.zeros(1))
+        self.calls = 0
+        self.ratio = float("nan")
+        self.name = "x"
+        self.cache: Any = None
+        self.history: list[Any] = []
+        self.queue: deque[int] = deque([1, 2, 3], maxlen=3)
+        self.table: dict[str, Any] = {"a": [1, 2], "b": {"c": 1}}
+        self.ids = {1, 2}
+        self.tensor = torch.zeros(2)
+        self.array = np.zeros(2)
+        self.statistics = Statistics()
+        self.generator = torch.Generator()
+        self.function = print
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "calls": lambda m: setattr(m, "calls", 1),
+    "ratio": lambda m: setattr(m, "ratio", 0.5),
+    "name": lambda m: setattr(m, "name", "y"),
+    "cache": lambda m: setattr(m, "cache", torch.ones(2)),
+    "history": lambda m: m.history.append(0.5),
+    "queue": lambda m: m.queue.append(3),
+    "table": lambda m: m.table["b"].update(c=2),
+    "ids": lambda m: m.ids.add(3),
+    "tensor": lambda m: m.tensor.add_(1),
+    "array": lambda m: m.array.__setitem__(0, 1.0),
+    "statistics": lambda m: setattr(m.statistics, "mean", 1.0),
+    "fresh": lambda m: setattr(m, "fresh", 1),
+    "function": lambda m: setattr(m, "function", repr),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_names_the_attribute_that_changed(name: str) -> None:
+    inner = Holder()
+    model = nn.Sequential(inner)
+    before = Fingerprint(model)
+    CHANGES[name](inner)
+    assert before.changed_attributes(Fingerprint(model)) == [f"0.{name}"]
+
+
+def test_names_one_that_went() -> None:
+    model = Holder()
+    before = Fingerprint(model)
+    del model.calls
+    assert before.changed_attributes(Fingerprint(model)) == ["calls"]
+
+
+def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
+    model = Holder()
+    before = Fingerprint(model)
+    assert isinstance(model.counted, torch.Tensor)
+    model.counted += 1
+    model.eval()
+    torch.rand(1, generator=model.generator)
+    after = Fingerprint(model)
+    assert before.changed_attributes(after) == []
+    assert state_warning(before, after, is_batch_changed=False) is None
+
+
+def test_names_parameters_that_changed() -> None:
+    model = Holder()
+    before = Fingerprint(model)
+    model.layer.weight.data.clamp_(0, 0)
+    after = Fingerprint(model)
+    assert before.changed_parameters(after) == ["layer.weight"]
+    text = state_warning(before, after, is_batch_changed=True)
+    assert text is not None
+    assert "parameters (layer.weight) and the batch it is given" in text
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    model = Holder()
+    before = Fingerprint(model)
+    for index in range(20):
+        setattr(model, f"extra{index}", index)
+    text = state_warning(before, Fingerprint(model), is_batch_changed=False)
+    assert text is not None
+    assert "extra7, ...)" in text
+
+
+def test_counts_changes_of_a_batch_in_place() -> None:
+    x = torch.zeros(4, 2)
+    batch = {"x": x, "rest": [(torch.ones(1), None, "text")]}
+    part = x[:2]
+    before = batch_versions([batch])
+    assert len(before) == 2
+    part.add_(1)
+    assert batch_versions([batch]) != before

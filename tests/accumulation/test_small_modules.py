@@ -1,0 +1,134 @@
+"""BatchNorm's names, windows, notices, the digest, random states."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.loaders import windows
+from autoaccum.accumulation.randomness import RandomState, own_generators
+from autoaccum.devices.base import Phase
+from autoaccum.errors import UsageError
+
+
+def test_names_the_batchnorms_that_see_the_batch() -> None:
+    model = nn.ModuleDict(
+        {
+            "a": nn.BatchNorm1d(2),
+            "b": nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)),
+            "frozen": nn.BatchNorm2d(2).eval(),
+            "never frozen": nn.BatchNorm2d(2, track_running_stats=False).eval(),
+            "not coupled": nn.InstanceNorm2d(2, track_running_stats=True),
+            "group": nn.GroupNorm(1, 2),
+        }
+    )
+    assert batchnorm_names(model) == ["a", "b.0", "b.1", "b.2", "never frozen"]
+    assert batchnorm_names(nn.BatchNorm1d(2)) == ["BatchNorm1d"]
+    assert batchnorm_names(model.eval()) == ["never frozen"]
+
+
+def test_the_warning_names_few_modules_and_the_way_out() -> None:
+    text = batchnorm_warning([f"layer{index}" for index in range(9)])
+    assert "layer4 and 4 more:" in text
+    assert "once per micro-batch instead of once per update" in text
+    assert "GroupNorm" in text
+
+
+def test_windows_group_whatever_a_loader_yields() -> None:
+    assert list(windows(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(windows([], 3)) == []
+    for size in (0, -1):
+        with pytest.raises(UsageError, match=f"iter_size is {size}"):
+            windows([1], size)
+
+
+def test_windows_hold_no_window_but_the_last() -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def loader() -> Iterator[torch.Tensor]:
+        for _ in range(6):
+            gc.collect()
+            assert sum(reference() is not None for reference in alive) <= 2
+            batch = torch.ones(2)
+            alive.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    for window in windows(loader(), 2):
+        del window
+
+
+def test_phases_are_words_of_a_trial() -> None:
+    from typing import get_args
+
+    from autoaccum.accumulation.phases import StepPhase
+
+    assert set(get_args(StepPhase)) < set(get_args(Phase))
+
+
+def test_random_states_come_back() -> None:
+    module = nn.Linear(2, 2)
+    generator: Any = torch.Generator().manual_seed(3)
+    module.__dict__["noise"] = generator
+    assert own_generators([module, module]) == [generator]
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            np.random.rand(),
+            float(torch.rand(1)),
+            float(torch.rand(1, generator=generator)),
+        ]
+
+    state = RandomState(generators=own_generators([module]))
+    first = draw()
+    state.restore()
+    assert draw() == first
+
+
+def dirty_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-7
+
+
+def grow_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter = next(model.parameters())
+    parameter.grad = torch.zeros_like(parameter)
+
+
+CHANGES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "parameter": dirty_parameter,
+    "gradient": grow_gradient,
+    "buffer": lambda model, optimizer: next(model.buffers()).add_(1),
+    "mode": lambda model, optimizer: next(model.children()).eval(),
+    "requires_grad": lambda model, optimizer: next(model.parameters()).requires_grad_(False),
+    "group": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "state": lambda model, optimizer: optimizer.state[next(model.parameters())].update(step=torch.ones(1)),
+    "attribute": lambda model, optimizer: vars(optimizer).update(found_inf=1),
+    "torch": lambda model, optimizer: torch.rand(1),
+    "python": lambda model, optimizer: random.random(),
+    "numpy": lambda model, optimizer: np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_digest_sees_every_change(change: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = state_digest(model, optimizer)
+    assert state_digest(model, optimizer) == before
+    twin = copy.deepcopy(model)
+    assert state_digest(twin, torch.optim.AdamW(twin.parameters())) == before
+    CHANGES[change](model, optimizer)
+    assert state_digest(model, optimizer) != before
