@@ -72,7 +72,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         raise _wrong(value, "a list", where)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _record(value, hint, where)
-    if isinstance(hint, type) and issubclass(hint, Mapping) or origin is not None and issubclass(origin, Mapping):
+    if origin is not None and issubclass(origin, Mapping):
         if isinstance(value, dict):
             return value
         raise _wrong(value, "an object", where)

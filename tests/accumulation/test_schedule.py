@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import (
@@ -60,6 +60,7 @@ def test_brute_force_over_small_cases() -> None:
                 check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
 
 
+@settings(deadline=None)
 @given(targets, ceilings, world_sizes)
 def test_properties(target: int, ceiling: int, world_size: int) -> None:
     check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
@@ -79,6 +80,7 @@ def check_schedule(schedule: Schedule, target: int, ceiling: int, world_size: in
     assert (schedule.iter_size - 1) * ceiling < max(shares)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 600), ceilings, world_sizes)
 def test_equal_parts_are_the_largest_divisor_that_fits(share: int, ceiling: int, world_size: int) -> None:
     schedule = make_schedule(share * world_size, ceiling, world_size=world_size, equal=True)
@@ -87,6 +89,7 @@ def test_equal_parts_are_the_largest_divisor_that_fits(share: int, ceiling: int,
     assert part == max(d for d in range(1, share + 1) if share % d == 0 and d <= ceiling)
 
 
+@settings(deadline=None)
 @given(targets, st.integers(2, 24))
 def test_equal_parts_need_a_divisible_target(target: int, world_size: int) -> None:
     if target % world_size == 0:
@@ -99,11 +102,13 @@ def test_equal_parts_need_a_divisible_target(target: int, world_size: int) -> No
     assert [int(n) for n in re.findall(r"\d+", seen.value.hint)] == [n for n in (below, above) if n]
 
 
+@settings(deadline=None)
 @given(targets, ceilings)
 def test_split_evenly_is_one_rank(samples: int, ceiling: int) -> None:
     assert split_evenly(samples, ceiling) == make_schedule(samples, ceiling).micro_batches
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 500))
 def test_even_parts(total: int, count: int) -> None:
     parts = even_parts(total, count)
@@ -155,6 +160,7 @@ def test_formats_parts(parts: tuple[int, ...], text: str) -> None:
     assert format_parts(parts) == text
 
 
+@settings(deadline=None)
 @given(targets, ceilings)
 def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
     terms = format_parts(split_evenly(samples, ceiling)).split(" + ")

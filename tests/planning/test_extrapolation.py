@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.planning.extrapolation import Guess, next_size
@@ -9,6 +9,7 @@ from autoaccum.planning.extrapolation import Guess, next_size
 LIMIT = 1_000_000
 
 
+@settings(deadline=None)
 @given(
     peaks=st.dictionaries(st.integers(1, 500), st.integers(0, 2 * LIMIT), max_size=6),
     gap=st.none() | st.integers(2, 10**6),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import make_schedule
@@ -43,6 +43,7 @@ def a_plan() -> Plan:
     )
 
 
+@settings(deadline=None)
 @given(
     target=st.integers(1, 300),
     ceiling=st.integers(1, 300),
@@ -205,6 +206,7 @@ def test_added_fields_are_passed_over(a_plan: Plan) -> None:
     assert Plan.from_json(changed(a_plan, noise_scale=3.5)) == a_plan
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 4000))
 def test_a_cut_file_never_reads(cut: int) -> None:
     plan = Plan(

@@ -130,6 +130,7 @@ def test_brute_force_over_monotone_sizes() -> None:
                 assert not result.warnings
 
 
+@settings(deadline=None)
 @given(ceiling=st.integers(1, 3000), cap=st.integers(1, 4000), seed=st.integers(0, 10**6))
 def test_monotone_fits_with_any_peaks(ceiling: int, cap: int, seed: int) -> None:
     peaks = random.Random(seed)
@@ -140,7 +141,7 @@ def test_monotone_fits_with_any_peaks(ceiling: int, cap: int, seed: int) -> None
     assert len(result.trials) <= 14 + 2 * math.log2(ceiling + 1) + 3
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     outcomes=st.lists(st.sampled_from(["ok", "tight", "oom"]), min_size=1, max_size=40),
     cap=st.integers(1, 60),
@@ -154,6 +155,7 @@ def test_any_outcomes(outcomes: list[Outcome], cap: int, measures: bool) -> None
     check(search(trial, cap, limit_bytes=LIMIT), cap)
 
 
+@settings(deadline=None)
 @given(ceiling=st.integers(1, 10**5))
 def test_works_without_peaks(ceiling: int) -> None:
     result = search(scripted(lambda n: "ok" if n <= ceiling else "oom"), 10**6, limit_bytes=LIMIT)
@@ -161,6 +163,7 @@ def test_works_without_peaks(ceiling: int) -> None:
     assert len(result.trials) <= 3 + 2 * math.log2(ceiling + 1)
 
 
+@settings(deadline=None)
 @given(ceiling=st.integers(1, 2000), seed=st.integers(0, 99))
 def test_tries_no_size_twice(ceiling: int, seed: int) -> None:
     trials = search(simulated("1 % noise", ceiling, 0.3, random.Random(seed)), NO_CAP, limit_bytes=LIMIT).trials
