@@ -27,10 +27,11 @@ def digest_sources(path: Path) -> str:
 
 
 def _collect(file: Path, top: Path, found: set[Path]) -> None:
-    waiting = [file]
+    packages = [place for place in file.parents if top in place.parents]
+    waiting = [file, *(init for place in packages if (init := place / "__init__.py").is_file())]
     while waiting:
         current = waiting.pop()
-        if current not in found:
+        if current not in found and top in current.parents:
             found.add(current)
             waiting.extend(_imported(current, top))
 

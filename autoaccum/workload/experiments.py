@@ -44,8 +44,11 @@ class Experiment:
         self.objective = workload.objective
         self.tolerance = _HALF_TOLERANCE
         with users_code("model()"):
-            built = workload.build_model()
-        self._model, copied = _copy(built)
+            self._model = workload.build_model()
+        # A function may return the same model each time, which would then be the caller's.
+        copied = isinstance(workload.model, nn.Module | type)
+        if not copied:
+            self._model, copied = _copy(self._model)
         self._used, self._recording = self.objective, False
         self._dtype: torch.dtype | None = None
         if copied:

@@ -24,17 +24,24 @@ def import_file(path: Path) -> ModuleType:
 
     Beside an `__init__.py` it is imported under its true dotted name. Elsewhere it becomes a module of a package made
     up for its directory, so that `from .x import y` works, and the directory goes first on `sys.path`, so that
-    `import x` does. Either way it is found in `sys.modules`, as dataclasses and pickle want.
+    `import x` does. Either way it is found in `sys.modules`, as dataclasses and pickle want; both stay so, for what the
+    workload imports late.
 
     Raises:
         WorkloadError: It cannot be compiled, or raises.
     """
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read ({error.strerror})", hint="check its permissions") from error
+    if b"\0" in source:  # Python 3.10 says so by a ValueError without a place
+        raise WorkloadError(f"{path.name} is not valid Python (it holds null bytes)", hint="correct it")
     _forget_earlier_loads()
     root = _package_root(path)
     if root is None:
         package = _stand_in(path.parent)
         with _user_code(path.name, [path.parent]):
-            return _run(f"{package.__name__}.{path.stem}", path)
+            return _run(f"{package.__name__}.{path.stem.replace('.', '_')}", path)
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     top = dotted.partition(".")[0]
     taken = sys.modules.get(top)

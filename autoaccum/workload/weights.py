@@ -22,6 +22,9 @@ Weights: TypeAlias = "float | dict[str, float]"
 _SINGLE = "loss"
 """The name of the only term of a loss that is one number."""
 
+_OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
+"""First arguments that betray a criterion, where `loss(model, batch)` is meant."""
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -167,14 +170,19 @@ def _check_loss_function(loss: Any) -> None:
     if not callable(loss):
         raise WorkloadError(f"loss is {kind(loss)}", hint="write a function loss(model, batch)")
     try:
-        inspect.signature(loss).bind(None, None)
+        signature = inspect.signature(loss)
     except ValueError:
-        return
+        return  # a builtin without a signature: the call itself will tell
+    try:
+        signature.bind(None, None)
+        mistaken = next(iter(signature.parameters)) in _OUTPUT_NAMES
     except TypeError:
+        mistaken = True
+    if mistaken:
         raise WorkloadError(
-            f"loss{inspect.signature(loss)} cannot be called with a model and a batch",
-            hint="write loss(model, batch); a function of outputs and targets is a criterion",
-        ) from None
+            f"loss{signature} does not take a model and a batch",
+            hint="write loss(model, batch); a function of outputs and targets is a criterion: criterion = loss",
+        )
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:

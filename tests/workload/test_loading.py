@@ -162,7 +162,23 @@ def test_imports_a_file_in_a_package_under_its_true_name(write: Write) -> None:
     workload = load_workload(str(path))
     assert getattr(workload.model, "__module__", None) == "shop.nets.model"
     assert load_workload("shop.nets.model").digest == workload.digest
+    write("MORE = 1\n", "shop/__init__.py")
+    assert load_workload("shop/nets/model.py").digest != workload.digest
     assert load_workload("shop.nets.model:model").name == "shop.nets.model:model"
+
+
+def test_a_file_may_have_any_name(write: Write) -> None:
+    write("SIZE = 4\n", "sizes.py")
+    for name in ("my-model.py", "model.v2.py", "random.py", "über.py"):
+        path = write("from .sizes import SIZE\n" + textwrap.dedent(GOOD), name)
+        assert load_workload(str(path)).name == path.stem
+
+
+def test_a_file_far_away_is_loaded_by_a_relative_path(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(GOOD, "one/two/model.py")
+    write("", "three/empty.txt")
+    monkeypatch.chdir(path.parents[2] / "three")
+    assert load_workload("../one/two/model.py:model").path == path
 
 
 def test_reads_a_changed_file_again(write: Write) -> None:
@@ -229,7 +245,11 @@ BAD = {
         def batch(size): return torch.randn(size, 1)
         def loss(output): return output
      """,
-        r"loss\(output\) cannot be called with a model and a batch",
+        r"loss\(output\) does not take a model and a batch",
+    ),
+    "loss is a criterion": (
+        GOOD.replace("criterion = nn.CrossEntropyLoss()", "def loss(outputs, targets): return outputs.mean()"),
+        r"loss\(outputs, targets\) does not take a model and a batch: .* criterion = loss",
     ),
     "optimizer instance": (
         GOOD + "    optimizer = torch.optim.SGD(model().parameters())\n",
