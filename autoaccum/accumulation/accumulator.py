@@ -37,8 +37,8 @@ class Accumulator:
     """Trains with an effective batch in micro-batches: the same gradient, the memory of one micro-batch.
 
     All weights of the effective batch are known before its first backward; each micro-loss is multiplied by its
-    share and its graph freed by its own backward. Gradients that are there before a step are dropped, and after it
-    `.grad` is None on every parameter. Where a part of the parameters is of half precision, gradients are summed in
+    share and its graph freed by its own backward. Gradients that are there before a step do not count (they are put
+    back if it fails, dropped otherwise), and after it `.grad` is None on every parameter. Where a part of the parameters is of half precision, gradients are summed in
     float32 and rounded once. The norm is that of the optimizer's parameters, taken and clipped once per update.
 
     A step is all or nothing. When memory runs out (or anything else is raised) before the optimizer has begun to

@@ -142,7 +142,11 @@ class Attempt:
             self._updater.interrupt()
             return error
         try:
-            transaction.rollback()
+            try:
+                transaction.rollback()
+            except KeyboardInterrupt as interrupt:
+                transaction.rollback()
+                return interrupt
         except Exception as second:
             self._updater.interrupt()
             interrupted = UpdateInterrupted(

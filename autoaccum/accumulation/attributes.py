@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.copies import is_plain_tensor
 from autoaccum.workload import nests
 
 _DEPTH = 3
@@ -37,7 +38,11 @@ class Fingerprint:
             for name, value in vars(module).items()
             if name not in _INTERNAL
         }
-        self._parameters = {name: _checksum(parameter) for name, parameter in model.named_parameters()}
+        self._parameters = {
+            name: repr(parameter.detach().sum().tolist())
+            for name, parameter in model.named_parameters()
+            if is_plain_tensor(parameter) and not parameter.is_meta
+        }
 
     def changed_attributes(self, later: Fingerprint) -> list[str]:
         """Names (`encoder.calls`) of attributes that came, went or changed."""
@@ -113,10 +118,6 @@ def _token(value: Any, depth: int) -> Any:
 def _tokens(values: Iterable[Any], depth: int) -> Any:
     listed = list(values)
     return len(listed), [_token(value, depth - 1) for value in (*listed[:_ENTRIES], *listed[-1:])]
-
-
-def _checksum(parameter: Tensor) -> str:
-    return repr(parameter.detach().sum().tolist())
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,7 +32,7 @@ class TensorCopy:
         with torch.no_grad():
             if self._values is not None:
                 self._alias.copy_(self._values)
-            if self._tensor.layout is torch.strided and not self._tensor.is_set_to(self._alias):
+            if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
                 self._tensor.data = self._alias
         return self._tensor
 
@@ -83,6 +83,11 @@ class StateCopy:
     def _copy_all(self, nodes: Any) -> None:
         for node in nodes:
             self._copy(node)
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
+    return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _refill(sequence: Any, items: list[Any]) -> None:

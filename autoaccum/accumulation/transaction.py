@@ -52,6 +52,7 @@ class Transaction:
         self._scaler = scaler
         self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         self._guarded: StateCopy | None = None
+        self._committed = False
 
     @property
     def scale(self) -> float:
@@ -62,15 +63,18 @@ class Transaction:
         """Copy the parameters and the state that `owners` (optimizer, scheduler) hold to host memory."""
         self._guarded = StateCopy(list(owners), on_host=True)
 
-    def release_guard(self) -> None:
-        """Free the copies of `guard`: what it guarded has come through."""
+    def commit(self) -> None:
+        """Free the copies: the update was made, and from now on `rollback` does nothing."""
+        self._committed = True
         self._guarded = None
+        self._copies.clear()
 
     def rollback(self) -> None:
-        """Put everything back; allocates no device memory."""
+        """Put everything back; allocates no device memory, and may be called again when it was interrupted."""
+        if self._committed:
+            return
         if self._guarded is not None:
             self._guarded.restore()
-            self._guarded = None
         for held, before in self._buffers:
             held.clear()
             held.update(before)

@@ -62,7 +62,9 @@ class Updater:
             return self._run_guarded(transaction)
         reserve(self._temporaries)
         try:
-            return self._step(transaction.scale)
+            updated = self._step(transaction.scale)
+            transaction.commit()
+            return updated
         except BaseException as error:
             self.interrupt()
             if isinstance(error, Exception):
@@ -77,7 +79,7 @@ class Updater:
         transaction.guard(self._optimizer, self._scheduler)
         with TemporariesRecorder() as recorder:
             updated = self._step(transaction.scale)
-        transaction.release_guard()
+        transaction.commit()
         # A skipped update has shown neither its state nor its temporaries.
         self._seen = self._signature() if updated else None
         self._temporaries = recorder.largest_set()
