@@ -38,13 +38,24 @@ class Accumulator:
 
     All weights of the effective batch are known before its first backward; each micro-loss is multiplied by its
     share and its graph freed by its own backward. Gradients that are there before a step do not count (they are put
-    back if it fails, dropped otherwise), and after it `.grad` is None on every parameter. Where a part of the parameters is of half precision, gradients are summed in
-    float32 and rounded once. The norm is that of the optimizer's parameters, taken and clipped once per update.
+    back if it fails, dropped otherwise), and after it `.grad` is None on every parameter. Where some of the
+    parameters are of half precision, gradients are summed in float32 and rounded once. The norm is that of the
+    optimizer's parameters, taken and clipped once per update. Batches may be on any device; on the CPU, counting
+    their tokens costs no synchronisation.
 
     A step is all or nothing. When memory runs out (or anything else is raised) before the optimizer has begun to
     write, or within its first update, which is guarded by a host copy, everything is put back: weights, buffers,
     optimizer, scaler, scheduler, random states, modes, `.grad`. Out of memory, the batch is then repeated in smaller
-    micro-batches (`recovery.shrink`), with a warning, and `micro_batch` stays that small.
+    micro-batches (`recovery.shrink`), with a warning, and `micro_batch` stays that small. Later updates have their
+    memory made sure of instead of a copy; should one fail half-way all the same, UpdateInterrupted ends training.
+
+    >>> import torch
+    >>> from torch.nn import Linear, MSELoss
+    >>> from torch.optim import SGD
+    >>> model = Linear(2, 2)
+    >>> accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), MSELoss(), micro_batch=100)
+    >>> accumulator.step((torch.ones(256, 2), torch.zeros(256, 2))).micro_batches
+    (86, 85, 85)
 
     Args:
         model: The model, in place on its device.
