@@ -1,6 +1,6 @@
 """A dict batch and two losses with divisors of their own: real digits, some of them without a label.
 
-autoaccum plan examples/two_losses.py --target-batch 512 --memory 100MiB --json
+autoaccum plan examples/two_losses.py --target-batch 512 --memory 40MiB --json
 python examples/two_losses.py
 """
 
@@ -17,8 +17,8 @@ labels = torch.tensor(digits.target).where(torch.arange(len(pixels)) % 3 == 0, -
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encode = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 16))
-        self.decode = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 64))
+        self.encode = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 16))
+        self.decode = nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 64))
         self.classify = nn.Linear(16, 10)
 
     def forward(self, pixels):

@@ -40,14 +40,15 @@ class Case:
     flags: str = "--target-batch 4 --memory 200MiB"
     reference: str = "model.py"
     users_traceback: bool = False
+    crashes: bool = False
     files: dict[str, str] = field(default_factory=dict)
 
 
 CASES = [
     # The workload file.
     Case("missing file", r"nowhere\.py", reference="nowhere.py"),
-    Case("a folder", "folder", reference="."),
-    Case("no Python file", "WORKLOAD|workload", reference="model.txt", files={"model.txt": "x"}),
+    Case("a folder", "directory", reference="."),
+    Case("no Python file", "not a Python file", reference="model.txt", files={"model.txt": "x"}),
     Case("missing name", "nonsense", reference="model.py:nonsense"),
     Case("missing package", "nonsense", reference="nonsense.package:name"),
     Case("syntax error", r"line 2", text="import torch\ndef model(:\n"),
@@ -116,7 +117,7 @@ CASES = [
         users_traceback=True,
     ),
     Case("dies", r"status 7", 3, extra="import os\ndef model(): os._exit(7)"),
-    Case("is killed", r"SIGSEGV", 3, extra="import os\ndef model(): os.kill(os.getpid(), 11)"),
+    Case("is killed", r"SIGSEGV", 3, extra="import os\ndef model(): os.kill(os.getpid(), 11)", crashes=True),
     Case(
         "hangs",
         r"2(\.0)? s",
@@ -145,7 +146,7 @@ CASES = [
         "budget smaller than the model",
         r"MiB|GiB",
         1,
-        extra="def model(): return nn.Sequential(nn.Linear(4, 2), nn.Linear(4000, 4000))",
+        extra="def model(): return nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 2))",
         flags="--target-batch 4 --memory 30MiB",
     ),
     Case(
@@ -194,6 +195,9 @@ def test_bad_input(case: Case, folder: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if re.match("error: ", line, re.IGNORECASE)]
     assert len(errors) == 1, done.stderr
     assert re.search(case.says, errors[0]), errors[0]
+    if case.crashes:
+        assert 'model.py", line' in done.stderr, "where the interpreter stood is worth showing, ours or theirs"
+        return
     assert "autoaccum/" not in done.stderr.replace(str(ROOT), "autoaccum"), "a traceback of ours"
     assert ("Traceback" in done.stderr) == case.users_traceback, done.stderr
     if case.users_traceback:
