@@ -150,39 +150,49 @@ class Accumulator:
     def _run(self, batches: list[Any]) -> StepResult:
         self._attempt.check()
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
-        ceiling, retries = self.micro_batch, 0
+        ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
             cuts = [split_evenly(size, ceiling) for size in sizes]
-            outcome = self._attempt.run(batches, cuts, retries)
+            outcome = self._attempt.run(batches, cuts, retries=len(failed_in))
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
+            failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)
-            self._refuse(outcome, largest, is_same=batch_versions(batches) == versions)
+            self._refuse(outcome, largest, failed_in, is_same=batch_versions(batches) == versions)
             forget(outcome)
             del outcome
             release_memory(model_device(self._model))
-            ceiling, retries = shrink(largest, retries), retries + 1
+            ceiling = shrink(largest, len(failed_in) - 1)
             warn_caller(
                 f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
                 f" repeated with at most {ceiling}, and later steps keep to that"
             )
 
-    def _refuse(self, error: BaseException, largest: int, *, is_same: bool) -> None:
+    def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
         try:
             shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
-            if shortage is None or not self._recover or (largest == 1 and not shortage.certain):
+            if shortage is None or not self._recover:
                 raise error
             if not is_same:
                 warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
                 raise error
-            if largest == 1:
-                forget(error)
-                raise DoesNotFitError(
-                    f"not even one sample at a time fits: out of memory ({self.phase})",
-                    hint="free memory on the device, shorten the samples, or lower the precision",
-                ) from error
+            # What an update needs does not depend on the micro-batch: twice is enough, once may be fragmentation.
+            is_update = failed_in[-2:] == ["update", "update"]
+            if largest > 1 and not is_update:
+                return
+            if not shortage.certain:
+                raise error
+            forget(error)
+            raise DoesNotFitError(
+                "the update runs out of memory, whatever the micro-batch"
+                if is_update
+                else f"not even one sample at a time fits: out of memory ({self.phase})",
+                hint="free memory on the device, or use an optimizer with less state"
+                if is_update
+                else "free memory on the device, shorten the samples, or lower the precision",
+            ) from error
         finally:
             del error  # the traceback holds this frame
 

@@ -115,6 +115,28 @@ def test_a_clear_no_when_one_sample_does_not_fit() -> None:
     assert accumulator.step(batch).updated
 
 
+@pytest.mark.parametrize("text", [CERTAIN, UNCERTAIN])
+def test_an_update_that_does_not_fit_is_not_repeated_for_ever(text: str) -> None:
+    model, optimizer, accumulator = make(99, KeyboardInterrupt)
+    batch = batch_of(16)
+    before = state_digest(model, optimizer)
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(accumulator.phase)
+        raise RuntimeError(text)
+
+    handle = optimizer.register_step_post_hook(fail)
+    expected = DoesNotFitError if text == CERTAIN else RuntimeError
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(expected) as no:
+        accumulator.step(batch)
+    handle.remove()
+    assert calls == ["update", "update"]
+    assert ("the update runs out of memory, whatever the micro-batch" in str(no.value)) == (text == CERTAIN)
+    assert state_digest(model, optimizer) == before
+    assert accumulator.step(batch).micro_batches == (16,)
+
+
 def test_an_uncertain_shortage_at_one_sample_is_raised_as_it_came() -> None:
     model, optimizer, accumulator = make(0, lambda: RuntimeError(UNCERTAIN))
     batch = batch_of(4)
@@ -320,3 +342,19 @@ def test_buffers_modes_and_missing_buffers_come_back() -> None:
     assert not hasattr(model, "fresh")
     assert model.data is data
     assert data.shape == (2,)
+
+
+class Stubborn(torch.amp.GradScaler):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ValueError("not with me")
+
+
+def test_a_rollback_that_fails_stops_for_good() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=2, precision="fp16", scaler=Stubborn("cpu"))
+    with pytest.raises(UpdateInterrupted, match="could not be put back") as caught:
+        accumulator.step((torch.ones(4, 5), torch.ones(4, 3)))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(UpdateInterrupted, match="load a checkpoint"):
+        accumulator.step((torch.ones(4, 3), torch.ones(4, 3)))
