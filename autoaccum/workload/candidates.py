@@ -30,6 +30,11 @@ class Candidate:
     code: str
     counts: tuple[float, ...]
 
+    def shares(self, start: int) -> tuple[float, ...]:
+        """The shares of the parts from `start` on: candidates with equal shares cannot be told apart."""
+        counts = self.counts[start:]
+        return tuple(round(count / max(sum(counts), 1e-300), 12) for count in counts)
+
 
 def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
     """Everything worth trying, the likeliest first: samples, then marked labels, masks, lengths, sums.

@@ -169,10 +169,16 @@ def _break_ties(model: nn.Module) -> None:
 
 def _rest(model: nn.Module) -> None:
     """Put modules that draw at random, or average over the batch, into eval mode; the others stay as they are."""
-    normalising = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.RReLU)
+    averaging = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for module in model.modules():
-        if isinstance(module, normalising) or "drop" in nests.type_name(module).lower():
-            module.eval()
+        if isinstance(module, averaging) or _draws(module):
+            module.training = False
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops at random: by its class, or by a rate it keeps, as attention and RNNs do."""
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return isinstance(module, nn.RReLU) or "drop" in nests.type_name(module).lower() or any(rate > 0 for rate in rates)
 
 
 def _map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:

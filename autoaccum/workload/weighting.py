@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -17,6 +16,9 @@ from autoaccum.workload.weights import Objective
 _SAMPLES = 5
 _SPLITS = ((2, 3), (3, 2))
 """Unequal parts; none of one sample, which BatchNorm and contrastive losses cannot do."""
+
+_PARTS = 2
+_SUM = Candidate("sum", ())
 
 
 def check_weighting(workload: Workload) -> list[str]:
@@ -39,49 +41,55 @@ def check_weighting(workload: Workload) -> list[str]:
 
 def _compare(experiment: Experiment, batch: Any) -> list[str]:
     parts = split_batch(batch, _SPLITS[0])
-    whole = experiment.whole
-    seen = Comparison(experiment.objective, whole, parts, [experiment.losses(part) for part in parts])
+    seen = Comparison(experiment.objective, experiment.whole, parts, [experiment.losses(part) for part in parts])
     seen.refuse_nan()
-    wrong = seen.mismatched(experiment.tolerance)
-    if not wrong:
+    if not seen.mismatched(experiment.tolerance):
         return []
-    if not _is_steady(experiment, batch, whole):
+    if not _is_steady(experiment, seen):
         experiment.rest_wholly()
-        whole = experiment.losses(batch)
-        if not _is_steady(experiment, batch, whole):
-            return [
-                "The weighting could not be checked: the loss of one batch differs from run to run, even in eval mode."
-            ]
-        seen = Comparison(experiment.objective, whole, parts, [experiment.losses(part) for part in parts])
-        wrong = seen.mismatched(experiment.tolerance)
-        if not wrong:
-            return []
-    if any(not math.isfinite(whole[name]) for name in wrong):
+        losses = [experiment.losses(part) for part in parts]
+        seen = Comparison(experiment.objective, experiment.losses(batch), parts, losses)
+        if not _is_steady(experiment, seen):
+            return ["The weighting could not be checked: the loss differs from run to run, even in eval mode."]
+    wrong = seen.mismatched(experiment.tolerance)
+    if any(not math.isfinite(seen.whole[name]) for name in wrong):
         return ["The weighting could not be checked: the loss of a small batch is infinite."]
-    return _explain(experiment, batch, seen, wrong)
+    return _explain(experiment, batch, seen, wrong) if wrong else []
 
 
-def _is_steady(experiment: Experiment, batch: Any, whole: dict[str, float]) -> bool:
-    again = experiment.losses(batch)
+def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
+    """Whether a second run of the first part gives the same loss."""
+    again = experiment.losses(seen.parts[0])
     return all(
-        again[name] == loss or abs(again[name] - loss) <= 0.1 * experiment.tolerance * abs(loss)
-        for name, loss in whole.items()
+        again[name] == loss or math.isnan(loss) or abs(again[name] - loss) <= 0.1 * experiment.tolerance * abs(loss)
+        for name, loss in seen.losses[0].items()
     )
 
 
 def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str]) -> list[str]:
-    parts = split_batch(batch, _SPLITS[1])
-    other = Comparison(experiment.objective, seen.whole, parts, [experiment.losses(part) for part in parts])
-    candidates = count_candidates(batch, [*seen.parts, *parts])
-    found = {name: _find(name, [seen, other], candidates, experiment.tolerance) for name in wrong}
-    known = {name: code for name, code in found.items() if code is not None}
-    if known == found:
+    others = split_batch(batch, _SPLITS[1])
+    candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others])]
+    fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
+    if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
+        other = Comparison(experiment.objective, seen.whole, others, [experiment.losses(part) for part in others])
+        fitting = {name: _fitting(other, name, fits, _PARTS, experiment.tolerance) for name, fits in fitting.items()}
+    known = {name: fits[0].code for name, fits in fitting.items() if fits}
+    if len(known) == len(wrong):
         mismatches = [seen.describe(name) for name in wrong]
-        return [f"{mismatches[0]} {_advice(experiment.objective, known, seen, candidates)}", *mismatches[1:]]
+        return [f"{mismatches[0]} {_advice(experiment.objective, known, seen, candidates[1:])}", *mismatches[1:]]
     cause = _cause(experiment, batch, seen)
     return [
         f"{seen.describe(name)} " + (f"It likely divides by {known[name]}." if name in known else cause)
         for name in wrong
+    ]
+
+
+def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: int, tolerance: float) -> list[Candidate]:
+    """The candidates under which the parts give the whole; their counts of these parts begin at `start`."""
+    return [
+        candidate
+        for candidate in candidates
+        if seen.agrees(name, seen.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance)
     ]
 
 
@@ -103,20 +111,6 @@ def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
             "and accumulation is not exact."
         )
     return "No usual weight fits: the loss or the model couples its samples, or divides by what only you can tell."
-
-
-def _find(name: str, seen: list[Comparison], candidates: list[Candidate], tolerance: float) -> str | None:
-    """The code of the first candidate under which both splits give the whole; `sum` for a sum."""
-    if all(split.agrees(name, split.combined(name, None), tolerance) for split in seen):
-        return "sum"
-    for candidate in candidates:
-        counts = iter(candidate.counts)
-        weights = [list(itertools.islice(counts, len(split.parts))) for split in seen]
-        if all(
-            split.agrees(name, split.combined(name, own), tolerance) for split, own in zip(seen, weights, strict=True)
-        ):
-            return candidate.code
-    return None
 
 
 def _advice(objective: Objective, found: dict[str, str], seen: Comparison, candidates: list[Candidate]) -> str:
