@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, even_parts, format_parts, make_schedule
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
@@ -122,7 +123,11 @@ def plan_on(
     runner = _Runner(device, request, on_event or (lambda event: None))
     runner.tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
     result = search(
-        runner.try_size, request.cap, limit_bytes=device.limit_bytes, least_bytes=inspection.parameter_bytes
+        runner.try_size,
+        request.cap,
+        limit_bytes=device.limit_bytes,
+        least_bytes=inspection.parameter_bytes,
+        fresh_trial=partial(runner.try_size, fresh=True),
     )
     schedule, proof, doubts = _confirm(runner, result, inspection)
     largest_fit = result.largest_fit
@@ -157,9 +162,9 @@ class _Runner:
         self.trials: list[Trial] = []
         self.refuted = request.share + 1
 
-    def try_size(self, size: int) -> Trial:
+    def try_size(self, size: int, *, fresh: bool = False) -> Trial:
         # The whole share is one micro-batch per update: nothing accumulates then.
-        return self._run((size,) if size == self.request.share else (size, size))
+        return self._run((size,) if size == self.request.share else (size, size), fresh=fresh)
 
     def confirm(self, schedule: Schedule) -> Trial:
         """Run the schedule's largest and smallest part from a clean state, unless the last trial did just that."""
@@ -167,12 +172,12 @@ class _Runner:
         last = self.trials[-1]
         if last.fresh and last.outcome == "ok" and last.parts == parts:
             return last
-        return self._run(parts, confirming=True)
+        return self._run(parts, fresh=True, confirming=True)
 
-    def _run(self, parts: tuple[int, ...], *, confirming: bool = False) -> Trial:
+    def _run(self, parts: tuple[int, ...], *, fresh: bool, confirming: bool = False) -> Trial:
         number = len(self.trials) + 1
         self.tell(TrialStarted(number, parts, confirming))
-        trial = self.device.trial(parts, fresh=confirming)
+        trial = self.device.trial(parts, fresh=fresh)
         self.trials.append(trial)
         self.tell(TrialFinished(number, trial, confirming))
         return trial

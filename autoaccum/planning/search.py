@@ -12,6 +12,7 @@ from autoaccum.planning.extrapolation import next_size
 from autoaccum.units import MIB, format_bytes
 
 _FALLS_BY = 0.02
+_CLOSE = 0.9
 _LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
 
 
@@ -35,19 +36,26 @@ class SearchResult:
 
 
 def search(
-    trial: Callable[[int], Trial], cap: int, *, limit_bytes: int, least_bytes: int | None = None
+    trial: Callable[[int], Trial],
+    cap: int,
+    *,
+    limit_bytes: int,
+    least_bytes: int | None = None,
+    fresh_trial: Callable[[int], Trial] | None = None,
 ) -> SearchResult:
     """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
 
     Where memory is not monotone in the size, the answer still ran and the next size still failed; sizes above that
     were not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as soon as an
-    `ok` one is known. No size is tried twice, except to confirm a doubtful out-of-memory.
+    `ok` one is known. No size is tried twice, except to confirm a doubtful out-of-memory, or the last failure when its
+    process had run trials before, whose leftovers may have been what failed.
 
     Args:
         trial: Runs one trial at a size in samples.
         cap: The largest size worth trying, in samples.
         limit_bytes: The budget of every trial.
-        least_bytes: What any size is known to need (the parameters and gradients, say), for the message.
+        least_bytes: What any size is known to need (the parameters, say), for the message.
+        fresh_trial: The same in a process that has run no trial; used close to the limit.
 
     Raises:
         UsageError: `cap` is less than 1.
@@ -58,22 +66,13 @@ def search(
     """
     if cap < 1:
         raise UsageError(f"the largest micro-batch to try is {cap}, the least is 1", hint="give a larger one")
-    state = _State(trial)
+    state = _State(trial, fresh_trial)
     if not state.run(1).ran:
         raise does_not_fit(state.trials[0], limit_bytes, least_bytes)
-    surprise = 1.0
-    while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
-        guess = next_size(
-            state.peaks,
-            state.largest_fit,
-            state.first_fail,
-            limit_bytes,
-            surprise=surprise,
-            tried=len(state.trials),
-        )
-        size = min(guess.size, cap)
-        state.run(size)
-        surprise = guess.surprise(size <= state.largest_fit, surprise)
+    _close_in(state, cap, limit_bytes)
+    while state.first_fail_is_stale:
+        state.run(state.largest_fit + 1, close=True)
+        _close_in(state, cap, limit_bytes)
     state.settle_doubts()
     capped = state.largest_fit == cap
     return SearchResult(
@@ -85,15 +84,34 @@ def search(
     )
 
 
+def _close_in(state: _State, cap: int, limit_bytes: int) -> None:
+    """Run trials until the largest that ran is the cap, or has a failure right above it."""
+    surprise = 1.0
+    while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
+        guess = next_size(
+            state.peaks,
+            state.largest_fit,
+            state.first_fail,
+            limit_bytes,
+            surprise=surprise,
+            tried=len(state.trials),
+        )
+        size = min(guess.size, cap)
+        may_fail = guess.promised is not None and size >= _CLOSE * guess.promised
+        state.run(size, close=may_fail or state.first_fail is not None)
+        surprise = guess.surprise(size <= state.largest_fit, surprise)
+
+
 class _State:
     """What the trials so far have shown."""
 
-    def __init__(self, trial: Callable[[int], Trial]) -> None:
-        self._trial = trial
+    def __init__(self, trial: Callable[[int], Trial], fresh_trial: Callable[[int], Trial] | None) -> None:
+        self._trial, self._fresh_trial = trial, fresh_trial
         self.trials: list[Trial] = []
 
-    def run(self, size: int) -> Trial:
-        trial = self._trial(size)
+    def run(self, size: int, *, close: bool = False) -> Trial:
+        """Run a trial; one close to the limit in a process without leftovers of others."""
+        trial = (self._fresh_trial or self._trial)(size) if close else self._trial(size)
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
@@ -114,6 +132,12 @@ class _State:
         return min(failed, default=None)
 
     @property
+    def first_fail_is_stale(self) -> bool:
+        """Whether the failure right above what ran is known only from one process that had run trials before."""
+        tried = [t for t in self.trials if t.micro_batch == self.first_fail]
+        return self._fresh_trial is not None and len(tried) == 1 and not tried[0].fresh
+
+    @property
     def peaks(self) -> dict[int, int]:
         ran = [(t.micro_batch, _peak(t)) for t in self.trials if self.fits(t)]
         return {size: peak for size, peak in ran if peak is not None}
@@ -126,7 +150,7 @@ class _State:
         least = min(doubtful, key=lambda t: t.micro_batch)
         if not self._ran_fresh_below(least.micro_batch):
             # After a failed trial the next process is a fresh one, so that this trial can settle it.
-            self.run(self.largest_fit)
+            self.run(self.largest_fit, close=True)
         if not self._ran_fresh_below(least.micro_batch):
             raise _doubtful(least)
 
@@ -168,8 +192,9 @@ def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
     """Sentences on memory that does not grow with the size; none where it does."""
     ordered = sorted(trials, key=lambda t: t.micro_batch)
     found = []
-    failed = [t.micro_batch for t in ordered if t.outcome == "oom"]
-    above = [t.micro_batch for t in ordered if t.ran and failed and t.micro_batch >= failed[0]]
+    ran = {t.micro_batch for t in ordered if t.ran}
+    failed = [t.micro_batch for t in ordered if t.outcome == "oom" and t.micro_batch not in ran]
+    above = [size for size in sorted(ran) if failed and size > failed[0]]
     if above:
         found.append(
             f"memory is not monotone here: size {above[0]} ran although size {failed[0]} did not, so that other sizes "

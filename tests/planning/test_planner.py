@@ -37,7 +37,15 @@ class ScriptedDevice:
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
         self.closed = False
+        self.proofs: list[tuple[int, ...]] = []
+        self._confirming = False
         self._spoilt = True
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, TrialStarted):
+            self._confirming = event.confirming
+            if event.confirming:
+                self.proofs.append(event.parts)
 
     def describe(self) -> Mapping[str, Any]:
         return {"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
@@ -63,7 +71,7 @@ class ScriptedDevice:
         self.asked.append((parts, fresh))
         if len(self.asked) == self._interrupt_at:
             raise KeyboardInterrupt
-        outcome = (self._confirms if fresh else self._outcome)(max(parts))
+        outcome = (self._confirms if self._confirming else self._outcome)(max(parts))
         is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
         phase: Phase | None = None if outcome in ("ok", "tight") else "backward"
         peak = None if phase else 100 * MIB + max(parts) * 9 * MIB
@@ -90,7 +98,7 @@ class ScriptedDevice:
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on(device, Request(target, **request), reference="model.py")
+    return plan_on(device, Request(target, **request), reference="model.py", on_event=device.listen)
 
 
 def test_plans() -> None:
@@ -102,14 +110,15 @@ def test_plans() -> None:
     assert found.workload["reference"] == "model.py"
     assert found.device["kind"] == "cpu"
     assert [trial.micro_batch for trial in found.trials] == [max(parts) for parts, _ in device.asked]
-    assert {t.micro_batch: t.outcome for t in found.trials}[101] == "oom"
+    assert [t.outcome for t in found.trials if t.fresh and t.micro_batch == 101] == ["oom"]
 
 
 def test_confirms_the_largest_and_the_smallest_part_from_a_clean_state() -> None:
     device = ScriptedDevice()
     run(device)
     assert device.asked[-1] == ((86, 85), True)
-    assert all(not fresh and parts == (parts[0],) * 2 for parts, fresh in device.asked[:-1])
+    assert all(parts == (parts[0],) * 2 for parts, _ in device.asked[:-1])
+    assert device.proofs == [(86, 85)]
 
 
 def test_the_whole_share_is_one_part() -> None:
@@ -130,7 +139,7 @@ def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> 
 def test_a_confirmation_that_fails_goes_down() -> None:
     device = ScriptedDevice(confirms=lambda size: "ok" if size <= 60 else "oom")
     found = run(device)
-    assert [parts for parts, fresh in device.asked if fresh] == [(86, 85), (64, 64), (52, 51)]
+    assert device.proofs == [(86, 85), (64, 64), (52, 51)]
     assert found.micro_batches == (52, 51, 51, 51, 51)
     assert found.largest_fit < 64
     assert not found.capped
@@ -151,7 +160,7 @@ def test_a_confirmation_that_never_runs() -> None:
 
 @pytest.mark.parametrize("confirms", [None, lambda _: "error"])
 def test_an_error_of_the_workload(confirms: Any) -> None:
-    device = ScriptedDevice(lambda size: "ok" if confirms or size < 4 else "error", confirms=confirms)
+    device = ScriptedDevice(lambda size: "ok" if size < 4 else "oom" if confirms else "error", confirms=confirms)
     with pytest.raises(WorkloadError, match=r"micro-batch \d+ failed in backward: scripted") as seen:
         run(device)
     assert seen.value.user_traceback == "model.py, line 7"

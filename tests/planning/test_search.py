@@ -271,6 +271,24 @@ def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) 
         search(trial, 64, limit_bytes=LIMIT)
 
 
+@pytest.mark.parametrize("ceiling", [1, 2, 3, 5, 40, 1000])
+@pytest.mark.parametrize("leftovers", [0, 1, 3])
+def test_a_failure_by_leftovers_of_other_trials_is_not_the_answer(ceiling: int, leftovers: int) -> None:
+    def run(size: int, *, fresh: bool) -> Trial:
+        fits = size <= (ceiling if fresh or size == 1 else ceiling - leftovers)
+        peak = LIMIT // 4 + size * LIMIT * 3 // 4 // (ceiling + 1)
+        outcome: Outcome = "ok" if fits else "oom"
+        return Trial(parts=(size,), outcome=outcome, fresh=fresh, peak_reserved_bytes=peak if fits else None)
+
+    result = search(
+        lambda size: run(size, fresh=False), 4000, limit_bytes=LIMIT, fresh_trial=lambda size: run(size, fresh=True)
+    )
+    assert (result.largest_fit, result.first_fail) == (ceiling, ceiling + 1)
+    assert any(t.fresh and t.outcome == "oom" and t.micro_batch == ceiling + 1 for t in result.trials)
+    assert len(result.trials) <= 9
+    assert not result.warnings
+
+
 @pytest.mark.parametrize(
     ("blames", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError), (None, NotMeasuredError)]
 )

@@ -1,0 +1,44 @@
+"""The search against brute force where memory is real: every size of a small model, each tried by the CPU device."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from autoaccum.devices.base import Trial, TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.planning.search import search
+from autoaccum.units import MIB, MemorySize
+
+# Every sample takes about 8 MiB for its activations, so that a step of one sample stands out of any rounding.
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 1))
+
+def batch(size):
+    return torch.randn(size, 4096, 8)
+
+def loss(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_brute_force_agrees(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    settings = TrialSettings(reference=str(tmp_path / "model.py"), share=64)
+    with CpuDevice(settings, memory=MemorySize(bytes=50 * MIB)) as device:
+        device.inspect()
+
+        def trial(size: int, *, fresh: bool = False) -> Trial:
+            return device.trial((size, size), fresh=fresh)
+
+        in_fresh = partial(trial, fresh=True)
+        found = search(trial, 64, limit_bytes=device.limit_bytes, fresh_trial=in_fresh)
+        outcomes = {size: in_fresh(size).outcome for size in range(1, found.largest_fit + 3)}
+    runs = [size for size, outcome in outcomes.items() if outcome == "ok"]
+    print(f"{outcomes}, found {[(t.micro_batch, t.outcome) for t in found.trials]}")
+    assert runs == list(range(1, found.largest_fit + 1))
+    assert not found.capped
