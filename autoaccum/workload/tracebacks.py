@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,8 +17,14 @@ _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """The traceback of `error` as Python prints it, with the user's frames and those of their libraries only."""
-    return "".join(_pruned(traceback.TracebackException.from_exception(error), depth=0).format()).rstrip()
+    """The traceback of `error` as Python prints it, with the user's frames and those of their libraries only.
+
+    Where no frame is theirs (a model put together from torch's modules only), torch's own say which module it was.
+    """
+    report = _pruned(traceback.TracebackException.from_exception(error), _is_user)
+    if not report.stack:
+        report = _pruned(traceback.TracebackException.from_exception(error), _is_not_own)
+    return "".join(report.format()).rstrip()
 
 
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
@@ -33,12 +40,18 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
     return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=format_user_traceback(error))
 
 
-def _pruned(report: traceback.TracebackException, depth: int) -> traceback.TracebackException:
-    report.stack = traceback.StackSummary.from_list([frame for frame in report.stack if _is_user(frame.filename)])
+def _pruned(
+    report: traceback.TracebackException, keeps: Callable[[str], bool], depth: int = 0
+) -> traceback.TracebackException:
+    report.stack = traceback.StackSummary.from_list([frame for frame in report.stack if keeps(frame.filename)])
     for chained in (report.__cause__, report.__context__):
         if chained is not None and depth < 10:
-            _pruned(chained, depth + 1)
+            _pruned(chained, keeps, depth + 1)
     return report
+
+
+def _is_not_own(filename: str) -> bool:
+    return not str(Path(filename).resolve()).startswith(_OWN + "/")
 
 
 def _is_user(filename: str) -> bool:

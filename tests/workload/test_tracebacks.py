@@ -26,6 +26,19 @@ def test_keeps_the_users_frames_and_the_error() -> None:
     assert str(Path("workload") / "spec.py") not in shown
 
 
+def test_keeps_torchs_frames_where_none_is_the_users() -> None:
+    workload = Workload(
+        model=nn.Linear(3, 2), batch=lambda size: (torch.zeros(size, 4), torch.zeros(size, 2)), loss=nn.MSELoss()
+    )
+    with pytest.raises(RuntimeError) as caught:
+        workload.objective.terms(workload.build_model(), (torch.zeros(2, 4), torch.zeros(2, 2)))
+    error = caught.value
+    error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # this test's own frame
+    shown = format_user_traceback(error)
+    assert str(Path("torch") / "nn") in shown
+    assert str(Path("workload") / "weights.py") not in shown
+
+
 def test_blames_in_one_line() -> None:
     error = blame_workload(ValueError("first line\nsecond line"), "batch(3)")
     assert str(error) == "batch(3) raised ValueError: first line"
