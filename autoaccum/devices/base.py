@@ -79,7 +79,14 @@ class TrialSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of a workload before any trial; `warnings` are sentences for the plan."""
+    """What is known of a workload before any trial.
+
+    Attributes:
+        least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
+            value per channel to normalise.
+        update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
+        warnings: Sentences for the plan.
+    """
 
     name: str
     digest: str
@@ -91,6 +98,9 @@ class Inspection:
     reduction: str
     weight: str
     environment: Mapping[str, Any]
+    least_size: int = 1
+    update_bytes: int | None = None
+    update_samples: int = 0
     warnings: tuple[str, ...] = ()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
 from autoaccum.devices.base import Inspection
+from autoaccum.devices.process_memory import read_process_memory, reset_peak
 from autoaccum.devices.rehearsal import make_accumulator, seed_everything
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
@@ -21,6 +22,14 @@ from autoaccum.workload.weighting import check_weighting
 
 _SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
+
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "PYTHONMALLOC",
+)
 
 
 def inspect_workload(workload: Workload, share: int, optimizer: str | None = None) -> Inspection:
@@ -36,6 +45,7 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
             is no scalar, not connected or not finite.
     """
     seed_everything()
+    resets_peak, before = reset_peak(), read_process_memory()
     model = workload.build_model()
     batchnorms = batchnorm_names(model)
     parameters = list(model.parameters())
@@ -43,10 +53,12 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
     size = min(_SAMPLES, share)
     batch = workload.build_batch(size)
     _check_finite(make_accumulator(workload, model, made, size).step(batch).loss, size)
+    update_bytes = read_process_memory().peak_above(before) if resets_peak else None
     objective = workload.objective
     warnings = list(check_weighting(workload))
     if batchnorms:
         warnings.append(batchnorm_warning(batchnorms))
+    least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
     return Inspection(
         name=workload.name,
         digest=workload.digest,
@@ -58,13 +70,27 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         reduction=objective.reduction,
         weight=objective.source,
         environment=describe_environment(),
+        least_size=least_size,
+        update_bytes=update_bytes,
+        update_samples=size,
         warnings=tuple(warnings),
     )
 
 
+def runs_one_sample(workload: Workload, model: nn.Module) -> bool:
+    """Whether `model` runs a single sample in training mode: BatchNorm refuses one value per channel."""
+    batch = workload.build_batch(1)
+    try:
+        workload.objective.terms(model, batch)
+    except ValueError as error:  # torch/nn/functional.py, _verify_batch_size
+        if "more than 1 value per channel" in str(error):
+            return False
+        raise
+    return True
+
+
 def describe_environment() -> Mapping[str, Any]:
     """What a measurement depends on besides the workload: versions, processor, threads, malloc's settings."""
-    settings = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -72,7 +98,7 @@ def describe_environment() -> Mapping[str, Any]:
         "processor": _processor(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "variables": {name: os.environ[name] for name in settings if name in os.environ},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
 

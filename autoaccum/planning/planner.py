@@ -10,11 +10,11 @@ from functools import partial
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, even_parts, format_parts, make_schedule
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
-from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.device_choice import has_nvidia_gpu, make_device
 from autoaccum.planning.events import Inspected, Listener, Scheduled, TrialFinished, TrialStarted
 from autoaccum.planning.records import Plan
-from autoaccum.planning.search import SearchResult, does_not_fit, search, trial_error
+from autoaccum.planning.search import Need, SearchResult, does_not_fit, search, trial_error
 from autoaccum.units import MemorySize, parse_size
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -126,7 +126,8 @@ def plan_on(
         runner.try_size,
         request.cap,
         limit_bytes=device.limit_bytes,
-        least_bytes=inspection.parameter_bytes,
+        need=_need(inspection),
+        least_size=inspection.least_size,
         fresh_trial=partial(runner.try_size, fresh=True),
     )
     schedule, proof, doubts = _confirm(runner, result, inspection)
@@ -190,6 +191,7 @@ def _confirm(runner: _Runner, result: SearchResult, inspection: Inspection) -> t
     doubts: list[str] = []
     while True:
         schedule = runner.request.schedule(ceiling)
+        _check_least(schedule, ceiling, inspection.least_size)
         runner.tell(Scheduled(schedule, ceiling))
         trial = runner.confirm(schedule)
         if trial.outcome == "error":
@@ -201,11 +203,31 @@ def _confirm(runner: _Runner, result: SearchResult, inspection: Inspection) -> t
             f"{ceiling} ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
         )
         runner.refuted = schedule.micro_batch
-        if schedule.micro_batch == 1:
+        if schedule.micro_batch == inspection.least_size:
             if trial.outcome == "oom" and not trial.certain:
-                raise NotMeasuredError(f"micro-batch 1 ran once and failed once: {trial.message or 'no message'}")
-            raise does_not_fit(trial, runner.device.limit_bytes, inspection.parameter_bytes)
+                raise NotMeasuredError(
+                    f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
+                )
+            raise does_not_fit(trial, runner.device.limit_bytes, _need(inspection))
         ceiling = schedule.micro_batch - 1
+
+
+def _need(inspection: Inspection) -> Need:
+    return Need(
+        least_bytes=inspection.parameter_bytes,
+        update_bytes=inspection.update_bytes,
+        update_samples=inspection.update_samples,
+    )
+
+
+def _check_least(schedule: Schedule, ceiling: int, least_size: int) -> None:
+    """Refuse parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
+    if schedule.smallest_part < least_size:
+        raise DoesNotFitError(
+            f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
+            f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}",
+            hint=f"take a target batch that micro-batches of {least_size} to {ceiling} add up to, or more memory",
+        )
 
 
 def _describe(inspection: Inspection, reference: str) -> dict[str, str | int]:

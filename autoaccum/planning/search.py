@@ -35,12 +35,27 @@ class SearchResult:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What is known of a workload's memory before any trial.
+
+    Attributes:
+        least_bytes: What any size holds: the parameters.
+        update_bytes: The peak of one update of `update_samples` samples that nothing limited; None: not measured.
+    """
+
+    least_bytes: int = 0
+    update_bytes: int | None = None
+    update_samples: int = 0
+
+
 def search(
     trial: Callable[[int], Trial],
     cap: int,
     *,
     limit_bytes: int,
-    least_bytes: int | None = None,
+    need: Need | None = None,
+    least_size: int = 1,
     fresh_trial: Callable[[int], Trial] | None = None,
 ) -> SearchResult:
     """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
@@ -54,21 +69,25 @@ def search(
         trial: Runs one trial at a size in samples.
         cap: The largest size worth trying, in samples.
         limit_bytes: The budget of every trial.
-        least_bytes: What any size is known to need (the parameters, say), for the message.
+        need: What is known of the memory any size needs, for the message.
+        least_size: The smallest size that can be trained at all, in samples.
         fresh_trial: The same in a process that has run no trial; used close to the limit.
 
     Raises:
-        UsageError: `cap` is less than 1.
-        DoesNotFitError: Size 1 ran out of memory.
+        UsageError: `cap` is less than `least_size`.
+        DoesNotFitError: The smallest size ran out of memory.
         WorkloadError: A trial failed by the workload's fault.
         NotMeasuredError: A trial failed by the measurement's fault, or with a doubtful out-of-memory and no smaller
             size that runs in a fresh process.
     """
-    if cap < 1:
-        raise UsageError(f"the largest micro-batch to try is {cap}, the least is 1", hint="give a larger one")
+    if cap < least_size:
+        raise UsageError(
+            f"the largest micro-batch to try is {cap}, the least that can be trained is {least_size}",
+            hint="give a larger one",
+        )
     state = _State(trial, fresh_trial)
-    if not state.run(1).ran:
-        raise does_not_fit(state.trials[0], limit_bytes, least_bytes)
+    if not state.run(least_size).ran:
+        raise does_not_fit(state.trials[0], limit_bytes, need)
     _close_in(state, cap, limit_bytes)
     while state.first_fail_is_stale:
         state.run(state.largest_fit + 1, close=True)
@@ -167,16 +186,23 @@ def trial_error(trial: Trial) -> AutoaccumError:
     return NotMeasuredError(message)
 
 
-def does_not_fit(trial: Trial, limit_bytes: int, least_bytes: int | None = None) -> DoesNotFitError:
+def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> DoesNotFitError:
     """The clear no for the smallest trial that ran out of memory: bytes needed, bytes there, what to do.
 
-    A trial that failed has no peak of its own, so what it held when it failed and what is known of the workload
-    (`least_bytes`) are lower bounds of its need.
+    A trial that failed has no peak of its own: what an unlimited update took says what is needed, else what it held
+    when it failed and the parameters are lower bounds.
     """
+    need = need or Need()
     held, there = _peak(trial), f"{format_bytes(limit_bytes)} are there"
-    known = max(held or 0, least_bytes or 0)
+    known = max(held or 0, need.least_bytes)
     where = f" in {trial.phase}" if trial.phase else ""
-    if known > limit_bytes:
+    if need.update_bytes is not None and need.update_bytes > limit_bytes and trial.phase != "batch":
+        samples = "1 sample" if need.update_samples == 1 else f"{need.update_samples} samples"
+        message = (
+            f"micro-batch {trial.micro_batch} ran out of memory{where}: one update of {samples} takes "
+            f"{format_bytes(need.update_bytes)} where nothing limits it, {there}"
+        )
+    elif known > limit_bytes:
         message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there}"
     else:
         so_far = f" with {format_bytes(held)} taken" if held else ""

@@ -74,6 +74,16 @@ def test_a_share_of_one_sample_is_inspected_with_one() -> None:
     assert inspect_workload(make(), share=1).parameters == 10
 
 
+def test_tells_the_least_that_can_be_trained_and_what_an_update_takes() -> None:
+    plain = inspect_workload(make(), share=8)
+    assert (plain.least_size, plain.update_samples) == (1, 2)
+    normed = make(lambda: nn.Sequential(nn.Linear(4, 2_000_000), nn.BatchNorm1d(2_000_000), nn.Linear(2_000_000, 2)))
+    found = inspect_workload(normed, share=8)
+    assert found.least_size == 2
+    assert found.update_bytes is not None
+    assert found.update_bytes > 4 * found.parameter_bytes, "parameters, gradients and Adam's two moments at least"
+
+
 def test_an_instance_is_left_as_it_was() -> None:
     model = nn.Linear(4, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -29,10 +29,12 @@ class ScriptedDevice:
         limit_bytes: int = GIB,
         warnings: tuple[str, ...] = (),
         reduction: str = "mean",
+        least_size: int = 1,
         fails: AutoaccumError | None = None,
         interrupt_at: int | None = None,
     ) -> None:
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
+        self._least_size = least_size
         self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
@@ -64,6 +66,7 @@ class ScriptedDevice:
             reduction=self._reduction,
             weight="samples",
             environment={"torch": "2.13.0", "threads": [1, 2]},
+            least_size=self._least_size,
             warnings=self._warnings,
         )
 
@@ -128,6 +131,14 @@ def test_the_whole_share_is_one_part() -> None:
     assert found.micro_batches == (64,)
     assert found.capped
     assert all(parts[0] < 64 for parts, _ in device.asked if len(parts) == 2)
+
+
+def test_no_part_is_smaller_than_can_be_trained() -> None:
+    assert run(ScriptedDevice(lambda size: "ok" if size <= 2 else "oom", least_size=2), 6).micro_batches == (2, 2, 2)
+    with pytest.raises(DoesNotFitError, match="7 samples in micro-batches of at most 2 leave one of 1"):
+        run(ScriptedDevice(lambda size: "ok" if size <= 2 else "oom", least_size=2), 7)
+    with pytest.raises(DoesNotFitError, match="micro-batch 2 needs"):
+        run(ScriptedDevice(lambda size: "oom", least_size=2), 7)
 
 
 def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> None:

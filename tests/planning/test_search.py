@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.search import SearchResult, does_not_fit, search
+from autoaccum.planning.search import Need, SearchResult, does_not_fit, search
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB
@@ -189,13 +189,21 @@ def test_a_cap_of_one_takes_one_trial() -> None:
 
 
 def test_a_cap_below_one_is_refused() -> None:
-    with pytest.raises(UsageError, match="is 0, the least is 1"):
+    with pytest.raises(UsageError, match="is 0, the least that can be trained is 1"):
         search(linear(9), 0, limit_bytes=LIMIT)
+
+
+def test_starts_at_the_least_that_can_be_trained() -> None:
+    found = search(linear(9), 64, limit_bytes=LIMIT, least_size=2)
+    assert min(t.micro_batch for t in found.trials) == 2
+    assert found.largest_fit == 9
+    with pytest.raises(UsageError, match="is 1, the least that can be trained is 2"):
+        search(linear(9), 1, limit_bytes=LIMIT, least_size=2)
 
 
 def test_none_runs() -> None:
     with pytest.raises(DoesNotFitError) as seen:
-        search(scripted(lambda n: "oom"), 64, limit_bytes=15 * GIB, least_bytes=int(21.3 * GIB))
+        search(scripted(lambda n: "oom"), 64, limit_bytes=15 * GIB, need=Need(least_bytes=int(21.3 * GIB)))
     assert str(seen.value) == (
         "micro-batch 1 needs at least 21.3 GiB, 15.0 GiB are there: "
         "take a smaller model, --precision bf16, activation checkpointing, or more memory"
@@ -204,17 +212,26 @@ def test_none_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peak", "least", "text"),
+    ("peak", "need", "text"),
     [
         (None, None, "needs more memory than there is, 1.0 GiB are there: it ran out in backward: take a smaller"),
-        (600 * MIB, 400 * MIB, "1.0 GiB are there: it ran out in backward with 600 MiB taken: take a smaller model"),
-        (None, 2 * GIB, "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
+        (
+            600 * MIB,
+            Need(least_bytes=400 * MIB),
+            "1.0 GiB are there: it ran out in backward with 600 MiB taken: take a smaller model",
+        ),
+        (None, Need(least_bytes=2 * GIB), "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
         (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
+        (
+            600 * MIB,
+            Need(least_bytes=2 * GIB, update_bytes=3 * GIB, update_samples=2),
+            "ran out of memory in backward: one update of 2 samples takes 3.0 GiB where nothing limits it, 1.0 GiB are",
+        ),
     ],
 )
-def test_says_what_is_known_of_the_need(peak: int | None, least: int | None, text: str) -> None:
+def test_says_what_is_known_of_the_need(peak: int | None, need: Need | None, text: str) -> None:
     trial = Trial(parts=(1, 1), outcome="oom", phase="backward", peak_reserved_bytes=peak)
-    assert text in str(does_not_fit(trial, GIB, least))
+    assert text in str(does_not_fit(trial, GIB, need))
 
 
 def test_a_batch_too_large_to_be_held_is_said() -> None:
