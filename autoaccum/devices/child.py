@@ -131,8 +131,10 @@ class Child:
     def _limit(self, now: ProcessMemory, budget_bytes: int) -> int:
         """RLIMIT_DATA for a trial: what the process held after loading, and the budget.
 
-        What the first job left (modules imported late, say) a fresh process would have to take from the budget as
-        well. What later jobs left besides is made up for: oneDNN's kernels for other sizes, hardly any of it touched.
+        What the first job left (modules imported late, say) counts, since a fresh process would need it as well; what
+        later jobs left besides is made up for: oneDNN reserves 256 KiB for each kernel it compiles and keeps those of
+        other sizes. So a used process has up to a few MiB less than a fresh one, never more: what runs in it runs in
+        a fresh one, and a size that just did not deserves a fresh one.
         """
         assert self._base is not None
         others = 0 if self._settled is None else max(0, now.data_bytes - self._settled.data_bytes)

@@ -36,7 +36,9 @@ class CpuDevice:
     (`peak_allocated_bytes`) is not told: the CPU allocator keeps no count.
 
     *The processes*: a child is kept while its trials succeed and give back what they took (to 2 MiB or 1 % of the
-    budget, since the rest counts against the next trial); after any failure the next trial has a fresh one.
+    budget); after any failure the next trial has a fresh one. A used process has up to a few MiB less than a fresh one
+    (what its first trial left), never more: a size that ran in it runs in a fresh one; one that just did not may.
+    From one fresh process to the next the memory left to a trial differs by some 100 KiB.
 
     Args:
         settings: What all trials have in common.

@@ -13,6 +13,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoaccum.devices.host_memory import count_oom_kills
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import NotMeasuredError, UsageError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The folder `autoaccum` was imported from: the child has to find this very one."""
@@ -30,6 +31,9 @@ _MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+_INSIDE = "AUTOACCUM_INSIDE_CHILD"
+"""Set in every child: a script that plans at its top level and is its own workload would start children for ever."""
+
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
 _KILL_SECONDS = 10.0
@@ -60,11 +64,13 @@ class ChildDied(Exception):
 def child_environment() -> dict[str, str]:
     """This process's environment, with what makes memory in a child repeatable.
 
-    glibc's malloc gives back what is freed at once, from one arena (its manual, "Memory Allocation Tunables"); the
-    child finds this very autoaccum.
+    glibc's malloc gives back what is freed at once, from one arena (its manual, "Memory Allocation Tunables"). Python
+    uses it too: its own allocator takes 1 MiB at a time, by chance before or after the limit is set. A build without
+    the GIL has no choice of allocator. The child finds this very autoaccum.
     """
+    python = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"PYTHONMALLOC": "malloc"}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **_MALLOC_SETTINGS, "PYTHONPATH": path}
+    return {**os.environ, **_MALLOC_SETTINGS, **python, "PYTHONPATH": path, _INSIDE: "1"}
 
 
 class ChildProcess:
@@ -75,10 +81,16 @@ class ChildProcess:
     use it from one that lives on.
 
     Raises:
+        UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
 
     def __init__(self, module: str, *, on_output: Callable[[str], None] | None = None) -> None:
+        if _INSIDE in os.environ:
+            raise UsageError(
+                "a workload starts trials while it is being loaded or tried",
+                hint='put what starts them under if __name__ == "__main__":',
+            )
         if not sys.executable:
             raise NotMeasuredError("sys.executable is empty, so no process can be started for trials")
         self._on_output = on_output

@@ -14,7 +14,7 @@ import pytest
 
 from autoaccum.devices import process
 from autoaccum.devices.process import PACKAGE_ROOT, ChildDied, ChildProcess
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import NotMeasuredError, UsageError
 
 PREAMBLE = """
 import json, os, signal, subprocess, sys, time
@@ -206,3 +206,16 @@ def test_a_python_that_cannot_be_started_is_reported(start: Start, monkeypatch: 
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(NotMeasuredError, match=r"sys\.executable is empty"):
         start("answer()")
+
+
+def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
+    child = start("""
+        from autoaccum.devices.process import ChildProcess
+        try:
+            ChildProcess("small_child")
+        except Exception as error:
+            answer(kind=type(error).__name__, text=str(error))
+    """)
+    reply = child.ask({}, 20)
+    assert reply["kind"] == UsageError.__name__
+    assert '__name__ == "__main__"' in reply["text"]

@@ -1,0 +1,45 @@
+"""Bisections on their own, each in new processes, end at the same size: a plan can be trusted on the next day."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.units import MIB, MemorySize
+
+LEAST, MOST = 8, 24
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+def batch(size):
+    return torch.randn(size, 3, 96, 96), torch.randint(0, 10, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+
+
+def bisect(reference: str) -> int:
+    settings = TrialSettings(reference=reference, share=2 * MOST)
+    with CpuDevice(settings, memory=MemorySize(bytes=54 * MIB)) as device:
+        low, high = LEAST, MOST
+        assert device.trial((low, low)).outcome == "ok"
+        while high - low > 1:
+            size = (low + high) // 2
+            trial = device.trial((size, size))
+            assert trial.outcome in ("ok", "oom"), trial.message
+            low, high = (size, high) if trial.ran else (low, size)
+        return low
+
+
+def test_three_bisections_end_at_the_same_size(write_workload: Any) -> None:
+    reference = write_workload(WORKLOAD)
+    ceilings = {bisect(reference) for _ in range(3)}
+    assert len(ceilings) == 1
+    assert LEAST < ceilings.pop() < MOST - 1
