@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
-    from autoaccum.accumulation.accumulator import StepResult as StepResult
+    from autoaccum.accumulation.loaders import windows as windows
+    from autoaccum.accumulation.results import StepResult as StepResult
     from autoaccum.planning.planner import plan as plan
     from autoaccum.planning.records import Plan as Plan
     from autoaccum.workload.spec import Workload as Workload
@@ -18,13 +19,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Accumulator": "autoaccum.accumulation.accumulator",
-    "StepResult": "autoaccum.accumulation.accumulator",
+    "StepResult": "autoaccum.accumulation.results",
+    "windows": "autoaccum.accumulation.loaders",
     "Plan": "autoaccum.planning.records",
     "plan": "autoaccum.planning.planner",
     "Workload": "autoaccum.workload.spec",
 }
 
-__all__ = ["Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan"]
+__all__ = ["Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan", "windows"]
 
 
 def __getattr__(name: str) -> Any:
