@@ -86,6 +86,7 @@ class Inspection:
             value per channel to normalise.
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
         warnings: Sentences for the plan.
+        accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Inspection:
     update_bytes: int | None = None
     update_samples: int = 0
     warnings: tuple[str, ...] = ()
+    accumulation_warnings: tuple[str, ...] = ()
 
 
 class Device(Protocol):
@@ -123,6 +125,8 @@ class Device(Protocol):
 
         Raises:
             WorkloadError: The workload is not usable.
+            UsageError: The budget is not.
+            DoesNotFitError: A small update already runs the machine itself out of memory.
             NotMeasuredError: Its process died or hung.
         """
 

@@ -55,9 +55,6 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
     _check_finite(make_accumulator(workload, model, made, size).step(batch).loss, size)
     update_bytes = read_process_memory().peak_above(before) if resets_peak else None
     objective = workload.objective
-    warnings = list(check_weighting(workload))
-    if batchnorms:
-        warnings.append(batchnorm_warning(batchnorms))
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
     return Inspection(
         name=workload.name,
@@ -73,7 +70,8 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
-        warnings=tuple(warnings),
+        warnings=tuple(check_weighting(workload)),
+        accumulation_warnings=(batchnorm_warning(batchnorms),) if batchnorms else (),
     )
 
 

@@ -71,7 +71,8 @@ class Worker:
         reply = self._ask(self._request("inspect"), "checking the workload", self._settings.trial_limit_seconds)
         self.kept_bytes = reply["kept_bytes"]
         fields = dict(reply["inspection"])
-        return Inspection(**{**fields, "warnings": tuple(fields["warnings"])})
+        sentences = {name: tuple(fields[name]) for name in ("warnings", "accumulation_warnings")}
+        return Inspection(**{**fields, **sentences})
 
     def trial(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
         """Run the job `trial`; whatever ends it is in the record, and after a failure the process is ended."""

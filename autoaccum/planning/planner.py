@@ -131,6 +131,9 @@ def plan_on(
         fresh_trial=partial(runner.try_size, fresh=True),
     )
     schedule, proof, doubts = _confirm(runner, result, inspection)
+    cautions = inspection.warnings
+    if schedule.iter_size > 1:
+        cautions += inspection.accumulation_warnings
     largest_fit = result.largest_fit
     if doubts:
         largest_fit = max(t.micro_batch for t in runner.trials if t.ran and t.micro_batch < runner.refuted)
@@ -150,7 +153,7 @@ def plan_on(
         environment=inspection.environment,
         workload=_describe(inspection, reference),
         trials=tuple(runner.trials),
-        warnings=tuple(dict.fromkeys((*(warnings or ()), *inspection.warnings, *result.warnings, *doubts))),
+        warnings=tuple(dict.fromkeys((*(warnings or ()), *cautions, *result.warnings, *doubts))),
         notes=tuple(_notes(schedule, request, largest_fit, inspection)),
     )
 

@@ -28,13 +28,14 @@ class ScriptedDevice:
         confirms: Callable[[int], Outcome] | None = None,
         limit_bytes: int = GIB,
         warnings: tuple[str, ...] = (),
+        accumulation_warnings: tuple[str, ...] = (),
         reduction: str = "mean",
         least_size: int = 1,
         fails: AutoaccumError | None = None,
         interrupt_at: int | None = None,
     ) -> None:
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
-        self._least_size = least_size
+        self._least_size, self._accumulation_warnings = least_size, accumulation_warnings
         self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
@@ -68,6 +69,7 @@ class ScriptedDevice:
             environment={"torch": "2.13.0", "threads": [1, 2]},
             least_size=self._least_size,
             warnings=self._warnings,
+            accumulation_warnings=self._accumulation_warnings,
         )
 
     def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
@@ -215,6 +217,12 @@ def test_equal_parts_and_their_cost() -> None:
 )
 def test_the_learning_rate(target: int, reduction: str, text: str) -> None:
     assert text in run(ScriptedDevice(reduction=reduction), target).notes[0]
+
+
+def test_batchnorm_is_no_concern_of_a_single_micro_batch() -> None:
+    device = ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",))
+    assert run(device).warnings == ("BatchNorm in bn1",)
+    assert run(ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",)), 64).warnings == ()
 
 
 def test_warnings_of_the_inspection_reach_the_plan() -> None:

@@ -1,0 +1,86 @@
+"""The README's code runs, and its two commands are where CI looks for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.base import Trial
+from autoaccum.planning.records import Plan
+from autoaccum.workload.loading import load_workload
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def block(text: str) -> str:
+    (found,) = [str(code) for code in PYTHON if text in code]
+    return found
+
+
+def test_ci_finds_both_commands() -> None:
+    commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
+    assert [("autoaccum plan" in line, "pytest" in line) for line in commands] == [(True, False), (False, True)]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "command_of 'autoaccum plan'" in script
+    assert "command_of pytest" in script
+
+
+def test_the_terminal_block_shows_the_first_command() -> None:
+    (shown,) = re.findall(r"^\$ (autoaccum plan .*)$", README, re.MULTILINE)
+    assert f".venv/bin/{shown}\n" in README
+
+
+def test_the_workload_file_is_one(tmp_path: Path) -> None:
+    model = "class MyModel(nn.Sequential):\n    def __init__(self): super().__init__(nn.Flatten(), nn.LazyLinear(10))\n"
+    path = tmp_path / "model.py"
+    path.write_text(f"from torch import nn\n{model}{block('model = MyModel')}", encoding="utf-8")
+    workload = load_workload(str(path))
+    assert workload.precision == "bf16"
+    assert workload.objective.weight(workload.build_batch(3)) == 3
+
+
+def test_the_weight_counts_the_shifted_labels() -> None:
+    names: dict[str, object] = {}
+    exec(block("def weight"), names)
+    weight = names["weight"]
+    assert callable(weight)
+    assert weight({"labels": torch.tensor([[5, 1, -100], [5, 1, 2]])}) == 3
+
+
+def test_the_training_loop_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    Plan(
+        kind="measured",
+        target_batch=8,
+        micro_batch=3,
+        iter_size=3,
+        micro_batches=(3, 3, 2),
+        world_size=1,
+        largest_fit=3,
+        capped=False,
+        limit_bytes=2**30,
+        peak_bytes=2**20,
+        device={"name": "cpu"},
+        environment={},
+        workload={},
+        trials=(Trial(parts=(3, 2), outcome="ok"),),
+        warnings=(),
+    ).save(tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+    loader = [(torch.randn(8, 4), torch.randint(0, 2, (8,))), (torch.randn(5, 4), torch.randint(0, 2, (5,)))]
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": loader,
+    }
+    exec(block("accumulator.step(batch)"), names)
+    assert names["result"].samples == 5  # type: ignore[attr-defined]
+    assert not torch.equal(model.weight, before)
