@@ -48,6 +48,7 @@ class Accumulator:
     optimizer, scaler, scheduler, random states, modes, `.grad`. Out of memory, the batch is then repeated in smaller
     micro-batches (`recovery.shrink`), with a warning, and `micro_batch` stays that small. Later updates have their
     memory made sure of instead of a copy; should one fail half-way all the same, UpdateInterrupted ends training.
+    Ctrl-C takes effect between a forward, a backward and the update, never within one; pressed again, at once.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -127,7 +128,8 @@ class Accumulator:
             UpdateInterrupted: The update failed half-way, now or earlier.
             WorkloadError: The batch cannot be split, or the loss is not usable.
         """
-        return self._run([batch])
+        with self._attempt.interrupts:
+            return self._run([batch])
 
     def step_parts(self, batches: Sequence[Any]) -> StepResult:
         """Make one update from a window of micro-batches, as a loader yields them.
@@ -145,7 +147,8 @@ class Accumulator:
         batches = list(batches)
         if not batches:
             raise UsageError("there is no micro-batch to step with", hint="give at least one")
-        return self._run(batches)
+        with self._attempt.interrupts:
+            return self._run(batches)
 
     def _run(self, batches: list[Any]) -> StepResult:
         self._attempt.check()

@@ -16,6 +16,7 @@ from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
+from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
@@ -34,6 +35,7 @@ class Attempt:
 
     Attributes:
         phase: Where an attempt is now, or was when it failed.
+        interrupts: To be entered around attempts: an interruption then waits for the next phase, or for the end.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Attempt:
         scheduler: LRScheduler | None,
     ) -> None:
         self.phase: StepPhase = "batch"
+        self.interrupts = HeldInterrupts()
         self._model, self._optimizer, self._objective = model, optimizer, objective
         self._clip_norm, self._scaler = clip_norm, scaler
         self._updater = Updater(optimizer, scaler, scheduler)
@@ -181,6 +184,7 @@ class Attempt:
         return function if isinstance(function, nn.Module) else None
 
     def _enter(self, phase: StepPhase) -> None:
+        self.interrupts.deliver()
         self.phase = phase
 
 
