@@ -61,7 +61,7 @@ class Transaction:
 
     def guard(self, *owners: Any) -> None:
         """Copy the parameters and the state that `owners` (optimizer, scheduler) hold to host memory."""
-        self._guarded = StateCopy(list(owners), on_host=True)
+        self._guarded = StateCopy([getattr(owner, "__dict__", None) for owner in owners], on_host=True)
 
     def commit(self) -> None:
         """Free the copies: the update was made, and from now on `rollback` does nothing."""

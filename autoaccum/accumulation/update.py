@@ -55,6 +55,8 @@ class Updater:
     def run(self, transaction: Transaction) -> bool:
         """Update once; False when the scaler found gradients that are not finite and skipped the update.
 
+        What a scheduler raises after an update that was not guarded comes as it is: that update was made.
+
         Raises:
             UpdateInterrupted: It failed half-way, and was not guarded.
         """
@@ -64,7 +66,6 @@ class Updater:
         try:
             updated = self._step(transaction.scale)
             transaction.commit()
-            return updated
         except BaseException as error:
             self.interrupt()
             if isinstance(error, Exception):
@@ -74,11 +75,14 @@ class Updater:
                     hint="load a checkpoint and make a new Accumulator",
                 ) from error
             raise
+        self._schedule(updated)
+        return updated
 
     def _run_guarded(self, transaction: Transaction) -> bool:
         transaction.guard(self._optimizer, self._scheduler)
         with TemporariesRecorder() as recorder:
             updated = self._step(transaction.scale)
+            self._schedule(updated)
         transaction.commit()
         # A skipped update has shown neither its state nor its temporaries.
         self._seen = self._signature() if updated else None
@@ -93,9 +97,11 @@ class Updater:
             self._scaler.update()
             if self._scaler.get_scale() < scale:
                 return False
-        if self._scheduler is not None:
-            self._scheduler.step()
         return True
+
+    def _schedule(self, updated: bool) -> None:
+        if updated and self._scheduler is not None:
+            self._scheduler.step()
 
     def _signature(self) -> Any:
         groups = [

@@ -41,7 +41,8 @@ class Pressing(nn.Module):
         out: Tensor = self.norm(self.layer(x))
         self.when.pop("forward", lambda: None)()
         if "backward" in self.when and out.requires_grad:
-            out.register_hook(lambda _: self.when.pop("backward", lambda: None)())
+            hooked: Any = out
+            hooked.register_hook(lambda _: self.when.pop("backward", lambda: None)())
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -223,3 +224,47 @@ def test_an_error_in_the_scheduler_undoes_the_guarded_update(restless: Any) -> N
         accumulator.step(BATCH)
     assert state_digest(model, made) == before
     assert scheduler.last_epoch == epoch
+
+
+def test_an_error_in_the_scheduler_after_an_unguarded_update_leaves_that_update_made(restless: Any) -> None:
+    model, twin = restless().double(), restless().double()
+    twin.load_state_dict(model.state_dict())
+    accumulators = []
+    for net, factors in ((model, [1.0, 0.5]), (twin, [1.0, 0.5, 0.25, 0.125])):
+        made = torch.optim.AdamW(net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(made, factors.__getitem__)
+        accumulators.append(Accumulator(net, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, scheduler=scheduler))
+    for accumulator in accumulators:
+        torch.manual_seed(5)
+        accumulator.step(BATCH)
+        with contextlib.suppress(IndexError):
+            accumulator.step(BATCH)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(IndexError):
+        accumulators[0].step(BATCH)
+    assert accumulators[1].step(BATCH).updated
+
+
+def test_a_scheduler_of_the_users_own_is_undone_too(restless: Any) -> None:
+    class Counting:
+        """Counts, and fails before its count is of use."""
+
+        def __init__(self) -> None:
+            self.count = 0
+            self.seen: list[int] = []
+
+        def step(self) -> None:
+            self.count += 1
+            self.seen.append(self.count)
+            raise ValueError("too far")
+
+    model, scheduler = restless().double(), Counting()
+    made: Any = scheduler
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, criterion=nn.CrossEntropyLoss(), micro_batch=3, scheduler=made)
+    before = state_digest(model, optimizer)
+    with pytest.raises(ValueError, match="too far"):
+        accumulator.step(BATCH)
+    assert state_digest(model, optimizer) == before
+    assert (scheduler.count, scheduler.seen) == (0, [])
