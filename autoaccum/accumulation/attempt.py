@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.notices import warn_caller
@@ -56,7 +57,7 @@ class Attempt:
         self._backpropagation = Backpropagation(model, objective, precision=precision, scaler=scaler, enter=self._enter)
         self._generators = own_generators(self._modules())
         self._is_first = True
-        self._has_warned = False
+        self._has_warned = self._knows_buffers = False
 
     def check(self) -> None:
         """Refuse to go on with half an update.
@@ -112,7 +113,12 @@ class Attempt:
         if accumulates:
             self._warn_of_batchnorm()
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
+        versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
         record = self._backpropagation.run(parts, shares.parts, buffers)
+        if versions is not None:
+            self._knows_buffers = True
+            if names := versions.written():
+                warn_caller(buffers_warning(names))
         if before is not None:
             warning = state_warning(before[0], Fingerprint(self._model), batch_versions(parts) != before[1])
             self._is_first = False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHOWN = 5
 
 
@@ -14,11 +15,10 @@ def batchnorm_names(model: nn.Module) -> list[str]:
 
     Those are the ones in training mode, and those without running statistics in any mode.
     """
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, kinds) and (module.training or module.running_mean is None)
+        if isinstance(module, BATCHNORMS) and (module.training or module.running_mean is None)
     ]
 
 
