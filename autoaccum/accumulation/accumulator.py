@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -152,6 +153,8 @@ class Accumulator:
 
     def _run(self, batches: list[Any]) -> StepResult:
         self._attempt.check()
+        if torch.is_inference_mode_enabled():
+            raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:

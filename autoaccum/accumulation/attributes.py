@@ -39,7 +39,7 @@ class Fingerprint:
             if name not in _INTERNAL
         }
         self._parameters = {
-            name: repr(parameter.detach().sum().tolist())
+            name: repr(_summable(parameter).sum().tolist())
             for name, parameter in model.named_parameters()
             if is_plain_tensor(parameter) and not parameter.is_meta
         }
@@ -113,6 +113,15 @@ def _token(value: Any, depth: int) -> Any:
     if isinstance(value, nn.Module) or callable(value):
         return _Identity(value)
     return _Identity(value), _token(getattr(value, "__dict__", None), depth - 1)
+
+
+def _summable(parameter: Tensor) -> Tensor:
+    """The parameter itself, or its bytes as integers: float8 and wide unsigned dtypes cannot be added up."""
+    values = parameter.detach()
+    is_tiny_float = values.is_floating_point() and values.itemsize == 1
+    if is_tiny_float or values.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return values.view((torch.int8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1])
+    return values
 
 
 def _tokens(values: Iterable[Any], depth: int) -> Any:

@@ -85,8 +85,11 @@ class Backpropagation:
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")
+        # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
+        torch.clear_autocast_cache()
         with self._autocast():
             terms = self._objective.terms(self._model, part)
+        torch.clear_autocast_cache()
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
         # The buffers multiply by the common share, in their own precision: a bf16 loss would round it by 0.4 %.

@@ -17,6 +17,7 @@ from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.loaders import windows
 from autoaccum.accumulation.reservation import TemporariesRecorder
 from autoaccum.accumulation.scaling import HALF_DTYPES
+from autoaccum.errors import UsageError
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -464,3 +465,36 @@ def test_the_ceiling_can_be_set_and_is_checked() -> None:
     assert accumulator.step(batch_of(8)).micro_batches == (4, 4)
     with pytest.raises(UsageError, match="micro_batch is 0"):
         accumulator.micro_batch = 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_users_autocast_around_the_whole_loop_does_not_train_on_stale_weights(precision: Any) -> None:
+    torch.manual_seed(0)
+    model = net(torch.float32)
+    twin = copy.deepcopy(model)
+    batch = batch_of(6, torch.float32)
+    mine = Accumulator(model, sgd(model), CRITERION, micro_batch=2, precision=precision)
+    theirs = Accumulator(twin, sgd(twin), CRITERION, micro_batch=2, precision="bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [mine.step(batch).loss for _ in range(3)]
+        inside = CRITERION(model(batch[0]), batch[1])
+    assert losses == [theirs.step(batch).loss for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(inside, CRITERION(twin(batch[0]), batch[1]))
+
+
+def test_inference_mode_is_refused_and_no_grad_is_not() -> None:
+    model = net()
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=2)
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"within torch\.inference_mode\(\)"):
+        accumulator.step(batch_of(4))
+    with torch.no_grad():
+        assert accumulator.step(batch_of(4)).updated
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32])
+def test_frozen_parameters_that_cannot_be_added_up_are_no_trouble(dtype: torch.dtype) -> None:
+    model = net()
+    model.table = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    assert Accumulator(model, optimizer, CRITERION, micro_batch=2).step(batch_of(4)).updated
