@@ -141,6 +141,7 @@ def resolve_criterion(criterion: Any) -> Criterion:
         return _resolve_unknown(criterion, inner, name)
     options = settings(criterion)
     _check_partial(criterion, name)
+    _check_smoothing(options, name)
     reduction = options.get("reduction", "mean")
     if rule == "kl_div" and reduction == "batchmean":
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
@@ -154,7 +155,7 @@ def settings(criterion: Any) -> Mapping[str, Any]:
     inner = _unwrap(criterion)
     bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
     if isinstance(inner, nn.Module):
-        names = ("reduction", "ignore_index", *_ROW_WEIGHTS)
+        names = ("reduction", "ignore_index", "label_smoothing", *_ROW_WEIGHTS)
         return {name: getattr(inner, name) for name in names if hasattr(inner, name)} | bound
     parameters = inspect.signature(inner).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | bound
@@ -202,6 +203,20 @@ def _check_partial(criterion: Any, name: str) -> None:
     legacy = [word for word in ("size_average", "reduce") if criterion.keywords.get(word) is not None]
     if legacy:
         raise WorkloadError(f"{name} is given the deprecated {legacy[0]}", hint='write reduction="mean" or "sum"')
+
+
+def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
+    """Refuse a loss to which targets without weight contribute: their part's mean would be something over zero."""
+    weights = options.get("weight")
+    if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
+        return
+    classes = (weights == 0).nonzero().flatten().tolist() if weights.ndim == 1 else []
+    if classes:
+        raise WorkloadError(
+            f"{name} smooths the labels of class {classes[0]}, whose weight is 0: a part with no other target has the"
+            " loss infinity",
+            hint=f"give ignore_index={classes[0]} instead, or a small weight such as 1e-6",
+        )
 
 
 def _bad_reduction(name: str, reduction: Any) -> WorkloadError:

@@ -213,9 +213,8 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
                 f"{called} is {kind(term)}, not a tensor", hint="return the tensor itself, without .item()"
             )
         if term.ndim > 0:
-            reduce = ".squeeze()" if term.numel() == 1 else ".mean()"
             raise WorkloadError(
-                f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=f"reduce it with {reduce}"
+                f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=_scalar_hint(name, terms)
             )
         if not term.is_floating_point():
             raise WorkloadError(
@@ -228,9 +227,15 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         )
 
 
+def _scalar_hint(name: str, terms: Mapping[str, Any]) -> str:
+    if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
+        return 'return the loss alone, as in model(**batch)["loss"]'
+    return "reduce it with .squeeze()" if terms[name].numel() == 1 else "reduce it with .mean()"
+
+
 def _number(value: Any, called: str) -> float:
     try:
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise WorkloadError(

@@ -65,6 +65,15 @@ def test_refuses_what_is_no_loss(case: str) -> None:
         resolve_objective(loss).terms(nn.Linear(2, 2), torch.ones(4, 2))
 
 
+def test_a_models_whole_output_for_a_loss_is_told_what_to_return() -> None:
+    def output(model: nn.Module, batch: Tensor) -> Any:
+        logits = model(batch)
+        return {"loss": logits.mean(), "logits": logits}
+
+    with pytest.raises(WorkloadError, match=r"'logits' is not a scalar .*: return the loss alone"):
+        resolve_objective(output).terms(nn.Linear(2, 2), torch.ones(4, 2))
+
+
 def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
     with torch.no_grad():
         assert resolve_objective(scalar).terms(nn.Linear(2, 2), torch.ones(4, 2))["loss"].ndim == 0
@@ -77,7 +86,9 @@ def test_one_connected_term_is_enough() -> None:
     assert terms["a"].requires_grad
 
 
-@pytest.mark.parametrize("value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0])])
+@pytest.mark.parametrize(
+    "value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0).requires_grad_()]
+)
 def test_takes_any_number_for_a_weight(value: Any) -> None:
     weight = resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
     assert weight == 3.0
