@@ -28,9 +28,9 @@ class CpuDevice:
     DataLoader hand over their batches there). The limit is RLIMIT_DATA at VmData after loading plus the budget
     (getrlimit(2)), which counts address space, touched or not; swap does not extend it.
 
-    *The peak* (`peak_reserved_bytes`) is what was resident at most: VmHWM, reset before the trial, above what was
-    resident before it, code of libraries left out and shared memory included. It is a few MiB below what the limit
-    counted: oneDNN reserves 256 KiB for every kernel it compiles and touches a few of them. The kernel adds up
+    *The peak* (`peak_reserved_bytes`) is what was held at most: VmHWM, reset before the trial, above what was resident
+    before it, code of libraries left out and shared memory included; and, since the limit counts it, what was asked
+    for and is untouched at the trial's end (oneDNN reserves 256 KiB for every kernel it compiles). The kernel adds up
     resident pages per processor, so it is exact to some hundred KiB; pages that were swapped out are missing. Where
     `/proc/self/clear_refs` cannot be written, every trial has a process of its own. What tensors held
     (`peak_allocated_bytes`) is not told: the CPU allocator keeps no count.
@@ -103,7 +103,9 @@ class CpuDevice:
             "bound": self._host.bound,
             "limit_bytes": limit_bytes,
             "enforced_by": "RLIMIT_DATA above VmData after loading",
-            "peak": "VmHWM above the resident memory before the trial" if self._resets_peak else "VmHWM, never reset",
+            "peak": "VmHWM above what was resident before, and what is untouched"
+            if self._resets_peak
+            else "VmHWM, never reset",
         }
 
     def inspect(self) -> Inspection:

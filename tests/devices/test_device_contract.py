@@ -91,14 +91,19 @@ def test_larger_parts_need_more_within_the_budget(device: Device) -> None:
 
 
 def test_one_trial_is_like_the_other_in_a_fresh_process(device: Device) -> None:
-    shared, fresh = device.trial((200, 200)), device.trial((200, 200), fresh=True)
-    assert fresh.fresh
-    assert peak_of(fresh) == pytest.approx(peak_of(shared), abs=2 * MIB)
+    device.trial((200, 200))
+    shared = device.trial((200, 200))
+    first, second = device.trial((200, 200), fresh=True), device.trial((200, 200), fresh=True)
+    assert first.fresh
+    assert second.fresh
+    assert peak_of(first) == pytest.approx(peak_of(second), abs=MIB)
+    # What a process keeps for good (compiled kernels) is paid by its first trials only.
+    assert peak_of(first) - 8 * MIB < peak_of(shared) < peak_of(first) + MIB
 
 
 def test_the_whole_share_is_one_micro_batch_per_update(device: Device) -> None:
-    trial = device.trial((250,))
-    assert peak_of(trial) <= peak_of(device.trial((250, 250))) + MIB
+    trial = device.trial((250,), fresh=True)
+    assert peak_of(trial) <= peak_of(device.trial((250, 250), fresh=True)) + MIB
 
 
 def test_an_impossible_size_is_out_of_memory_and_does_no_harm(device: Device) -> None:
