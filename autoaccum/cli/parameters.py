@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+_MOST_SHOWN = 40
+
 
 def count(text: str | int) -> int:
     """A whole number of at least 1.
@@ -14,7 +16,8 @@ def count(text: str | int) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a whole number of at least 1") from None
+        seen = repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
+        raise click.BadParameter(f"{seen} is not a whole number of at least 1") from None
     if number < 1:
         raise click.BadParameter(f"{number} is too small, the least is 1")
     return number

@@ -10,6 +10,13 @@ from autoaccum.devices.base import Inspection, Trial
 
 
 @dataclass(frozen=True)
+class Loading:
+    """The workload is being loaded and checked: PyTorch is imported, which takes its time."""
+
+    reference: str
+
+
+@dataclass(frozen=True)
 class Inspected:
     """The workload was loaded and checked; trials come next.
 
@@ -52,5 +59,5 @@ class Scheduled:
     largest_fit: int
 
 
-Event = Inspected | TrialStarted | TrialFinished | Scheduled
+Event = Loading | Inspected | TrialStarted | TrialFinished | Scheduled
 Listener = Callable[[Event], None]

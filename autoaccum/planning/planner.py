@@ -12,11 +12,12 @@ from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, even_par
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.device_choice import has_nvidia_gpu, make_device
-from autoaccum.planning.events import Inspected, Listener, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Inspected, Listener, Loading, Scheduled, TrialFinished, TrialStarted
 from autoaccum.planning.records import Plan
 from autoaccum.planning.search import Need, SearchResult, does_not_fit, search, trial_error
 from autoaccum.units import MemorySize, parse_size
 
+_MOST_SAMPLES, _MOST_RANKS = 10_000_000, 100_000
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -80,7 +81,8 @@ class Request:
     """What is to be planned, checked as far as numbers go.
 
     Raises:
-        UsageError: A number is not a whole one of at least 1, or equal parts do not divide the target.
+        UsageError: A number is not a whole one of at least 1, or beyond all use (a schedule lists all its parts), or
+            equal parts do not divide the target.
     """
 
     target_batch: int
@@ -89,6 +91,12 @@ class Request:
     max_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
+        for what, number, most in (
+            ("target batch", self.target_batch, _MOST_SAMPLES),
+            ("world size", self.world_size, _MOST_RANKS),
+        ):
+            if isinstance(number, int) and number > most:
+                raise UsageError(f"the {what} is beyond {most:,}", hint="take a smaller one")
         self.schedule(1 if self.max_micro_batch is None else self.max_micro_batch)
 
     @property
@@ -119,8 +127,9 @@ def plan_on(
     Raises:
         WorkloadError, DoesNotFitError, NotMeasuredError: As in `plan`.
     """
-    inspection = device.inspect()
     runner = _Runner(device, request, on_event or (lambda event: None))
+    runner.tell(Loading(reference))
+    inspection = device.inspect()
     runner.tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
     result = search(
         runner.try_size,

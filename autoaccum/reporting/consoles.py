@@ -14,6 +14,22 @@ class PlainConsole(Console):
         BrokenPipeError: The reader has gone; rich itself would leave the program with the code of a clear no.
     """
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; where stderr cannot be written (a full disk), a plan that took its time must not end by it."""
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            if not self.stderr:
+                raise
+            self.quiet = True
+
+    @property
+    def can_redraw(self) -> bool:
+        """Whether a person looks at it: `FORCE_COLOR` makes a CI log colourful, and no terminal."""
+        return self.is_terminal and not self.is_dumb_terminal and self.file.isatty()
+
     def on_broken_pipe(self) -> NoReturn:
         """Pass it on."""
         self.quiet = True

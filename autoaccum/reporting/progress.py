@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
+from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
-from autoaccum.planning.events import Event, Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.units import format_bytes
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
@@ -25,10 +25,11 @@ class Progress:
         quiet: Draw nothing (what the workload prints is passed on all the same).
     """
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+    def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
         self._console = console
         self._quiet = quiet
         self._live: Status | None = None
+        self._schedule: Schedule | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -42,18 +43,24 @@ class Progress:
         """Draw one event."""
         if self._quiet:
             return
-        if isinstance(event, Inspected):
+        if isinstance(event, Loading):
+            self._start(f"loading {event.reference} ...")
+        elif isinstance(event, Inspected):
+            self._stop()
             self._print(_headline(event))
             self._print(
                 Text(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
             )
+        elif isinstance(event, Scheduled):
+            self._schedule = event.schedule
         elif isinstance(event, TrialStarted):
+            if event.confirming and self._schedule is not None:
+                parts = format_parts(self._schedule.micro_batches)
+                self._print(Text(f"confirming {parts} from a clean state", "dim"))
             self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)} ...")
         elif isinstance(event, TrialFinished):
             self._stop()
             self._print(trial_line(event.trial, confirming=event.confirming))
-        elif isinstance(event, Scheduled):
-            self._print(Text(f"confirming {format_parts(event.schedule.micro_batches)} from a clean state", "dim"))
 
     def pass_on(self, line: str) -> None:
         """A line the workload printed, above the live one."""
@@ -61,7 +68,7 @@ class Progress:
 
     def _start(self, text: str) -> None:
         self._stop()
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if self._console.can_redraw:
             self._live = self._console.status(Text(text), spinner="line")
             self._live.start()
 

@@ -10,7 +10,7 @@ import pytest
 from autoaccum.devices.base import Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import planner
-from autoaccum.planning.events import Event, Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
 from autoaccum.planning.planner import Request, plan, plan_on
 from autoaccum.planning.records import Plan
 from autoaccum.units import GIB, MIB
@@ -232,8 +232,9 @@ def test_warnings_of_the_inspection_reach_the_plan() -> None:
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
     found = plan_on(ScriptedDevice(), Request(256), reference="model.py", on_event=events.append)
-    assert isinstance(events[0], Inspected)
-    assert (events[0].cap, events[0].device) == (256, "cpu")
+    assert events[0] == Loading("model.py")
+    assert isinstance(events[1], Inspected)
+    assert (events[1].cap, events[1].device) == (256, "cpu")
     started = [event for event in events if isinstance(event, TrialStarted)]
     finished = [event for event in events if isinstance(event, TrialFinished)]
     assert [event.trial for event in finished] == list(found.trials)
@@ -316,3 +317,16 @@ def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) ->
 def test_planning_imports_no_torch() -> None:
     code = "import sys, autoaccum.planning.planner; sys.exit(any(n in sys.modules for n in ('torch', 'optuna')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"target_batch": 10**9, "equal": True}, "the target batch is beyond 10,000,000: take a smaller one"),
+        ({"target_batch": 10**400}, "the target batch is beyond 10,000,000"),
+        ({"target_batch": 4, "world_size": 10**9}, "the world size is beyond 100,000"),
+    ],
+)
+def test_numbers_beyond_all_use_are_refused_before_they_eat_memory(numbers: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Request(**numbers)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -21,6 +22,26 @@ class ClosedPipe(io.StringIO):
 def test_a_closed_pipe_is_the_callers_to_handle() -> None:
     with pytest.raises(BrokenPipeError):
         make_console(file=ClosedPipe()).print("text")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_result_that_cannot_be_written_is_an_error_and_progress_is_not() -> None:
+    with pytest.raises(OSError, match="No space"):
+        make_console(file=FullDisk()).print("result")
+    console = make_console(file=FullDisk(), stderr=True)
+    console.print("progress")
+    console.print("progress")
+
+
+def test_forced_colours_make_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = make_console(file=io.StringIO())
+    assert console.is_terminal
+    assert not console.can_redraw
 
 
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

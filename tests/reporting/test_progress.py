@@ -6,7 +6,7 @@ import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Outcome, Trial
-from autoaccum.planning.events import Inspected, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Inspected, Loading, Scheduled, TrialFinished, TrialStarted
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.progress import Progress, trial_line
 from autoaccum.units import GIB, MIB
@@ -28,10 +28,16 @@ OOM = Trial(parts=(128, 128), outcome="oom", phase="backward", seconds=0.5, peak
 PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def draw(*, terminal: bool = False, quiet: bool = False) -> str:
-    file = io.StringIO()
+    file = Terminal() if terminal else io.StringIO()
     console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
     with Progress(console, quiet=quiet) as progress:
+        progress.tell(Loading("digits.py"))
         progress.tell(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
             progress.tell(TrialStarted(number, trial.parts, False))
@@ -56,12 +62,19 @@ def test_one_line_per_trial() -> None:
     )
 
 
+def test_a_schedule_that_was_proved_already_is_not_announced() -> None:
+    file = io.StringIO()
+    Progress(make_console(file=file)).tell(Scheduled(make_schedule(64, 64), 64))
+    assert file.getvalue() == ""
+
+
 def test_quiet_passes_on_only_what_the_workload_prints() -> None:
     assert draw(quiet=True) == "printed in trial 1\nprinted in trial 2\n"
 
 
 def test_a_terminal_shows_the_trial_that_runs() -> None:
     text = draw(terminal=True)
+    assert "loading digits.py ..." in text
     assert "trial 2: micro-batch 128 ..." in text
     assert "trial 3: micro-batch 43 + 42 ..." in text
     assert text.endswith("\x1b[?25h") or text.rstrip().endswith("1.0 s"), "the cursor is shown again"
@@ -69,7 +82,7 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
 
 
 def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
-    file = io.StringIO()
+    file = Terminal()
     progress = Progress(make_console(file=file, force_terminal=True, color_system=None))
 
     def run() -> None:
