@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from autoaccum.errors import PlanFileError, UsageError
@@ -16,6 +17,8 @@ def check_output(path: str | Path, *, force: bool = False) -> None:
         UsageError: There is a file and `force` is not given, `path` is not one for a plain file, or its folder is
             missing or cannot be written to.
     """
+    if path in ("", "-"):
+        raise UsageError(f"{path!r} is not the name of a file", hint="for the plan on stdout, use --json")
     target = _target(Path(path), force)
     try:
         temporary = _create(target)
@@ -67,11 +70,12 @@ def read_text(path: Path) -> str:
 
 def _target(path: Path, force: bool) -> Path:
     """The file itself, behind any symbolic links, once it may be written."""
+    mode = None
     try:
+        # Before it is resolved: what /dev/stdout leads to has no name when it is a pipe.
+        with suppress(FileNotFoundError):
+            mode = path.stat().st_mode
         target = path.resolve()
-        mode = target.stat().st_mode
-    except FileNotFoundError:
-        mode = None
     except (OSError, RuntimeError, ValueError) as error:
         raise _unwritable(path, error) from None
     if mode is not None and stat.S_ISDIR(mode):

@@ -289,6 +289,22 @@ def test_says_why_it_cannot_write(tmp_path: Path, a_plan: Plan, name: str, text:
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ["", "-"])
+def test_a_name_that_is_no_file(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' is not the name of a file: for the plan on stdout, use --json"):
+        check_output(name)
+
+
+def test_a_pipe_behind_a_link_has_no_name(tmp_path: Path, a_plan: Plan) -> None:
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(UsageError, match="is not a plain file: for a pipe or a terminal, use --json on stdout"):
+            a_plan.save(f"/proc/self/fd/{writer}")
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("old")
