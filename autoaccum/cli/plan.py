@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +53,17 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
         check_output(output, force=force)
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
-        on_output = progress.pass_on if stderr.is_terminal else None
+        on_output = progress.pass_on if stderr.can_redraw else None
+        began = time.monotonic()
         found = plan(workload, on_event=progress.tell, on_output=on_output, **request)
-    words, kept = _words(), None if output is None else Path(output)
+    kept = None if output is None else Path(output)
+    offer: dict[str, Any] = {"command": _words(), "name": _free_name(), "seconds": time.monotonic() - began}
     if kept is not None:
         try:
             found.save(kept, force=force)
         except BaseException:
             # The trials took their time: what they found is shown even where it cannot be kept.
-            print_plan(stderr, found, command=words)
+            print_plan(stderr, found, **offer)
             raise
     if as_json:
         for warning in found.warnings:
@@ -67,18 +72,42 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
         return
     if not quiet:
         stderr.print()
-    print_plan(make_console(), found, command=words, kept=kept)
+    print_plan(make_console(), found, kept=kept, **offer)
 
 
 def _words() -> list[str]:
     """The command line that is running, without what only concerns this run's output."""
     context = click.get_current_context()
-    words = ["autoaccum", "plan"]
+    words = [*_program(), "plan"]
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if not given or name in ("as_json", "output", "force", "quiet"):
             continue
-        flag = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
-        words += flag if context.params[name] is True else [*flag, str(context.params[name])]
+        value = context.params[name]
+        if isinstance(parameter, click.Argument):
+            words.append(f"./{value}" if value.startswith("-") else value)
+        else:
+            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
     return words
+
+
+def _program() -> list[str]:
+    """How this program was called, so that what is offered can be pasted."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parent.name == "autoaccum":
+        found = shutil.which("python")
+        return ["python" if found and found == sys.executable else sys.executable, "-m", "autoaccum"]
+    found = shutil.which("autoaccum")
+    if called.name != "autoaccum" or (found and called.exists() and Path(found).samefile(called)):
+        return ["autoaccum"]
+    return [sys.argv[0]]
+
+
+def _free_name() -> str:
+    """The name of a plan file that is not there yet."""
+    name, number = "plan.json", 1
+    while Path(name).exists():
+        number += 1
+        name = f"plan-{number}.json"
+    return name

@@ -18,7 +18,15 @@ _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
 
 
-def print_plan(console: Console, plan: Plan, *, command: Sequence[str], kept: Path | None = None) -> None:
+def print_plan(
+    console: Console,
+    plan: Plan,
+    *,
+    command: Sequence[str],
+    kept: Path | None = None,
+    name: str = "plan.json",
+    seconds: float | None = None,
+) -> None:
     """Draw a plan and the exact next commands.
 
     Args:
@@ -26,16 +34,18 @@ def print_plan(console: Console, plan: Plan, *, command: Sequence[str], kept: Pa
         plan: The plan.
         command: The words of the command that made it, to be offered again with `-o`.
         kept: Where the plan was written, if it was.
+        name: What is offered to `-o`: a file that is not there yet.
+        seconds: What all of it took, if it was just made.
     """
-    for name, value in plan_rows(plan):
-        for line in _row(console, name, value):
+    for title, value in plan_rows(plan, seconds=seconds):
+        for line in _row(console, title, value):
             console.print(line, soft_wrap=True)
     console.print()
-    for line in next_lines(plan, command=command, kept=kept):
+    for line in next_lines(plan, command=command, kept=kept, name=name):
         console.print(line, soft_wrap=True)
 
 
-def plan_rows(plan: Plan) -> Iterator[tuple[str, Text]]:
+def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
     """The rows of the table: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
@@ -44,20 +54,20 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, Text]]:
     yield "largest fit", Text(_largest_fit(plan))
     yield "peak", _peak(plan)
     yield "device", Text(str(plan.device.get("name", "unknown")))
-    trials = len(plan.trials)
-    seconds = sum(trial.seconds for trial in plan.trials)
-    yield "trials", Text(f"{trials} in {seconds:.1f} s")
+    yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
         yield "note", Text(note)
     for warning in plan.warnings:
         yield "warning", Text(warning, "yellow")
 
 
-def next_lines(plan: Plan, *, command: Sequence[str], kept: Path | None = None) -> Iterator[Text]:
+def next_lines(
+    plan: Plan, *, command: Sequence[str], kept: Path | None = None, name: str = "plan.json"
+) -> Iterator[Text]:
     """What to do next, as lines to be copied."""
     if kept is None:
         yield Text("keep the plan:")
-        yield Text(f"  {shlex.join([*command, '-o', 'plan.json'])}", "cyan")
+        yield Text(f"  {shlex.join([*command, '-o', name])}", "cyan")
     else:
         yield Text(f"kept in {kept}")
     yield Text(f"train with it ({_batch_words(plan)}):")
@@ -105,6 +115,13 @@ def _largest_fit(plan: Plan) -> str:
     failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
     why = f" ({failed[0].micro_batch} ran out of memory)" if failed else ""
     return f"{plan.largest_fit}{why}"
+
+
+def _trials(plan: Plan, seconds: float | None) -> str:
+    within = sum(trial.seconds for trial in plan.trials)
+    if seconds is None:
+        return f"{len(plan.trials)} in {within:.1f} s"
+    return f"{len(plan.trials)} in {seconds:.1f} s ({within:.1f} s without the start of processes)"
 
 
 def _peak(plan: Plan) -> Text:

@@ -150,6 +150,42 @@ def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]
     assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", 600.0, None)
 
 
+@pytest.mark.parametrize(
+    ("called", "offered"),
+    [
+        ("/venv/bin/autoaccum", "/venv/bin/autoaccum plan"),
+        ("/site-packages/autoaccum/__main__.py", f"{sys.executable} -m autoaccum plan"),
+        ("pytest", "autoaccum plan"),
+    ],
+)
+def test_the_command_is_offered_as_it_was_called(
+    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, called: str, offered: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setenv("PATH", "")
+    result = CliRunner().invoke(main, ["plan", "--target-batch", "2", "--", "-odd.py"])
+    assert f"  {offered} ./-odd.py --target-batch 2 -o plan.json\n" in result.stdout
+
+
+def test_a_script_that_is_on_the_path_needs_no_path(
+    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "autoaccum"
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "  autoaccum plan m.py" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2"]).stdout
+
+
+def test_no_plan_that_is_there_is_offered_to_be_written(
+    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").touch()
+    Path("plan-2.json").touch()
+    assert " -o plan-3.json\n" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2"]).stdout
+
+
 def test_warnings_are_said_once(planned: dict[str, Any]) -> None:
     result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-q"])
     assert "warning      BatchNorm is not exact\n" in result.stdout
@@ -197,7 +233,7 @@ def on_a_terminal(folder: Path) -> str:
     return b"".join(chunks).decode()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_end_from_outside_leaves_no_orphan(folder: Path, number: signal.Signals, code: int) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "8"]

@@ -75,6 +75,13 @@ def test_says_all_that_matters() -> None:
     )
 
 
+def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
+    file = io.StringIO()
+    print_plan(make_console(file=file, width=100), make_plan(), command=COMMAND, name="plan-2.json", seconds=41.26)
+    assert "trials       3 in 41.3 s (3.0 s without the start of processes)\n" in file.getvalue()
+    assert " -o plan-2.json\n" in file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
