@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -19,9 +21,10 @@ from autoaccum.errors import AutoaccumError, UsageError
 
 _COMMANDS = ("plan",)
 _CODE_INTERRUPTED = 128 + signal.SIGINT
-_CODE_TERMINATED = 128 + signal.SIGTERM
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What is left of it when it gets here is about stdout: files have messages of their own."""
 
 
 class Root(click.Group):
@@ -60,10 +63,11 @@ def main() -> None:
 
 def _guarded(run: Callable[[], None]) -> int:
     """Run a command; what it raises becomes a message and an exit code."""
+    _prepare_streams()
     try:
-        with _ending_on_sigterm():
+        with _ending_by_exception():
             run()
-            sys.stdout.flush()
+            _flush_stdout()
     except AutoaccumError as error:
         return _report(error)
     except click.exceptions.Exit as leaving:
@@ -71,32 +75,40 @@ def _guarded(run: Callable[[], None]) -> int:
     except click.ClickException as error:
         return _report(_usage_error(error))
     except (KeyboardInterrupt, click.Abort):
-        _say("interrupted", "the trials were ended, nothing was written")
+        _say("interrupted: the trials were ended, nothing was written")
         return _CODE_INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
         return _CODE_BROKEN_PIPE
-    except Exception:
-        import traceback
-
-        traceback.print_exc()
-        _say("error", "this is a fault of autoaccum, not of your workload: please report it with the lines above")
-        return _CODE_OUR_BUG
+    except Exception as error:
+        return _report_unforeseen(error)
     return 0
+
+
+def _report_unforeseen(error: Exception) -> int:
+    """A stdout that cannot be written is not ours to mend; anything else is."""
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        _silence_stdout()
+        return _report(UsageError(f"stdout cannot be written ({error.strerror})", hint="send it to another place"))
+    import traceback
+
+    _say("".join(traceback.format_exception(error)).rstrip())
+    _say("error: this is a fault of autoaccum, not of your workload: please report it with the lines above")
+    return _CODE_OUR_BUG
 
 
 def _report(error: AutoaccumError) -> int:
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.errors import print_error
 
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         print_error(make_console(stderr=True), error)
     return error.exit_code
 
 
-def _say(label: str, text: str) -> None:
+def _say(text: str) -> None:
     with suppress(OSError):
-        click.echo(f"{label}: {text}", err=True)
+        click.echo(text, err=True)
 
 
 def _usage_error(error: click.ClickException) -> UsageError:
@@ -108,25 +120,51 @@ def _usage_error(error: click.ClickException) -> UsageError:
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Leave by an exception on SIGTERM, so that children are ended on the way out."""
+def _ending_by_exception() -> Iterator[None]:
+    """Leave by an exception on SIGTERM and SIGHUP, so that children are ended on the way out; nohup(1) stays obeyed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(_CODE_TERMINATED)
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _prepare_streams() -> None:
+    """Have all three standard descriptors open, and no character that the terminal does not know end a plan.
+
+    A pipe that is made while one of them is closed takes its number, and the child would write into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # It gets the lowest number that is free.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush_stdout() -> None:
+    if sys.stdout is not None:  # Python was started without one.
+        sys.stdout.flush()
 
 
 def _silence_stdout() -> None:
-    """Keep Python from flushing into the closed pipe once more when it leaves."""
+    """Keep Python from flushing into what cannot be written once more when it leaves."""
     with suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -89,6 +90,7 @@ def test_help_of_plan_names_every_option() -> None:
         ("plan m.py --target-batch -3", "-3 is too small, the least is 1"),
         ("plan m.py --target-batch 2.5", "'2.5' is not a whole number of at least 1"),
         ("plan m.py --target-batch many", "'many' is not a whole number of at least 1"),
+        (f"plan m.py --target-batch {'9' * 5000}", f"'{'9' * 40}'... is not a whole number of at least 1"),
         ("plan m.py --target-batch 8 --world-size 0", "'--world-size': 0 is too small"),
         ("plan m.py --target-batch 8 --max-micro-batch 0", "'--max-micro-batch': 0 is too small"),
         ("plan m.py --target-batch 8 --memry 3", "no such option '--memry'"),
@@ -119,6 +121,48 @@ def test_a_reader_that_went_away_is_no_error() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "stderr"),
+    [
+        (
+            "--version >/dev/full",
+            2,
+            "error: stdout cannot be written (No space left on device): send it to another place\n",
+        ),
+        ("--version >&-", 0, ""),
+        ("plan nowhere.py --target-batch 0 2>/dev/full", 2, ""),
+        ("plan nowhere.py --target-batch 0 2>&-", 2, ""),
+    ],
+)
+def test_streams_that_cannot_be_written(redirection: str, code: int, stderr: str) -> None:
+    done = subprocess.run(
+        f'"{sys.executable}" -m autoaccum {redirection}', shell=True, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, stderr)
+
+
+def test_a_fault_of_ours_is_never_a_clear_no_when_stderr_is_full() -> None:
+    code = (
+        "from autoaccum.cli import main, root\nroot.Root.get_command = lambda *_: 1 / 0\nmain(['plan'])"  # exits by 3
+    )
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" 2>/dev/full', shell=True, capture_output=True, check=False)
+    assert done.returncode == 3
+
+
+def test_standard_descriptors_are_open_before_a_pipe_takes_their_numbers() -> None:
+    code = "import os; from autoaccum.cli import root; root._prepare_streams(); print(min(os.pipe()))"
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" 0<&- 2>&-', shell=True, capture_output=True, check=False)
+    assert int(done.stdout) > 2
+
+
+def test_a_character_that_the_terminal_does_not_know() -> None:
+    code = "from autoaccum.cli import root; root._prepare_streams(); print('mod\\u00e8le')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
+    )
+    assert done.stdout == b"mod\\xe8le\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"], ["plan", "m.py"]])
