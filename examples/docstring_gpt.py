@@ -1,6 +1,6 @@
 """A small GPT on Python's own documentation strings, padded, so that the loss averages over tokens, not samples.
 
-autoaccum plan examples/docstring_gpt.py --target-batch 64 --memory 300MiB
+autoaccum plan examples/docstring_gpt.py --target-batch 64 --memory 128MiB
 python examples/docstring_gpt.py
 """
 

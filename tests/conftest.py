@@ -1,8 +1,14 @@
-"""Hypothesis on shared machines: an example takes the time it takes, and a failure is printed to be run again."""
+"""What all tests share: one thread for each process, and Hypothesis on machines that others use too."""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# Before torch is imported, here and in the children that tests start: two test processes and their trials on few
+# cores would spend their time waiting for each other's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.load_profile("shared-machine")
