@@ -66,6 +66,8 @@ def read_text(path: Path) -> str:
         raise PlanFileError(f"{path} cannot be read ({error.strerror})", hint="give a plan file") from None
     except UnicodeDecodeError:
         raise PlanFileError(f"{path} is not a plan: it is not text", hint="give a file of `plan -o FILE`") from None
+    except ValueError as error:  # A null byte in its name.
+        raise PlanFileError(f"{str(path)!r} cannot be read ({error})", hint="give a plan file") from None
 
 
 def _target(path: Path, force: bool) -> Path:

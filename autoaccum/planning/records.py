@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -112,7 +113,7 @@ class Plan:
                 it in the message.
         """
         try:
-            record = json.loads(text, parse_constant=_refuse_constant)
+            record = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise PlanFileError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
         if not isinstance(record, dict) or not {"schema", "kind", "target_batch"} <= record.keys():
@@ -150,6 +151,8 @@ class Plan:
 
     def _contradictions(self) -> list[str]:
         """What does not go together, as sentences: `sum(parts) == target_batch` is a promise, not a hope."""
+        if not all(trial.parts for trial in self.trials):
+            return ["a trial has no parts"]
         try:
             schedule = self.schedule
         except UsageError as error:
@@ -193,6 +196,11 @@ def _check_schema(schema: object, source: str) -> None:
             f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
             hint=f"upgrade autoaccum, or {_AGAIN}",
         )
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_constant(text)
 
 
 def _refuse_constant(name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -90,7 +91,8 @@ def _record(value: Any, kind: type, where: str) -> Any:
 
 def _plain(value: Any, kind: type, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with suppress(OverflowError):
+            return float(value)
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

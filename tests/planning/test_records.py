@@ -171,6 +171,8 @@ def changed(plan: Plan, **changes: Any) -> str:
         ({"trials": [7]}, "is damaged: trials[0] is 7, not an object"),
         ({"trials": [{"parts": [1]}]}, "is damaged: in trials[0], 'outcome' is missing"),
         ({"trials": [{"parts": [1], "outcome": "fine"}]}, "is damaged: in trials[0], outcome is 'fine', not one of"),
+        ({"trials": [{"parts": [1], "outcome": "ok", "seconds": 10**400}]}, "in trials[0], seconds is 1000"),
+        ({"trials": [{"parts": [], "outcome": "ok"}]}, "contradicts itself: a trial has no parts"),
         ({"target_batch": 255}, "contradicts itself: target_batch is 255, its parts give 256"),
     ],
 )
@@ -183,7 +185,7 @@ def test_refuses_what_is_wrong(a_plan: Plan, changes: dict[str, Any], text: str)
     assert seen.value.exit_code == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
 def test_refuses_what_is_no_json(text: str) -> None:
     with pytest.raises(PlanFileError, match="is not valid JSON"):
         Plan.from_json(text)
@@ -312,6 +314,11 @@ def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
     a_plan.save(link, force=True)
     assert link.is_symlink()
     assert Plan.load(target) == a_plan
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load("a\0b")
 
 
 def test_respects_the_umask(tmp_path: Path, a_plan: Plan) -> None:
