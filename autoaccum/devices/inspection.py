@@ -67,6 +67,7 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         reduction=objective.reduction,
         weight=objective.source,
         environment=describe_environment(),
+        loss="loss" if workload.criterion is None else "criterion",
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,

@@ -252,6 +252,7 @@ def _describe(inspection: Inspection, reference: str) -> dict[str, str | int]:
         "parameter_bytes": inspection.parameter_bytes,
         "precision": inspection.precision,
         "optimizer": inspection.optimizer,
+        "loss": inspection.loss,
         "reduction": inspection.reduction,
         "weight": inspection.weight,
     }

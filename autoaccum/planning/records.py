@@ -40,7 +40,8 @@ class Plan:
         band_bytes: How far off a predicted peak may be; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
-        workload: Reference, name, digest, model, parameters, precision, optimizer, reduction, weight.
+        workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction,
+            weight.
         trials: All trials in the order they ran; the last that ran is the schedule's own, in a fresh process.
         warnings: What could make the plan fail or mislead, as sentences.
         notes: What is good to know (the learning rate), as sentences.

@@ -76,6 +76,7 @@ def next_lines(
 
 def accumulator_line(plan: Plan) -> str:
     """The line of Python that trains by the plan."""
+    loss = "criterion=criterion" if plan.workload.get("loss") == "criterion" else "loss"
     options = [f"micro_batch={plan.micro_batch}"]
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
@@ -83,7 +84,7 @@ def accumulator_line(plan: Plan) -> str:
         options.append('reduction="sum"')
     if plan.workload.get("precision") in ("bf16", "fp16"):
         options.append(f'precision="{plan.workload["precision"]}"')
-    return f"autoaccum.Accumulator(model, optimizer, loss, {', '.join(options)}).step(batch)"
+    return f"autoaccum.Accumulator(model, optimizer, {loss}, {', '.join(options)}).step(batch)"
 
 
 def _row(console: Console, name: str, value: Text) -> Iterator[Text]:

@@ -34,6 +34,8 @@ def test_tells_what_will_be_trained() -> None:
     assert (inspection.parameters, inspection.parameter_bytes) == (10, 40)
     assert inspection.reduction == "mean"
     assert "MSELoss" in inspection.weight
+    assert inspection.loss == "criterion"
+    assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), share=8).loss == "loss"
     assert inspection.warnings == ()
     assert inspection.environment["torch"] == torch.__version__
     assert inspection.environment["threads"] == torch.get_num_threads()
