@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 from hypothesis import settings
 
 # Before torch is imported, here and in the children that tests start: two test processes and their trials on few
 # cores would spend their time waiting for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs the tests in the background has SIGINT ignored, and processes started from there inherit that.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.load_profile("shared-machine")

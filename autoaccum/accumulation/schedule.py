@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from operator import index
 
 from autoaccum.errors import UsageError
@@ -179,7 +180,8 @@ def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedul
             f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
             hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal)",
         )
-    count = next(n for n in range(_least_count(share, ceiling), share + 1) if share % n == 0)
+    small = [n for n in range(1, isqrt(share) + 1) if share % n == 0]
+    count = min(n for divisor in small for n in (divisor, share // divisor) if n >= _least_count(share, ceiling))
     return Schedule(((share // count,) * count,) * world_size)
 
 

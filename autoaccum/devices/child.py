@@ -38,10 +38,12 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable()
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
-    child = Child()
+    child, own_pid = Child(), os.getpid()
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             reply = child.answer(json.loads(line))
+            if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
+                os._exit(0)
             _flush()
             _write(replies, json.dumps(reply).encode() + b"\n")
 

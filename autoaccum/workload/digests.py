@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def digest_sources(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(found, key=lambda file: file.relative_to(top).as_posix()):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(f"{file.relative_to(top).as_posix()}\0{content}\n".encode())
+        digest.update(os.fsencode(f"{file.relative_to(top).as_posix()}\0{content}\n"))
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def _package_root(path: Path) -> Path | None:
 
 def _stand_in(directory: Path) -> ModuleType:
     """A package made up for `directory`, which also keeps the names of what was imported along with the workload."""
-    name = _PREFIX + hashlib.sha256(str(directory).encode()).hexdigest()[:12]
+    name = _PREFIX + hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
     package = ModuleType(name)
     package.__path__ = [str(directory)]
     setattr(package, _RECORD, [name])

@@ -42,6 +42,7 @@ MISBEHAVING = """
         9: take_shared_memory,
         10: lambda: kept.append(torch.ones(16, 2**20, dtype=torch.uint8)),
         11: lambda: nn.Linear(3, 3)(torch.ones(4)),
+        12: os.fork,
     }
 
     def loss(model, batch):
@@ -75,6 +76,11 @@ def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, messag
     trial = device.trial((size, size))
     assert (trial.outcome, trial.blames, trial.message) == ("error", "measurement", message)
     assert trial.seconds > 0
+
+
+def test_a_copy_that_the_workload_forks_does_not_answer(device: CpuDevice) -> None:
+    assert device.trial((12, 12)).outcome == "ok"
+    assert device.trial((1, 1)).outcome == "ok"
 
 
 def test_leaving_python_is_the_users_error(device: CpuDevice) -> None:
