@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
     from autoaccum.accumulation.loaders import windows as windows
+    from autoaccum.accumulation.notices import AccumulationWarning as AccumulationWarning
     from autoaccum.accumulation.results import StepResult as StepResult
     from autoaccum.planning.planner import plan as plan
     from autoaccum.planning.records import Plan as Plan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AccumulationWarning": "autoaccum.accumulation.notices",
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.results",
     "windows": "autoaccum.accumulation.loaders",
@@ -26,7 +28,7 @@ _HOMES = {
     "Workload": "autoaccum.workload.spec",
 }
 
-__all__ = ["Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan", "windows"]
+__all__ = ["AccumulationWarning", "Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan", "windows"]
 
 
 def __getattr__(name: str) -> Any:

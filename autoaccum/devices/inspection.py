@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.process_memory import read_process_memory, reset_peak
 from autoaccum.devices.rehearsal import make_accumulator, seed_everything
@@ -52,8 +55,11 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
     made = workload.build_optimizer(model, optimizer)
     size = min(_SAMPLES, share)
     batch = workload.build_batch(size)
-    _check_finite(make_accumulator(workload, model, made, size).step(batch).loss, size)
-    update_bytes = read_process_memory().peak_above(before) if resets_peak else None
+    accumulator = make_accumulator(workload, model, made, size)
+    with collected_warnings() as said:
+        _check_finite(accumulator.step(batch).loss, size)
+        update_bytes = read_process_memory().peak_above(before) if resets_peak else None
+        accumulator.step_parts([batch, batch])
     objective = workload.objective
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
     return Inspection(
@@ -72,8 +78,22 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         update_bytes=update_bytes,
         update_samples=size,
         warnings=tuple(check_weighting(workload)),
-        accumulation_warnings=(batchnorm_warning(batchnorms),) if batchnorms else (),
+        accumulation_warnings=tuple(said),
     )
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what the Accumulator warns of, for the plan; other warnings are given again at the end."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AccumulationWarning)
+        yield said
+    for warning in caught:
+        if issubclass(warning.category, AccumulationWarning):
+            said.append(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def runs_one_sample(workload: Workload, model: nn.Module) -> bool:

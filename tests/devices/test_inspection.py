@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,29 @@ def test_passes_on_what_the_check_of_the_weighting_says() -> None:
 
 def test_a_share_of_one_sample_is_inspected_with_one() -> None:
     assert inspect_workload(make(), share=1).parameters == 10
+
+
+def test_names_what_accumulation_changes() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 2)))
+    (warning,) = inspect_workload(make(lambda: model), share=8).accumulation_warnings
+    assert "forward updates the buffers" in warning
+    assert inspect_workload(make(), share=8).accumulation_warnings == ()
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        warnings.warn("the model's own", DeprecationWarning, stacklevel=1)
+        return super().forward(input)
+
+
+def test_names_state_that_cannot_be_put_back_and_passes_other_warnings_on() -> None:
+    with pytest.warns(DeprecationWarning, match="the model's own"):
+        inspection = inspect_workload(make(lambda: Counting(4, 2)), share=8)
+    (warning,) = inspection.accumulation_warnings
+    assert "calls" in warning
 
 
 def test_tells_the_least_that_can_be_trained_and_what_an_update_takes() -> None:
