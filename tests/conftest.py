@@ -12,9 +12,10 @@ from hypothesis import settings
 # cores would spend their time waiting for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that runs the tests in the background has SIGINT ignored, and processes started from there inherit that.
+# A shell's background job has SIGINT ignored, and nohup SIGHUP; processes that tests start would inherit that.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.load_profile("shared-machine")
