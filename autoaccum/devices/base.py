@@ -32,6 +32,8 @@ class Trial:
             size runs in a fresh process.
         fresh: Whether its process had run no trial before.
         blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
+        limit_bytes: The budget it was held to, where that is another than the plan's.
+        timed_out: Whether it is an `error` only because it took too long, and was ended.
     """
 
     parts: tuple[int, ...]
@@ -46,6 +48,8 @@ class Trial:
     certain: bool = True
     fresh: bool = False
     blames: Literal["user", "measurement"] | None = None
+    limit_bytes: int | None = None
+    timed_out: bool = False
 
     @property
     def micro_batch(self) -> int:
@@ -132,8 +136,23 @@ class Device(Protocol):
             NotMeasuredError: Its process died or hung.
         """
 
-    def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
-        """Run one trial; `fresh` asks for a process that has run no trial before."""
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        """Run one trial.
+
+        Args:
+            parts: As in `Trial`.
+            fresh: Ask for a process that has run no trial before.
+            limit_bytes: Hold it to this budget, below the device's own.
+            limit_seconds: End it after this time, if that is less than the settings' limit on trials. A device that
+                runs trials in place cannot, and lets it finish.
+        """
 
     def close(self) -> None:
         """End every process of this device's own."""

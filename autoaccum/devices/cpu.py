@@ -122,7 +122,14 @@ class CpuDevice:
         self._end_if_spoilt()
         return inspection
 
-    def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         """Run one trial; `fresh` asks for a process that has done nothing but load the workload.
 
         Raises:
@@ -131,7 +138,7 @@ class CpuDevice:
             NotMeasuredError: A process cannot be started, or does not get as far as a trial.
         """
         worker = self._use_worker(fresh=fresh or not self._resets_peak)
-        trial = worker.trial(parts, self.limit_bytes)
+        trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
         self._end_if_spoilt()
         return trial
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -74,15 +75,26 @@ class Worker:
         sentences = {name: tuple(fields[name]) for name in ("warnings", "accumulation_warnings")}
         return Inspection(**{**fields, **sentences})
 
-    def trial(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
-        """Run the job `trial`; whatever ends it is in the record, and after a failure the process is ended."""
-        fresh = self.jobs == 0
-        request = {**self._request("trial"), "parts": parts, "limit_bytes": limit_bytes}
+    def trial(
+        self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
+    ) -> Trial:
+        """Run the job `trial`; whatever ends it is in the record, and after a failure the process is ended.
+
+        Args:
+            parts: As in `Trial`.
+            budget_bytes: The plan's budget.
+            limit_bytes: Another one for this trial.
+            limit_seconds: Another limit of time than the settings', if it is less.
+        """
+        held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
+        seconds = min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
+        about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
+        request = {**self._request("trial"), "parts": parts, "limit_bytes": held_to_bytes}
         try:
-            reply = self._process.ask(request, self._settings.trial_limit_seconds)
+            reply = self._process.ask(request, seconds)
         except ChildDied as death:
-            return _record_death(death, parts, fresh)
-        trial = _record(reply, parts, limit_bytes, fresh)
+            return _record_death(death, about)
+        trial = _record(reply, held_to_bytes, about)
         self.kept_bytes = reply.get("kept_bytes", 0)
         if not trial.ran:
             self.end()
@@ -107,27 +119,28 @@ class Worker:
         return reply
 
 
-def _record(reply: Mapping[str, Any], parts: tuple[int, ...], limit_bytes: int, fresh: bool) -> Trial:
-    measured = {"peak_reserved_bytes": reply["peak_bytes"], "seconds": reply["seconds"], "fresh": fresh}
+def _record(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str, Any]) -> Trial:
+    measured = {**about, "peak_reserved_bytes": reply["peak_bytes"], "seconds": reply["seconds"]}
     if "failure" in reply:
-        return Trial(parts=parts, phase=reply["phase"], **reply["failure"], **measured)
+        return Trial(phase=reply["phase"], **reply["failure"], **measured)
     peak, shared = reply["peak_bytes"] or 0, reply["shared_bytes"]
     if shared and peak > limit_bytes:
         held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
-        return Trial(parts=parts, outcome="oom", phase="update", message=f"it ran, but held {held}", **measured)
+        return Trial(outcome="oom", phase="update", message=f"it ran, but held {held}", **measured)
     if peak > limit_bytes:  # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
         measured["peak_reserved_bytes"] = limit_bytes
-    return Trial(parts=parts, outcome="ok", **measured)
+    return Trial(outcome="ok", **measured)
 
 
-def _record_death(death: ChildDied, parts: tuple[int, ...], fresh: bool) -> Trial:
-    message = f"micro-batch {max(parts)}: the trial's process {death}"
+def _record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
+    message = f"micro-batch {max(about['parts'])}: the trial's process {death}"
     if death.out_of_memory:
-        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, fresh=fresh)
-    if death.kind == "limit":
+        return Trial(outcome="oom", message=message, seconds=death.seconds, **about)
+    timed_out = death.kind == "limit"
+    if timed_out:
         message += f": {_LONGER}"
     return Trial(
-        parts=parts, outcome="error", message=message, blames="measurement", seconds=death.seconds, fresh=fresh
+        outcome="error", message=message, blames="measurement", seconds=death.seconds, timed_out=timed_out, **about
     )
 
 
