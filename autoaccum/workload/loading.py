@@ -33,14 +33,10 @@ def load_workload(reference: str) -> Workload:
     target, name = _split_reference(reference)
     if _is_path(target):
         path = _find_file(target)
-        return _read(import_file(path), name, path.name, path.stem, path, _join(str(path), name))
+        return _read(import_file(path), name, path.name, path.stem, path)
     module = import_dotted(target)
     file = getattr(module, "__file__", None)
-    return _read(module, name, target, target, None if file is None else Path(file).resolve(), reference)
-
-
-def _join(target: str, name: str | None) -> str:
-    return target if name is None else f"{target}:{name}"
+    return _read(module, name, target, target, None if file is None else Path(file).resolve())
 
 
 def _split_reference(reference: str) -> tuple[str, str | None]:
@@ -78,9 +74,8 @@ def _find_file(target: str) -> Path:
     return path.resolve()
 
 
-def _read(module: ModuleType, name: str | None, called: str, title: str, path: Path | None, reference: str) -> Workload:
-    digest = "" if path is None else digest_sources(path)
-    origin: dict[str, Any] = {"path": path, "digest": digest, "reference": reference}
+def _read(module: ModuleType, name: str | None, called: str, title: str, path: Path | None) -> Workload:
+    origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
     title = title if name is None else f"{title}:{name}"
     chosen = _lookup(module, name or "workload", called) if name or "workload" in _names(module) else None
     if isinstance(chosen, Workload):

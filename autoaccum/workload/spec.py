@@ -38,7 +38,6 @@ class Workload:
         name: What reports call it.
         path: The file it came from; None when made in code.
         digest: SHA-256 over that file and the local modules it imported; empty when made in code.
-        reference: What `load_workload` loads it again from, in a process of its own; empty when made in code.
 
     Raises:
         WorkloadError: One of them cannot be used.
@@ -56,7 +55,6 @@ class Workload:
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
-    reference: str = ""
 
     def __post_init__(self) -> None:
         _check_model(self.model)
