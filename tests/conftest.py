@@ -1,11 +1,17 @@
-"""What all tests share: one thread for each process, and Hypothesis on machines that others use too."""
+"""What all tests share: one thread for each process, Hypothesis on machines that others use too, and the one place
+that asks whether there is a GPU.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Before torch is imported, here and in the children that tests start: two test processes and their trials on few
@@ -21,3 +27,50 @@ if threading.current_thread() is threading.main_thread():
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
+
+_DESELECTED = pytest.StashKey[int]()
+_OUTPUT = "gpu_deselected"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "without_gpu: shows what happens where there is no CUDA card")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `gpu` tests where there is no card, and `without_gpu` tests where there is one."""
+    has_card = has_cuda_card()
+    dropped = [item for item in items if item.get_closest_marker("without_gpu" if has_card else "gpu")]
+    if not dropped:
+        return
+    items[:] = [item for item in items if item not in set(dropped)]
+    config.stash[_DESELECTED] = 0 if has_card else len(dropped)
+    config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell pytest-xdist's controller, which collects nothing itself."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_OUTPUT] = session.config.stash.get(_DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get(_OUTPUT, 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.stash.get(_DESELECTED, 0)
+    if count:
+        terminalreporter.write_line(
+            f"gpu: {count} tests deselected, no CUDA card here: see tests/gpu/README.md", yellow=True
+        )
+
+
+def has_cuda_card() -> bool:
+    """Whether PyTorch can use one; it is only imported where the driver shows any."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")) or find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +49,7 @@ def test_what_is_available_is_what_is_held_and_what_is_free() -> None:
     assert card.held_outside_bytes == 8 * GIB
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.without_gpu
 def test_without_a_card_pytorchs_own_error_comes_and_nothing_is_set() -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         read_card(0)
