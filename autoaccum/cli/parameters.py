@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 _MOST_SHOWN = 40
@@ -20,4 +22,20 @@ def count(text: str | int) -> int:
         raise click.BadParameter(f"{seen} is not a whole number of at least 1") from None
     if number < 1:
         raise click.BadParameter(f"{number} is too small, the least is 1")
+    return number
+
+
+def seconds(text: str | float) -> float:
+    """A finite number of seconds, more than 0.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number <= 0:
+        seen = repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
+        raise click.BadParameter(f"{seen} is not a number of seconds above 0")
     return number

@@ -11,7 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from autoaccum.cli.parameters import count
+from autoaccum.cli.parameters import count, seconds
+from autoaccum.errors import UsageError
 
 
 @click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
@@ -27,14 +28,20 @@ from autoaccum.cli.parameters import count
 )
 @click.option("--equal", is_flag=True, help="Equal micro-batches only.")
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger one.")
+@click.option("--max-trials", type=count, metavar="N", help="The search ends after so many; what ran is confirmed.")
+@click.option("--time-limit", type=seconds, metavar="SECONDS", help="Likewise, after so many seconds.")
 @click.option(
-    "--trial-limit", type=float, default=600.0, show_default=True, metavar="SECONDS", help="When a trial is given up."
+    "--trial-limit", type=seconds, default=600.0, show_default=True, metavar="SECONDS", help="When a trial is given up."
 )
+@click.option("--least", is_flag=True, help="Measure the least budget at which the schedule still runs.")
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the plan in a file.")
-@click.option("--force", is_flag=True, help="Overwrite that file.")
+@click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch, without autoaccum.")
+@click.option("--force", is_flag=True, help="Overwrite those files.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
-def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **request: Any) -> None:
+def command(
+    workload: str, as_json: bool, output: str | None, emit: str | None, force: bool, quiet: bool, **request: Any
+) -> None:
     """Find out by real trials how to train WORKLOAD with batches of a given size.
 
     WORKLOAD is model.py, model.py:name or package.module:name. Trials grow until memory is really out; the plan is
@@ -42,29 +49,39 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
 
     Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
     """
-    from autoaccum.planning.files import check_output
+    from autoaccum.planning.files import check_output, write_text
     from autoaccum.planning.planner import plan
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.plan_table import print_plan
     from autoaccum.reporting.progress import Progress
 
-    if output is not None:
-        check_output(output, force=force)
+    for file in (output, emit):
+        if file is not None:
+            check_output(file, force=force)
+    if emit is not None:
+        from autoaccum.reporting.emit import check_emittable
+
+        _check_apart(emit, output, workload)
+        check_emittable(world_size=request["world_size"])
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
         on_output = progress.pass_on if stderr.can_redraw else None
         began = time.monotonic()
         found = plan(workload, on_event=progress.tell, on_output=on_output, **request)
-    kept = None if output is None else Path(output)
+    kept, emitted = (None if file is None else Path(file) for file in (output, emit))
     offer: dict[str, Any] = {"command": _words(), "name": _free_name(), "seconds": time.monotonic() - began}
-    if kept is not None:
-        try:
+    try:
+        if kept is not None:
             found.save(kept, force=force)
-        except BaseException:
-            # The trials took their time: what they found is shown even where it cannot be kept.
-            print_plan(stderr, found, **offer)
-            raise
+        if emitted is not None:
+            from autoaccum.reporting.emit import emit_wrapper
+
+            write_text(emitted, emit_wrapper(found), force=force)
+    except BaseException:
+        # The trials took their time: what they found is shown even where it cannot be kept.
+        print_plan(stderr, found, **offer)
+        raise
     if as_json:
         for warning in found.warnings:
             print_line(stderr, "warning", warning, "yellow")
@@ -72,7 +89,16 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
         return
     if not quiet:
         stderr.print()
-    print_plan(make_console(), found, kept=kept, **offer)
+    print_plan(make_console(), found, kept=kept, emitted=emitted, **offer)
+
+
+def _check_apart(emit: str, output: str | None, workload: str) -> None:
+    """Refuse to write two things into one file, or over the workload that is being planned."""
+    target = Path(emit).resolve()
+    if output is not None and target == Path(output).resolve():
+        raise UsageError(f"-o and --emit both name {emit}", hint="the plan is JSON, the wrapper Python: take two names")
+    if target == Path(workload.rpartition(":")[0] or workload).resolve():
+        raise UsageError(f"--emit names the workload itself, {emit}", hint="choose another name")
 
 
 def _words() -> list[str]:
@@ -82,7 +108,7 @@ def _words() -> list[str]:
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if not given or name in ("as_json", "output", "force", "quiet"):
+        if not given or name in ("as_json", "output", "emit", "force", "quiet"):
             continue
         value = context.params[name]
         if isinstance(parameter, click.Argument):

@@ -35,11 +35,19 @@ class Inspected:
 
 @dataclass(frozen=True)
 class TrialStarted:
-    """A trial begins; `confirming` when it runs the plan's own schedule from a clean state."""
+    """A trial begins.
+
+    Attributes:
+        number: Counted from 1.
+        parts: As in `Trial`.
+        confirming: It runs the plan's own schedule from a clean state.
+        limit_bytes: The budget it is held to, where that is another than the plan's.
+    """
 
     number: int
     parts: tuple[int, ...]
     confirming: bool
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)

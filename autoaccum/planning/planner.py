@@ -1,58 +1,90 @@
-"""`plan`: from a workload file and a target batch to a plan that was proved by trials."""
+"""`plan`: from a workload and a target batch to a plan that was proved by trials."""
 
 from __future__ import annotations
 
-import math
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, even_parts, format_parts, make_schedule
-from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
-from autoaccum.planning.device_choice import has_nvidia_gpu, make_device
-from autoaccum.planning.events import Inspected, Listener, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
+from autoaccum.devices.base import Device, Inspection
+from autoaccum.planning.allowance import Allowance
+from autoaccum.planning.confirmation import confirm, inspection_need
+from autoaccum.planning.events import Inspected, Listener, Loading
+from autoaccum.planning.least import find_least
 from autoaccum.planning.records import Plan
-from autoaccum.planning.search import Need, SearchResult, does_not_fit, search, trial_error
-from autoaccum.units import MemorySize, parse_size
+from autoaccum.planning.request import Request
+from autoaccum.planning.runner import Runner
+from autoaccum.planning.search import search
+from autoaccum.planning.subjects import Settings, Subject, find_subject
+from autoaccum.planning.verdicts import peak_bytes
+from autoaccum.units import MemorySize
 
-_MOST_SAMPLES, _MOST_RANKS = 10_000_000, 100_000
-_PRECISIONS = ("fp32", "bf16", "fp16")
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoaccum.workload.spec import Workload
 
 
 def plan(
-    workload: str | os.PathLike[str],
+    workload: str | os.PathLike[str] | Workload | None = None,
     *,
     target_batch: int,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    criterion: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+    reduction: str | None = None,
+    optimizer: Any = None,
+    precision: str | None = None,
     device: str = "auto",
     memory: str | MemorySize | None = None,
     reserve: str | MemorySize | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
     world_size: int = 1,
     equal: bool = False,
     max_micro_batch: int | None = None,
+    max_trials: int | None = None,
+    time_limit: float | None = None,
+    least: bool = False,
     trial_limit: float = 600.0,
     on_event: Listener | None = None,
     on_output: Callable[[str], None] | None = None,
 ) -> Plan:
     """Find out by trials how to run updates of `target_batch` samples in the memory there is.
 
+    What is trained is a file or module, whose trials run in processes of their own; or a `Workload` made in code, or
+    the live objects `model`, `batch`, `loss` and `optimizer`, whose trials run in this process, one after the other,
+    and leave everything as it was (see `devices.in_place`). Only a fresh process gives a clean state, so the ceiling
+    of trials in place may be a little low on the CPU; for exact ones, plan through a file.
+
     Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`.
+        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
         target_batch: Samples per update, over all ranks.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        model: A live model, on the device it is to be trained on.
+        batch: For it, `batch(size)`; or a batch to be repeated and cut to size.
+        loss: For it, `loss(model, batch)`, or a criterion.
+        criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
+        weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
+        reduction: For it, `mean` (when None) or `sum`.
+        optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, whose
+            state is put back, or a function or class that makes one; AdamW when None.
+        precision: `fp32`, `bf16` or `fp16`, instead of the workload's; a live model's is `fp32` when None.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
         memory: The budget: `10GiB`, `24GB`, or `80%` of the total; what is free otherwise.
         reserve: Kept free of it.
-        precision: `fp32`, `bf16` or `fp16`, instead of the workload's.
-        optimizer: A name of `torch.optim`, instead of the workload's.
         world_size: Ranks that share the target; the longest share decides.
         equal: Equal micro-batches only.
         max_micro_batch: Try no larger size, in samples.
-        trial_limit: Seconds after which a trial is given up.
+        max_trials: The search ends after as many trials; its confirmation comes on top.
+        time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
+            confirmed, which may take longer; the plan is marked by `stopped`.
+        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %.
+        trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.
-        on_output: Given what the workload prints, line by line; stderr otherwise.
+        on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -60,189 +92,103 @@ def plan(
         DoesNotFitError: Not even a micro-batch of 1 runs.
         NotMeasuredError: Trials could not be run to an answer.
     """
-    request = Request(target_batch, world_size=world_size, equal=equal, max_micro_batch=max_micro_batch)
-    settings = TrialSettings(
-        reference=os.fspath(workload),
-        share=request.share,
-        precision=_check_precision(precision),
-        optimizer=optimizer,
-        trial_limit_seconds=_check_limit(trial_limit),
+    began = time.monotonic()
+    request = Request(
+        target_batch,
+        world_size=world_size,
+        equal=equal,
+        max_micro_batch=max_micro_batch,
+        max_trials=max_trials,
+        time_limit=time_limit,
+        least=least,
     )
-    chosen = make_device(device, settings, memory=_size(memory), reserve=_size(reserve), on_output=on_output)
-    with chosen:
-        warnings = []
-        if device == "auto" and has_nvidia_gpu():
-            warnings.append("a GPU is there, but this version of autoaccum runs its trials on the CPU only")
-        return plan_on(chosen, request, reference=settings.reference, on_event=on_event, warnings=warnings)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be planned, checked as far as numbers go.
-
-    Raises:
-        UsageError: A number is not a whole one of at least 1, or beyond all use (a schedule lists all its parts), or
-            equal parts do not divide the target.
-    """
-
-    target_batch: int
-    world_size: int = 1
-    equal: bool = False
-    max_micro_batch: int | None = None
-
-    def __post_init__(self) -> None:
-        for what, number, most in (
-            ("target batch", self.target_batch, _MOST_SAMPLES),
-            ("world size", self.world_size, _MOST_RANKS),
-        ):
-            if isinstance(number, int) and number > most:
-                raise UsageError(f"the {what} is beyond {most:,}", hint="take a smaller one")
-        self.schedule(1 if self.max_micro_batch is None else self.max_micro_batch)
-
-    @property
-    def share(self) -> int:
-        """Samples per update on the rank with the longest share."""
-        return even_parts(self.target_batch, self.world_size)[0]
-
-    @property
-    def cap(self) -> int:
-        """The largest size worth trying."""
-        return min(self.share, self.max_micro_batch or self.share)
-
-    def schedule(self, ceiling: int) -> Schedule:
-        """How the target is cut when the largest size that fits is `ceiling`."""
-        return make_schedule(self.target_batch, ceiling, world_size=self.world_size, equal=self.equal)
+    subject = find_subject(
+        workload,
+        {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight},
+        Settings(
+            share=request.share,
+            reduction=reduction,
+            optimizer=optimizer,
+            precision=precision,
+            device=device,
+            memory=memory,
+            reserve=reserve,
+            trial_limit=trial_limit,
+            on_output=on_output,
+        ),
+    )
+    with subject.device:
+        return plan_on(subject, request, on_event=on_event, began=began)
 
 
 def plan_on(
-    device: Device,
-    request: Request,
-    *,
-    reference: str,
-    on_event: Listener | None = None,
-    warnings: list[str] | None = None,
+    subject: Subject, request: Request, *, on_event: Listener | None = None, began: float | None = None
 ) -> Plan:
-    """Plan by trials on a device that is already there; closing it is the caller's.
+    """Plan by trials of a subject that is already there; closing its device is the caller's.
+
+    Args:
+        subject: What is tried, and where.
+        request: What is asked for.
+        on_event: As in `plan`.
+        began: When the limit on time began to count, by `time.monotonic`; now when None.
 
     Raises:
         WorkloadError, DoesNotFitError, NotMeasuredError: As in `plan`.
     """
-    runner = _Runner(device, request, on_event or (lambda event: None))
-    runner.tell(Loading(reference))
+    device, tell = subject.device, on_event or (lambda event: None)
+    runner = Runner(device, request, tell, Allowance(request.max_trials, request.time_limit, began=began))
+    tell(Loading(subject.reference))
+    asked = time.monotonic()
     inspection = device.inspect()
-    runner.tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
+    runner.proof_seconds = time.monotonic() - asked
+    tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
     result = search(
         runner.try_size,
         request.cap,
         limit_bytes=device.limit_bytes,
-        need=_need(inspection),
+        need=inspection_need(inspection),
         least_size=inspection.least_size,
-        fresh_trial=partial(runner.try_size, fresh=True),
+        fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
     )
-    schedule, proof, doubts = _confirm(runner, result, inspection)
+    found = confirm(runner, request, result, inspection, device.limit_bytes, tell)
+    least_bytes, least_notes = _find_least(runner, device, found.proof.parts) if request.least else (None, ())
     cautions = inspection.warnings
-    if schedule.iter_size > 1:
+    if found.schedule.iter_size > 1:
         cautions += inspection.accumulation_warnings
-    largest_fit = result.largest_fit
-    if doubts:
-        largest_fit = max(t.micro_batch for t in runner.trials if t.ran and t.micro_batch < runner.refuted)
     return Plan(
         kind="measured",
-        target_batch=schedule.target_batch,
-        micro_batch=schedule.micro_batch,
-        iter_size=schedule.iter_size,
-        micro_batches=schedule.micro_batches,
-        world_size=schedule.world_size,
-        ranks=schedule.ranks if schedule.world_size > 1 else None,
-        largest_fit=largest_fit,
-        capped=result.capped and not doubts,
+        target_batch=found.schedule.target_batch,
+        micro_batch=found.schedule.micro_batch,
+        iter_size=found.schedule.iter_size,
+        micro_batches=found.schedule.micro_batches,
+        world_size=found.schedule.world_size,
+        ranks=found.schedule.ranks if found.schedule.world_size > 1 else None,
+        largest_fit=found.largest_fit,
+        capped=result.capped and not found.doubts,
+        stopped=result.stopped,
         limit_bytes=device.limit_bytes,
-        peak_bytes=proof.peak_allocated_bytes if proof.peak_reserved_bytes is None else proof.peak_reserved_bytes,
+        peak_bytes=peak_bytes(found.proof),
+        least_bytes=least_bytes,
         device=device.describe(),
         environment=inspection.environment,
-        workload=_describe(inspection, reference),
+        workload=describe_workload(inspection, subject.reference),
         trials=tuple(runner.trials),
-        warnings=tuple(dict.fromkeys((*(warnings or ()), *cautions, *result.warnings, *doubts))),
-        notes=tuple(_notes(schedule, request, largest_fit, inspection)),
+        warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *found.doubts))),
+        notes=(*_notes(found.schedule, request, found.largest_fit, inspection), *least_notes),
     )
 
 
-class _Runner:
-    """Runs trials, keeps them, and tells of them."""
-
-    def __init__(self, device: Device, request: Request, tell: Listener) -> None:
-        self.device, self.request, self.tell = device, request, tell
-        self.trials: list[Trial] = []
-        self.refuted = request.share + 1
-
-    def try_size(self, size: int, *, fresh: bool = False) -> Trial:
-        # The whole share is one micro-batch per update: nothing accumulates then.
-        return self._run((size,) if size == self.request.share else (size, size), fresh=fresh)
-
-    def confirm(self, schedule: Schedule) -> Trial:
-        """Run the schedule's largest and smallest part from a clean state, unless the last trial did just that."""
-        parts = (schedule.micro_batch, schedule.smallest_part) if schedule.iter_size > 1 else (schedule.micro_batch,)
-        last = self.trials[-1]
-        if last.fresh and last.outcome == "ok" and last.parts == parts:
-            return last
-        return self._run(parts, fresh=True, confirming=True)
-
-    def _run(self, parts: tuple[int, ...], *, fresh: bool, confirming: bool = False) -> Trial:
-        number = len(self.trials) + 1
-        self.tell(TrialStarted(number, parts, confirming))
-        trial = self.device.trial(parts, fresh=fresh)
-        self.trials.append(trial)
-        self.tell(TrialFinished(number, trial, confirming))
-        return trial
-
-
-def _confirm(runner: _Runner, result: SearchResult, inspection: Inspection) -> tuple[Schedule, Trial, tuple[str, ...]]:
-    """Prove a schedule in a fresh process, going down to the next one while it fails; with sentences on what failed."""
-    accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
-    ceiling = result.largest_fit
-    doubts: list[str] = []
-    while True:
-        schedule = runner.request.schedule(ceiling)
-        _check_least(schedule, ceiling, inspection.least_size)
-        runner.tell(Scheduled(schedule, ceiling))
-        trial = runner.confirm(schedule)
-        if trial.outcome == "error":
-            raise trial_error(trial)
-        if trial.outcome == "ok" or trial.outcome in accepted:
-            return schedule, trial, tuple(doubts)
-        doubts.append(
-            f"{format_parts(schedule.micro_batches)} did not run again from a clean state ({trial.outcome}), although "
-            f"{ceiling} ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
-        )
-        runner.refuted = schedule.micro_batch
-        if schedule.micro_batch == inspection.least_size:
-            if trial.outcome == "oom" and not trial.certain:
-                raise NotMeasuredError(
-                    f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
-                )
-            raise does_not_fit(trial, runner.device.limit_bytes, _need(inspection))
-        ceiling = schedule.micro_batch - 1
-
-
-def _need(inspection: Inspection) -> Need:
-    return Need(
-        least_bytes=inspection.parameter_bytes,
-        update_bytes=inspection.update_bytes,
-        update_samples=inspection.update_samples,
+def _find_least(runner: Runner, device: Device, parts: tuple[int, ...]) -> tuple[int, tuple[str, ...]]:
+    """The least budget, and a sentence if the search for it ended early."""
+    proof = next(trial for trial in reversed(runner.trials) if trial.parts == parts and trial.ran)
+    found, ended = find_least(
+        partial(runner.try_budget, parts), limit_bytes=device.limit_bytes, peak_bytes=peak_bytes(proof)
     )
+    return found, () if ended is None else (ended,)
 
 
-def _check_least(schedule: Schedule, ceiling: int, least_size: int) -> None:
-    """Refuse parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
-    if schedule.smallest_part < least_size:
-        raise DoesNotFitError(
-            f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
-            f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}",
-            hint=f"take a target batch that micro-batches of {least_size} to {ceiling} add up to, or more memory",
-        )
-
-
-def _describe(inspection: Inspection, reference: str) -> dict[str, str | int]:
+def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
+    """What the plan records of the workload."""
     return {
         "reference": reference,
         "name": inspection.name,
@@ -278,19 +224,3 @@ def learning_rate_note(schedule: Schedule, reduction: str) -> str:
     if reduction == "sum":
         return f"{rate}: the loss is a sum, so its parts are added and not divided"
     return f"{rate}; an undivided loss would act as {schedule.iter_size} times the rate under plain SGD"
-
-
-def _check_precision(precision: str | None) -> str | None:
-    if precision is not None and precision not in _PRECISIONS:
-        raise UsageError(f"there is no precision {precision!r}", hint=f"take {', '.join(_PRECISIONS)}")
-    return precision
-
-
-def _check_limit(seconds: float) -> float:
-    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-        raise UsageError(f"the trial limit is {seconds!r}", hint="give the seconds a trial may take, more than 0")
-    return float(seconds)
-
-
-def _size(size: str | MemorySize | None) -> MemorySize | None:
-    return parse_size(size) if isinstance(size, str) else size

@@ -34,15 +34,17 @@ class Plan:
         ranks: The parts of every rank; None when there is one.
         largest_fit: The largest micro-batch that ran.
         capped: `largest_fit` is where the search was told to stop (the share, or a cap), not where memory ended.
+        stopped: The limit that ended the search before it knew the largest size; None when nothing did.
         limit_bytes: The budget every trial was held to.
         peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it.
-        least_bytes: The smallest budget at which this micro-batch would still run; None when measured.
+        least_bytes: The smallest budget at which this schedule would still run; None when measured, unless asked for.
         band_bytes: How far off a predicted peak may be; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction,
             weight.
-        trials: All trials in the order they ran; the last that ran is the schedule's own, in a fresh process.
+        trials: All trials in the order they ran; the last held to the plan's own budget is the schedule's, from a clean
+            state.
         warnings: What could make the plan fail or mislead, as sentences.
         notes: What is good to know (the learning rate), as sentences.
         schema: Version of the record.
@@ -60,6 +62,7 @@ class Plan:
     ranks: tuple[tuple[int, ...], ...] | None = None
     largest_fit: int
     capped: bool
+    stopped: Literal["time", "trials"] | None = None
     limit_bytes: int
     peak_bytes: int | None
     least_bytes: int | None = None
@@ -176,6 +179,8 @@ class Plan:
             found += [f"no trial ran at size {size}" for size in unproved]
         if self.largest_fit < self.micro_batch:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
+        if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
+            found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
         if self.limit_bytes < 1:
             found.append(f"limit_bytes is {self.limit_bytes}")
         if (self.peak_bytes or 0) < 0:

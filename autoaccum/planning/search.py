@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Literal
 
 from autoaccum.devices.base import Trial
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.extrapolation import next_size
-from autoaccum.units import MIB, format_bytes
+from autoaccum.planning.verdicts import (
+    Need,
+    does_not_fit,
+    doubtful,
+    monotony_warnings,
+    peak_bytes,
+    stop_warning,
+    tight_warning,
+    trial_error,
+)
 
-_FALLS_BY = 0.02
 _CLOSE = 0.9
-_LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
+
+Stop = Literal["time", "trials"]
+"""Which limit ended a search before it knew the largest size."""
+
+
+class SearchStopped(Exception):
+    """What a trial raises when it may not be run any more; its text names the limit.
+
+    Attributes:
+        stop: Which one it is.
+    """
+
+    def __init__(self, stop: Stop, text: str) -> None:
+        super().__init__(text)
+        self.stop: Stop = stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +44,12 @@ class SearchResult:
 
     Attributes:
         largest_fit: The largest size that ran, in samples; it ran without the allocator's retries if any did.
-        first_fail: The next size, which did not (or only with retries); None when `capped`.
+        first_fail: The next size, which did not (or only with retries); None when `capped`. Where the search was
+            `stopped`, the smallest above that did not, if any.
         capped: The search ended because `largest_fit` is the cap, not because memory did.
         trials: All trials, in the order they ran.
         warnings: Sentences for the plan.
+        stopped: What ended the search early; sizes between `largest_fit` and `first_fail` may fit.
     """
 
     largest_fit: int
@@ -33,20 +57,7 @@ class SearchResult:
     capped: bool
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What is known of a workload's memory before any trial.
-
-    Attributes:
-        least_bytes: What any size holds: the parameters.
-        update_bytes: The peak of one update of `update_samples` samples that nothing limited; None: not measured.
-    """
-
-    least_bytes: int = 0
-    update_bytes: int | None = None
-    update_samples: int = 0
+    stopped: Stop | None = None
 
 
 def search(
@@ -66,19 +77,20 @@ def search(
     process had run trials before, whose leftovers may have been what failed.
 
     Args:
-        trial: Runs one trial at a size in samples.
+        trial: Runs one trial at a size in samples, or raises SearchStopped.
         cap: The largest size worth trying, in samples.
         limit_bytes: The budget of every trial.
         need: What is known of the memory any size needs, for the message.
         least_size: The smallest size that can be trained at all, in samples.
-        fresh_trial: The same in a process that has run no trial; used close to the limit.
+        fresh_trial: The same in a process that has run no trial; used close to the limit. None where trials share
+            one process: a doubtful failure then counts once a smaller size has run after it.
 
     Raises:
         UsageError: `cap` is less than `least_size`.
         DoesNotFitError: The smallest size ran out of memory.
         WorkloadError: A trial failed by the workload's fault.
         NotMeasuredError: A trial failed by the measurement's fault, or with a doubtful out-of-memory and no smaller
-            size that runs in a fresh process.
+            size that runs in a fresh process; or the search was stopped before any size had run.
     """
     if cap < least_size:
         raise UsageError(
@@ -86,21 +98,39 @@ def search(
             hint="give a larger one",
         )
     state = _State(trial, fresh_trial)
-    if not state.run(least_size).ran:
-        raise does_not_fit(state.trials[0], limit_bytes, need)
-    _close_in(state, cap, limit_bytes)
-    while state.first_fail_is_stale:
-        state.run(state.largest_fit + 1, close=True)
+    stop: SearchStopped | None = None
+    try:
+        if not state.run(least_size).ran:
+            raise does_not_fit(state.trials[0], limit_bytes, need)
         _close_in(state, cap, limit_bytes)
-    state.settle_doubts()
+        while state.first_fail_is_stale:
+            state.run(state.largest_fit + 1, close=True)
+            _close_in(state, cap, limit_bytes)
+        state.settle_doubts()
+    except SearchStopped as raised:
+        stop = raised
+    if not state.trials:
+        raise NotMeasuredError(
+            f"{stop} ended the search before a micro-batch of {least_size} had run through",
+            hint="allow more, or take a smaller model",
+        )
     capped = state.largest_fit == cap
     return SearchResult(
         largest_fit=state.largest_fit,
         first_fail=None if capped else state.first_fail,
         capped=capped,
         trials=tuple(state.trials),
-        warnings=(*_tight_warnings(state), *monotony_warnings(state.trials)),
+        warnings=(*_warnings(state, None if capped else stop), *monotony_warnings(state.trials)),
+        stopped=None if stop is None or capped else stop.stop,
     )
+
+
+def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
+    tight = sorted({t.micro_batch for t in state.trials if t.outcome == "tight"})
+    if tight:
+        yield tight_warning(tight, state.largest_fit)
+    if stop is not None:
+        yield stop_warning(str(stop), state.largest_fit, state.first_fail)
 
 
 def _close_in(state: _State, cap: int, limit_bytes: int) -> None:
@@ -135,7 +165,7 @@ class _State:
         if trial.outcome == "error":
             raise trial_error(trial)
         if not trial.ran and not trial.certain and not any(t.ran and t.micro_batch < size for t in self.trials):
-            raise _doubtful(trial)
+            raise doubtful(trial)
         return trial
 
     def fits(self, trial: Trial) -> bool:
@@ -158,100 +188,22 @@ class _State:
 
     @property
     def peaks(self) -> dict[int, int]:
-        ran = [(t.micro_batch, _peak(t)) for t in self.trials if self.fits(t)]
+        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
         return {size: peak for size, peak in ran if peak is not None}
 
     def settle_doubts(self) -> None:
         """Some texts of an out-of-memory also mean a bug: they count once a smaller size ran in a fresh process."""
-        doubtful = [t for t in self.trials if not t.ran and not t.certain]
-        if not doubtful:
+        doubts = [t for t in self.trials if not t.ran and not t.certain]
+        if not doubts:
             return
-        least = min(doubtful, key=lambda t: t.micro_batch)
-        if not self._ran_fresh_below(least.micro_batch):
+        least = min(doubts, key=lambda t: t.micro_batch)
+        if not self._is_settled(least):
             # After a failed trial the next process is a fresh one, so that this trial can settle it.
             self.run(self.largest_fit, close=True)
-        if not self._ran_fresh_below(least.micro_batch):
-            raise _doubtful(least)
+        if not self._is_settled(least):
+            raise doubtful(least)
 
-    def _ran_fresh_below(self, size: int) -> bool:
-        return any(t.ran and t.fresh and t.micro_batch < size for t in self.trials)
-
-
-def trial_error(trial: Trial) -> AutoaccumError:
-    """The error to raise for a trial whose outcome is `error`: the workload's fault, or the measurement's."""
-    where = f" in {trial.phase}" if trial.phase else ""
-    message = f"micro-batch {trial.micro_batch} failed{where}: {trial.message or 'no message'}"
-    if trial.blames == "user":
-        return WorkloadError(message, user_traceback=trial.traceback)
-    return NotMeasuredError(message)
-
-
-def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> DoesNotFitError:
-    """The clear no for the smallest trial that ran out of memory: bytes needed, bytes there, what to do.
-
-    A trial that failed has no peak of its own: what an unlimited update took says what is needed, else what it held
-    when it failed and the parameters are lower bounds.
-    """
-    need = need or Need()
-    held, there = _peak(trial), f"{format_bytes(limit_bytes)} are there"
-    known = max(held or 0, need.least_bytes)
-    where = f" in {trial.phase}" if trial.phase else ""
-    if need.update_bytes is not None and need.update_bytes > limit_bytes and trial.phase != "batch":
-        samples = "1 sample" if need.update_samples == 1 else f"{need.update_samples} samples"
-        message = (
-            f"micro-batch {trial.micro_batch} ran out of memory{where}: one update of {samples} takes "
-            f"{format_bytes(need.update_bytes)} where nothing limits it, {there}"
-        )
-    elif known > limit_bytes:
-        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there}"
-    else:
-        so_far = f" with {format_bytes(held)} taken" if held else ""
-        message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
-    if trial.phase == "batch":
-        hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
-    else:
-        hint = f"take {_LESS_MEMORY}"
-    return DoesNotFitError(message, hint=hint)
-
-
-def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
-    """Sentences on memory that does not grow with the size; none where it does."""
-    ordered = sorted(trials, key=lambda t: t.micro_batch)
-    found = []
-    ran = {t.micro_batch for t in ordered if t.ran}
-    failed = [t.micro_batch for t in ordered if t.outcome == "oom" and t.micro_batch not in ran]
-    above = [size for size in sorted(ran) if failed and size > failed[0]]
-    if above:
-        found.append(
-            f"memory is not monotone here: size {above[0]} ran although size {failed[0]} did not, so that other sizes "
-            "may not do what their neighbours did"
-        )
-    measured = [(t.micro_batch, peak) for t in ordered if t.ran and (peak := _peak(t)) is not None]
-    for (size, peak), (larger, less) in pairwise(measured):
-        if larger > size and less < peak * (1 - _FALLS_BY) - 2 * MIB:
-            found.append(
-                f"memory is not monotone here: the peak falls from {format_bytes(peak)} at size {size} to "
-                f"{format_bytes(less)} at size {larger}, so that a larger size than was tried may fit"
-            )
-            break
-    return found
-
-
-def _tight_warnings(state: _State) -> list[str]:
-    tight = sorted({t.micro_batch for t in state.trials if t.outcome == "tight"})
-    if not tight:
-        return []
-    if state.largest_fit in tight:
-        return [f"micro-batch {state.largest_fit} ran only because the allocator released its cache and tried again"]
-    return [f"size {tight[0]} ran only because the allocator released its cache and tried again: it was not chosen"]
-
-
-def _doubtful(trial: Trial) -> NotMeasuredError:
-    return NotMeasuredError(
-        f"micro-batch {trial.micro_batch} failed with a message that may mean a lack of memory or a bug, and no "
-        f"smaller size ran in a fresh process: {trial.message or 'no message'}"
-    )
-
-
-def _peak(trial: Trial) -> int | None:
-    return trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    def _is_settled(self, doubt: Trial) -> bool:
+        later = self.trials[self.trials.index(doubt) + 1 :] if self._fresh_trial is None else []
+        fresh = [trial for trial in self.trials if trial.fresh]
+        return any(trial.ran and trial.micro_batch < doubt.micro_batch for trial in (*fresh, *later))

@@ -24,6 +24,7 @@ def print_plan(
     *,
     command: Sequence[str],
     kept: Path | None = None,
+    emitted: Path | None = None,
     name: str = "plan.json",
     seconds: float | None = None,
 ) -> None:
@@ -34,6 +35,7 @@ def print_plan(
         plan: The plan.
         command: The words of the command that made it, to be offered again with `-o`.
         kept: Where the plan was written, if it was.
+        emitted: Where the training step was written, if it was.
         name: What is offered to `-o`: a file that is not there yet.
         seconds: What all of it took, if it was just made.
     """
@@ -41,7 +43,7 @@ def print_plan(
         for line in _row(console, title, value):
             console.print(line, soft_wrap=True)
     console.print()
-    for line in next_lines(plan, command=command, kept=kept, name=name):
+    for line in next_lines(plan, command=command, kept=kept, emitted=emitted, name=name):
         console.print(line, soft_wrap=True)
 
 
@@ -53,6 +55,8 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
     yield "parts", Text(_parts(plan))
     yield "largest fit", Text(_largest_fit(plan))
     yield "peak", _peak(plan)
+    if plan.least_bytes is not None:
+        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule still ran")
     yield "device", Text(str(plan.device.get("name", "unknown")))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
@@ -62,7 +66,12 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
 
 
 def next_lines(
-    plan: Plan, *, command: Sequence[str], kept: Path | None = None, name: str = "plan.json"
+    plan: Plan,
+    *,
+    command: Sequence[str],
+    kept: Path | None = None,
+    emitted: Path | None = None,
+    name: str = "plan.json",
 ) -> Iterator[Text]:
     """What to do next, as lines to be copied."""
     if kept is None:
@@ -70,6 +79,8 @@ def next_lines(
         yield Text(f"  {shlex.join([*command, '-o', name])}", "cyan")
     else:
         yield Text(f"kept in {kept}")
+    if emitted is not None:
+        yield Text(f"train without autoaccum: {emitted} is the step in plain PyTorch")
     yield Text(f"train with it ({_batch_words(plan)}):")
     yield Text(f"  {accumulator_line(plan)}", "cyan")
 
@@ -113,6 +124,8 @@ def _short(parts: tuple[int, ...]) -> str:
 def _largest_fit(plan: Plan) -> str:
     if plan.capped:
         return f"{plan.largest_fit}, the most that was asked for"
+    if plan.stopped is not None:
+        return f"{plan.largest_fit}, the largest that ran before the limit on {plan.stopped} ended the search"
     failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
     why = f" ({failed[0].micro_batch} ran out of memory)" if failed else ""
     return f"{plan.largest_fit}{why}"

@@ -30,6 +30,7 @@ class Progress:
         self._quiet = quiet
         self._live: Status | None = None
         self._schedule: Schedule | None = None
+        self._seeks_least = False
 
     def __enter__(self) -> Progress:
         return self
@@ -57,7 +58,11 @@ class Progress:
             if event.confirming and self._schedule is not None:
                 parts = format_parts(self._schedule.micro_batches)
                 self._print(Text(f"confirming {parts} from a clean state", "dim"))
-            self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)} ...")
+            if event.limit_bytes is not None and not self._seeks_least:
+                self._seeks_least = True
+                self._print(Text("the least budget at which that still runs", "dim"))
+            within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
+            self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
         elif isinstance(event, TrialFinished):
             self._stop()
             self._print(trial_line(event.trial, confirming=event.confirming))
@@ -90,7 +95,7 @@ def trial_line(trial: Trial, *, confirming: bool = False) -> Text:
     peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
     shown = peak is not None and trial.ran
     line = _COLUMNS.format(
-        size=_sizes(trial.parts, confirming),
+        size=_sizes(trial.parts, confirming) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
         outcome=trial.outcome,
         peak=format_bytes(peak or 0) if shown else "-",
         seconds=f"{trial.seconds:.1f} s",

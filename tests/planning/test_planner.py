@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from autoaccum.devices.base import Inspection, Outcome, Phase, Trial
+from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning import planner
+from autoaccum.planning import subjects
 from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
-from autoaccum.planning.planner import Request, plan, plan_on
+from autoaccum.planning.planner import plan, plan_on
 from autoaccum.planning.records import Plan
+from autoaccum.planning.request import Request
+from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB
 
 
@@ -33,12 +36,16 @@ class ScriptedDevice:
         least_size: int = 1,
         fails: AutoaccumError | None = None,
         interrupt_at: int | None = None,
+        seconds: float = 0.0,
+        hangs_from: int | None = None,
     ) -> None:
+        self._seconds, self._hangs_from = seconds, hangs_from
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
         self._least_size, self._accumulation_warnings = least_size, accumulation_warnings
         self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
+        self.limits: list[tuple[int | None, float | None]] = []
         self.closed = False
         self.proofs: list[tuple[int, ...]] = []
         self._confirming = False
@@ -72,30 +79,49 @@ class ScriptedDevice:
             accumulation_warnings=self._accumulation_warnings,
         )
 
-    def trial(self, parts: tuple[int, ...], *, fresh: bool = False) -> Trial:
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         self.asked.append((parts, fresh))
+        self.limits.append((limit_bytes, limit_seconds))
         if len(self.asked) == self._interrupt_at:
             raise KeyboardInterrupt
+        time.sleep(self._seconds)
+        if self._hangs_from is not None and max(parts) >= self._hangs_from:
+            time.sleep(0.0 if limit_seconds is None else limit_seconds)
+            return Trial(
+                parts=parts, outcome="error", timed_out=True, message="was ended after a while", blames="measurement"
+            )
         outcome = (self._confirms if self._confirming else self._outcome)(max(parts))
+        if limit_bytes is not None:
+            outcome = "ok" if limit_bytes >= self.needs(max(parts)) else "oom"
         is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
         phase: Phase | None = None if outcome in ("ok", "tight") else "backward"
-        peak = None if phase else 100 * MIB + max(parts) * 9 * MIB
+        peak = None if phase else self.needs(max(parts))
         return Trial(
             parts=parts,
             outcome=outcome,
             phase=phase,
             peak_reserved_bytes=peak,
-            seconds=0.25 * len(self.asked),
+            seconds=self._seconds or 0.25 * len(self.asked),
             message="scripted" if phase else None,
             fresh=is_fresh,
             blames="user" if outcome == "error" else None,
             traceback="model.py, line 7" if outcome == "error" else None,
         )
 
+    def needs(self, size: int) -> int:
+        return 100 * MIB + size * 9 * MIB
+
     def close(self) -> None:
         self.closed = True
 
-    def __enter__(self) -> ScriptedDevice:
+    def __enter__(self) -> Device:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +129,7 @@ class ScriptedDevice:
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on(device, Request(target, **request), reference="model.py", on_event=device.listen)
+    return plan_on(Subject(device, "model.py"), Request(target, **request), on_event=device.listen)
 
 
 def test_plans() -> None:
@@ -231,7 +257,7 @@ def test_warnings_of_the_inspection_reach_the_plan() -> None:
 
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
-    found = plan_on(ScriptedDevice(), Request(256), reference="model.py", on_event=events.append)
+    found = plan_on(Subject(ScriptedDevice(), "model.py"), Request(256), on_event=events.append)
     assert events[0] == Loading("model.py")
     assert isinstance(events[1], Inspected)
     assert (events[1].cap, events[1].device) == (256, "cpu")
@@ -241,6 +267,69 @@ def test_tells_what_it_does() -> None:
     assert [event.number for event in started] == list(range(1, len(started) + 1))
     assert [event.confirming for event in finished] == [False] * (len(finished) - 1) + [True]
     assert isinstance(events[-3], Scheduled)
+
+
+def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
+    device = ScriptedDevice()
+    found = run(device, max_trials=3)
+    assert len(found.trials) == 4
+    assert found.stopped == "trials"
+    assert not found.capped
+    assert found.largest_fit == max(trial.micro_batch for trial in found.trials[:3] if trial.ran)
+    assert found.micro_batch <= found.largest_fit
+    assert device.proofs == [(found.micro_batch, found.schedule.smallest_part)]
+    assert "the limit of 3 trials ended the search" in found.warnings[0]
+
+
+def test_a_limit_that_does_not_bind_leaves_no_mark() -> None:
+    found, free = run(ScriptedDevice(), max_trials=50, time_limit=3600.0), run(ScriptedDevice())
+    assert found.stopped is None
+    assert found.digest() == free.digest()
+
+
+def test_time_is_kept_for_the_confirmation() -> None:
+    """The clock is real; a device that takes long over each trial meets a limit that only a few of them fit into."""
+    device = ScriptedDevice(seconds=0.2)
+    found = run(device, time_limit=1.0)
+    assert found.stopped == "time"
+    assert found.trials[-1].parts == device.proofs[-1]
+    limits = [seconds for _, seconds in device.limits]
+    assert limits[-1] is None, "the confirmation is never cut short"
+    assert all(seconds is not None and 0 < seconds <= 1.0 for seconds in limits[:-1])
+    assert "the time limit of 1 s ended the search" in found.warnings[0]
+
+
+def test_a_trial_that_the_time_limit_ends_is_no_error() -> None:
+    device = ScriptedDevice(hangs_from=8, seconds=0.01)
+    found = run(device, time_limit=1.5)
+    assert (found.stopped, found.largest_fit) == ("time", max(t.micro_batch for t in found.trials if t.ran))
+    assert [trial.timed_out for trial in found.trials].count(True) == 1
+
+
+def test_a_trial_that_its_own_limit_ends_is_an_error() -> None:
+    with pytest.raises(NotMeasuredError, match="was ended after"):
+        run(ScriptedDevice(hangs_from=8))
+
+
+def test_nothing_ran_in_time() -> None:
+    with pytest.raises(NotMeasuredError, match=r"the time limit of 0.05 s ended the search before a micro-batch of 1"):
+        run(ScriptedDevice(hangs_from=1), time_limit=0.05)
+
+
+def test_the_least_budget_is_measured_with_the_schedule_itself() -> None:
+    device = ScriptedDevice()
+    found = run(device, least=True)
+    assert found.least_bytes is not None
+    assert device.needs(86) <= found.least_bytes <= device.needs(86) * 1.005 + 2 * MIB
+    tried = [trial for trial in found.trials if trial.limit_bytes is not None]
+    assert {trial.parts for trial in tried} == {(86, 85)}
+    assert found.trials[: -len(tried)] == run(ScriptedDevice()).trials
+    assert all(fresh for (_, fresh), (limit_bytes, _) in zip(device.asked, device.limits, strict=True) if limit_bytes)
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_the_least_budget_is_not_measured_unasked() -> None:
+    assert run(ScriptedDevice()).least_bytes is None
 
 
 def test_equal_trials_give_equal_plans() -> None:
@@ -259,7 +348,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.update(name=name, settings=settings, **options)
             return device
 
-        monkeypatch.setattr(planner, "make_device", make)
+        monkeypatch.setattr(subjects, "make_device", make)
         return made
 
     return use
@@ -317,16 +406,3 @@ def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) ->
 def test_planning_imports_no_torch() -> None:
     code = "import sys, autoaccum.planning.planner; sys.exit(any(n in sys.modules for n in ('torch', 'optuna')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ({"target_batch": 10**9, "equal": True}, "the target batch is beyond 10,000,000: take a smaller one"),
-        ({"target_batch": 10**400}, "the target batch is beyond 10,000,000"),
-        ({"target_batch": 4, "world_size": 10**9}, "the world size is beyond 100,000"),
-    ],
-)
-def test_numbers_beyond_all_use_are_refused_before_they_eat_memory(numbers: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        Request(**numbers)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.search import Need, SearchResult, does_not_fit, search
+from autoaccum.planning.search import SearchResult, SearchStopped, search
+from autoaccum.planning.verdicts import Need, does_not_fit
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB
@@ -286,7 +287,58 @@ def test_a_doubtful_failure_is_settled_by_one_more_trial(from_size: int) -> None
 @pytest.mark.parametrize("trial", [doubtful(1, fresh_below=True), doubtful(5, fresh_below=False, fresh_later=False)])
 def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) -> None:
     with pytest.raises(NotMeasuredError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
-        search(trial, 64, limit_bytes=LIMIT)
+        search(trial, 64, limit_bytes=LIMIT, fresh_trial=trial)
+
+
+@pytest.mark.parametrize("from_size", [2, 3, 6, 40])
+def test_where_all_trials_share_a_process_a_smaller_size_after_the_doubt_settles_it(from_size: int) -> None:
+    trial = doubtful(from_size, fresh_below=False, fresh_later=False)
+    result = search(trial, 64, limit_bytes=LIMIT)
+    assert result.largest_fit == from_size - 1
+    failed = next(index for index, t in enumerate(result.trials) if not t.ran)
+    assert any(t.ran for t in result.trials[failed:])
+
+
+# --- limits on the search -------------------------------------------------------------------------------------------
+
+
+def stopping(trial: Callable[[int], Trial], after: int) -> Callable[[int], Trial]:
+    ran = 0
+
+    def limited(size: int) -> Trial:
+        nonlocal ran
+        if ran == after:
+            raise SearchStopped("trials", f"the limit of {after} trials")
+        ran += 1
+        return trial(size)
+
+    return limited
+
+
+@given(ceiling=st.integers(1, 2000), after=st.integers(1, 12), share=st.floats(0.05, 0.9))
+def test_a_stopped_search_gives_the_largest_that_ran(ceiling: int, after: int, share: float) -> None:
+    trial = linear(ceiling, share)
+    result = search(stopping(trial, after), NO_CAP, limit_bytes=LIMIT)
+    assert len(result.trials) <= after
+    assert result.largest_fit == max(t.micro_batch for t in result.trials if t.ran)
+    assert result.largest_fit <= ceiling
+    if result.stopped is None:
+        assert result == search(trial, NO_CAP, limit_bytes=LIMIT)
+        return
+    assert (result.stopped, result.capped) == ("trials", False)
+    assert f"the limit of {after} trials ended the search" in result.warnings[0]
+    assert f"sizes above {result.largest_fit}" in result.warnings[0]
+    assert result.first_fail is None or result.first_fail > ceiling
+
+
+def test_a_search_stopped_at_the_cap_knows_all_it_was_asked() -> None:
+    result = search(stopping(linear(1000), 3), 8, limit_bytes=LIMIT)
+    assert (result.largest_fit, result.capped, result.stopped, result.warnings) == (8, True, None, ())
+
+
+def test_a_search_stopped_before_anything_ran_is_no_answer() -> None:
+    with pytest.raises(NotMeasuredError, match="the limit of 0 trials ended the search before a micro-batch of 1 had"):
+        search(stopping(linear(8), 0), 8, limit_bytes=LIMIT)
 
 
 @pytest.mark.parametrize("ceiling", [1, 2, 3, 5, 40, 1000])

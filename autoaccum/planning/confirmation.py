@@ -1,0 +1,85 @@
+"""From the largest size that ran to a schedule that was proved from a clean state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoaccum.accumulation.schedule import Schedule, format_parts
+from autoaccum.devices.base import Inspection, Trial
+from autoaccum.errors import DoesNotFitError, NotMeasuredError
+from autoaccum.planning.events import Listener, Scheduled
+from autoaccum.planning.request import Request
+from autoaccum.planning.runner import Runner
+from autoaccum.planning.search import SearchResult
+from autoaccum.planning.verdicts import Need, does_not_fit, trial_error
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A schedule and the trial that proved it.
+
+    Attributes:
+        schedule: What was proved.
+        proof: Its trial.
+        largest_fit: The largest size that ran, below any that the confirmation refuted.
+        doubts: Sentences on schedules that did not run again.
+    """
+
+    schedule: Schedule
+    proof: Trial
+    largest_fit: int
+    doubts: tuple[str, ...]
+
+
+def confirm(
+    runner: Runner, request: Request, result: SearchResult, inspection: Inspection, limit_bytes: int, tell: Listener
+) -> Confirmation:
+    """Prove a schedule in a fresh process, going down to the next one while it fails.
+
+    Raises:
+        WorkloadError, NotMeasuredError: Its trial failed by the workload's fault, or by the measurement's.
+        DoesNotFitError: No schedule runs, or only one with parts too small to be trained.
+    """
+    accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
+    ceiling, largest_fit = result.largest_fit, result.largest_fit
+    doubts: list[str] = []
+    while True:
+        schedule = request.schedule(ceiling)
+        _check_least(schedule, ceiling, inspection.least_size)
+        tell(Scheduled(schedule, ceiling))
+        trial = runner.confirm(schedule)
+        if trial.outcome == "error":
+            raise trial_error(trial)
+        if trial.outcome == "ok" or trial.outcome in accepted:
+            return Confirmation(schedule, trial, max(largest_fit, trial.micro_batch), tuple(doubts))
+        doubts.append(
+            f"{format_parts(schedule.micro_batches)} did not run again from a clean state ({trial.outcome}), although "
+            f"{ceiling} ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
+        )
+        if schedule.micro_batch == inspection.least_size:
+            if trial.outcome == "oom" and not trial.certain:
+                raise NotMeasuredError(
+                    f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
+                )
+            raise does_not_fit(trial, limit_bytes, inspection_need(inspection))
+        ceiling = schedule.micro_batch - 1
+        largest_fit = max((t.micro_batch for t in runner.trials if t.ran and t.micro_batch <= ceiling), default=0)
+
+
+def inspection_need(inspection: Inspection) -> Need:
+    """What an inspection tells of the memory any size needs."""
+    return Need(
+        least_bytes=inspection.parameter_bytes,
+        update_bytes=inspection.update_bytes,
+        update_samples=inspection.update_samples,
+    )
+
+
+def _check_least(schedule: Schedule, ceiling: int, least_size: int) -> None:
+    """Refuse parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
+    if schedule.smallest_part < least_size:
+        raise DoesNotFitError(
+            f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
+            f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}",
+            hint=f"take a target batch that micro-batches of {least_size} to {ceiling} add up to, or more memory",
+        )

@@ -1,0 +1,157 @@
+"""What is to be planned, as it was given: a file, a Workload, or live objects; and the device its trials run on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.errors import UsageError
+from autoaccum.planning.device_choice import check_device, make_device
+from autoaccum.planning.request import check_seconds
+from autoaccum.units import MemorySize, parse_size
+
+if TYPE_CHECKING:
+    from autoaccum.devices.in_place.subjects import LiveObjects
+    from autoaccum.workload.spec import Workload
+
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_WAYS = 'give one: plan("model.py", ...), plan(Workload(...), ...), or plan(model=..., batch=..., loss=..., ...)'
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried, and where.
+
+    Attributes:
+        device: Runs its trials; to be closed.
+        reference: What the plan calls it.
+        isolated: Whether a trial can have a process of its own.
+    """
+
+    device: Device
+    reference: str
+    isolated: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `plan` that say how trials run, as they were given."""
+
+    share: int
+    reduction: str | None = None
+    optimizer: Any = None
+    precision: str | None = None
+    device: str = "auto"
+    memory: str | MemorySize | None = None
+    reserve: str | MemorySize | None = None
+    trial_limit: float = 600.0
+    on_output: Callable[[str], None] | None = None
+
+
+def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) -> Subject:
+    """Choose the way that trials run.
+
+    Args:
+        workload: A reference, a Workload, or None.
+        parts: `model`, `batch`, `loss`, `criterion` and `weight` of live objects; None where not given.
+        settings: How trials run.
+
+    Raises:
+        UsageError: Not exactly one of the ways is given, or a setting cannot be honoured.
+        WorkloadError: The live objects do not go together.
+        NotMeasuredError: Memory cannot be limited on this machine.
+    """
+    precision = _check_precision(settings.precision)
+    trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
+    memory, reserve = _size(settings.memory), _size(settings.reserve)
+    given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
+    if workload is None:
+        return _in_place(_live_objects(parts, given, settings), settings, memory, reserve)
+    if given:
+        raise UsageError(f"a workload is given, and {_listed(given)} too", hint=_WAYS)
+    if not isinstance(workload, (str, os.PathLike)):
+        return _in_place(_adapted(workload, settings), settings, memory, reserve)
+    if settings.optimizer is not None and not isinstance(settings.optimizer, str):
+        raise UsageError(
+            f"optimizer is {_kind(settings.optimizer)}, and the workload is a file",
+            hint="give a name of torch.optim, or write def optimizer(params) in the file",
+        )
+    reference = os.fspath(workload)
+    trials = TrialSettings(
+        reference=reference,
+        share=settings.share,
+        precision=precision,
+        optimizer=settings.optimizer,
+        trial_limit_seconds=trial_limit,
+    )
+    made = make_device(settings.device, trials, memory=memory, reserve=reserve, on_output=settings.on_output)
+    return Subject(made, reference)
+
+
+def _in_place(
+    subject: Workload | LiveObjects, settings: Settings, memory: MemorySize | None, reserve: MemorySize | None
+) -> Subject:
+    from autoaccum.devices.in_place import InPlaceDevice
+
+    check_device(settings.device)
+    made = InPlaceDevice(subject, share=settings.share, device=settings.device, memory=memory, reserve=reserve)
+    return Subject(made, f"{subject.name} (in this process)", isolated=False)
+
+
+def _live_objects(parts: Mapping[str, Any], given: list[str], settings: Settings) -> LiveObjects:
+    if not given:
+        raise UsageError("there is nothing to plan", hint=_WAYS)
+    missing = [name for name in ("model", "batch") if parts[name] is None]
+    if parts["loss"] is None and parts["criterion"] is None:
+        missing.append("loss")
+    if missing:
+        raise UsageError(f"{_listed(given)} given, {_listed(missing)} missing", hint=_WAYS)
+    from autoaccum.devices.in_place import LiveObjects
+    from autoaccum.workload.weights import resolve_objective
+
+    objective = resolve_objective(
+        parts["loss"],
+        criterion=parts["criterion"],
+        weight=parts["weight"],
+        reduction="mean" if settings.reduction is None else settings.reduction,
+    )
+    return LiveObjects(
+        model=parts["model"],
+        batch=parts["batch"],
+        objective=objective,
+        optimizer=settings.optimizer,
+        precision=settings.precision or "fp32",
+        name=type(parts["model"]).__name__,
+    )
+
+
+def _adapted(workload: Any, settings: Settings) -> Workload:
+    """The Workload, with the precision and the optimizer that were asked for."""
+    from autoaccum.workload.spec import Workload
+
+    if not isinstance(workload, Workload):
+        raise UsageError(f"the workload is {_kind(workload)}", hint=_WAYS)
+    asked = {"precision": settings.precision, "optimizer": settings.optimizer}
+    return dataclasses.replace(workload, **{name: value for name, value in asked.items() if value is not None})
+
+
+def _check_precision(precision: str | None) -> str | None:
+    if precision is not None and precision not in _PRECISIONS:
+        raise UsageError(f"there is no precision {precision!r}", hint=f"take {', '.join(_PRECISIONS)}")
+    return precision
+
+
+def _size(size: str | MemorySize | None) -> MemorySize | None:
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

@@ -1,0 +1,116 @@
+"""What trials mean, in sentences: the clear no, the fault of whom, and what memory did that it should not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autoaccum.devices.base import Trial
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.units import MIB, format_bytes
+
+_FALLS_BY = 0.02
+_LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What is known of a workload's memory before any trial.
+
+    Attributes:
+        least_bytes: What any size holds: the parameters.
+        update_bytes: The peak of one update of `update_samples` samples that nothing limited; None: not measured.
+    """
+
+    least_bytes: int = 0
+    update_bytes: int | None = None
+    update_samples: int = 0
+
+
+def trial_error(trial: Trial) -> AutoaccumError:
+    """The error to raise for a trial whose outcome is `error`: the workload's fault, or the measurement's."""
+    where = f" in {trial.phase}" if trial.phase else ""
+    message = f"micro-batch {trial.micro_batch} failed{where}: {trial.message or 'no message'}"
+    if trial.blames == "user":
+        return WorkloadError(message, user_traceback=trial.traceback)
+    return NotMeasuredError(message)
+
+
+def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> DoesNotFitError:
+    """The clear no for the smallest trial that ran out of memory: bytes needed, bytes there, what to do.
+
+    A trial that failed has no peak of its own: what an unlimited update took says what is needed, else what it held
+    when it failed and the parameters are lower bounds.
+    """
+    need = need or Need()
+    held, there = peak_bytes(trial), f"{format_bytes(limit_bytes)} are there"
+    known = max(held or 0, need.least_bytes)
+    where = f" in {trial.phase}" if trial.phase else ""
+    if need.update_bytes is not None and need.update_bytes > limit_bytes and trial.phase != "batch":
+        samples = "1 sample" if need.update_samples == 1 else f"{need.update_samples} samples"
+        message = (
+            f"micro-batch {trial.micro_batch} ran out of memory{where}: one update of {samples} takes "
+            f"{format_bytes(need.update_bytes)} where nothing limits it, {there}"
+        )
+    elif known > limit_bytes:
+        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there}"
+    else:
+        so_far = f" with {format_bytes(held)} taken" if held else ""
+        message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
+    if trial.phase == "batch":
+        hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
+    else:
+        hint = f"take {_LESS_MEMORY}"
+    return DoesNotFitError(message, hint=hint)
+
+
+def doubtful(trial: Trial) -> NotMeasuredError:
+    """The error to raise for a failure that may be a bug, and that no smaller size has settled."""
+    return NotMeasuredError(
+        f"micro-batch {trial.micro_batch} failed with a message that may mean a lack of memory or a bug, and no "
+        f"smaller size ran in a fresh process: {trial.message or 'no message'}"
+    )
+
+
+def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
+    """Sentences on memory that does not grow with the size; none where it does."""
+    ordered = sorted(trials, key=lambda t: t.micro_batch)
+    found = []
+    ran = {t.micro_batch for t in ordered if t.ran}
+    failed = [t.micro_batch for t in ordered if t.outcome == "oom" and t.micro_batch not in ran]
+    above = [size for size in sorted(ran) if failed and size > failed[0]]
+    if above:
+        found.append(
+            f"memory is not monotone here: size {above[0]} ran although size {failed[0]} did not, so that other sizes "
+            "may not do what their neighbours did"
+        )
+    measured = [(t.micro_batch, peak) for t in ordered if t.ran and (peak := peak_bytes(t)) is not None]
+    for (size, peak), (larger, less) in pairwise(measured):
+        if larger > size and less < peak * (1 - _FALLS_BY) - 2 * MIB:
+            found.append(
+                f"memory is not monotone here: the peak falls from {format_bytes(peak)} at size {size} to "
+                f"{format_bytes(less)} at size {larger}, so that a larger size than was tried may fit"
+            )
+            break
+    return found
+
+
+def tight_warning(tight: Sequence[int], largest_fit: int) -> str:
+    """The sentence on sizes that ran only by the allocator's retries, in ascending order."""
+    if largest_fit in tight:
+        return f"micro-batch {largest_fit} ran only because the allocator released its cache and tried again"
+    return f"size {tight[0]} ran only because the allocator released its cache and tried again: it was not chosen"
+
+
+def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
+    """The sentence on a search that `limit` ended early."""
+    if first_fail == largest_fit + 1:
+        return f"{limit} ended the search before {first_fail}, which did not fit, was tried in a fresh process"
+    fails = "" if first_fail is None else f" and below {first_fail}"
+    return f"{limit} ended the search: sizes above {largest_fit}{fails} were not tried, larger ones may fit"
+
+
+def peak_bytes(trial: Trial) -> int | None:
+    """The peak a limit is compared with: reserved where it is known, else allocated; None when not measured."""
+    return trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from autoaccum.planning.allowance import Allowance
+from autoaccum.planning.search import SearchStopped
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_no_limits() -> None:
+    assert Allowance(None, None).seconds_left(10**6, 10**6) is None
+
+
+def test_trials() -> None:
+    allowance = Allowance(3, None)
+    assert allowance.seconds_left(2, 0.0) is None
+    with pytest.raises(SearchStopped, match="the limit of 3 trials") as stopped:
+        allowance.seconds_left(3, 0.0)
+    assert stopped.value.stop == "trials"
+    assert allowance.seconds_left(None, 0.0) is None
+    with pytest.raises(SearchStopped, match="the limit of 1 trial$"):
+        Allowance(1, None).seconds_left(1, 0.0)
+
+
+def test_time_keeps_what_the_confirmation_takes() -> None:
+    clock = Clock()
+    allowance = Allowance(None, 60.0, clock=clock)
+    assert allowance.seconds_left(0, 0.0) == 60.0
+    clock.now += 20
+    assert allowance.seconds_left(1, 15.0) == 25.0
+    clock.now += 25
+    with pytest.raises(SearchStopped, match="the time limit of 60 s") as stopped:
+        allowance.seconds_left(1, 15.0)
+    assert stopped.value.stop == "time"
+    assert allowance.seconds_left(1, 5.0) == 10.0
+
+
+def test_the_clock_may_have_begun_earlier() -> None:
+    clock = Clock()
+    assert Allowance(None, 60.0, began=90.0, clock=clock).seconds_left(0, 0.0) == 50.0

@@ -1,0 +1,83 @@
+"""Which way a plan's trials run, by what was given; nothing is started here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.in_place import InPlaceDevice
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.planning.planner import plan
+from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.workload.spec import Workload
+
+PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 4), torch.randint(0, 2, (size,))
+
+
+def live(**changes: Any) -> dict[str, Any]:
+    return {**PARTS, "model": nn.Linear(4, 2), "batch": batch, "criterion": nn.CrossEntropyLoss(), **changes}
+
+
+def test_a_file_is_tried_in_processes_of_its_own() -> None:
+    for reference in ("model.py", Path("model.py")):
+        subject = find_subject(reference, PARTS, Settings(share=8, device="cpu"))
+        assert (subject.reference, subject.isolated, subject.device.name) == ("model.py", True, "cpu")
+
+
+def test_live_objects_are_tried_in_place() -> None:
+    subject = find_subject(None, live(), Settings(share=8))
+    assert isinstance(subject.device, InPlaceDevice)
+    assert (subject.reference, subject.isolated) == ("Linear (in this process)", False)
+
+
+def test_a_workload_made_in_code_is_tried_in_place() -> None:
+    workload = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
+    subject = find_subject(workload, PARTS, Settings(share=8, device="cpu", precision="bf16", optimizer="sgd"))
+    assert isinstance(subject.device, InPlaceDevice)
+    assert subject.reference == "tiny (in this process)"
+    inspection = subject.device.inspect()
+    assert (inspection.precision, inspection.optimizer) == ("bf16", "SGD")
+    assert dataclasses.replace(workload) == workload
+
+
+@pytest.mark.parametrize(
+    ("workload", "parts", "text"),
+    [
+        (None, PARTS, "there is nothing to plan: give one"),
+        ("model.py", live(weight=None), "a workload is given, and model, batch and criterion too"),
+        (None, live(batch=None), "model and criterion given, batch missing"),
+        (None, live(criterion=None), "model and batch given, loss missing"),
+        (None, {**PARTS, "loss": nn.MSELoss()}, "loss given, model and batch missing"),
+        (3, PARTS, "the workload is a int"),
+        (nn.Linear(4, 2), PARTS, "the workload is a Linear"),
+    ],
+)
+def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as seen:
+        find_subject(workload, parts, Settings(share=8))
+    assert text in str(seen.value)
+
+
+def test_a_reduction_belongs_to_live_objects() -> None:
+    with pytest.raises(UsageError, match="a workload is given, and reduction too"):
+        plan("model.py", target_batch=8, reduction="sum")
+
+
+def test_a_live_optimizer_does_not_go_with_a_file() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(UsageError, match=r"optimizer is a SGD, and the workload is a file: .*def optimizer\(params\)"):
+        plan("model.py", target_batch=8, optimizer=optimizer)
+
+
+def test_a_loss_that_is_none_is_told_as_in_a_file() -> None:
+    with pytest.raises(WorkloadError, match="both loss and criterion are given"):
+        find_subject(None, live(loss=nn.MSELoss()), Settings(share=8))
