@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -90,6 +90,7 @@ class Inspection:
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
+        recipe: What a training step written by hand must know of loss and batch: see `workload.recipes`.
         warnings: Sentences for the plan.
         accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
     """
@@ -108,6 +109,7 @@ class Inspection:
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
 

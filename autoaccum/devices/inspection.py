@@ -20,11 +20,15 @@ from autoaccum.devices.base import Inspection
 from autoaccum.devices.process_memory import read_process_memory, reset_peak
 from autoaccum.devices.rehearsal import make_accumulator, seed_everything
 from autoaccum.errors import WorkloadError
+from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weighting import check_weighting
 
 _SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
+
+_FORM_SAMPLES = 3
+"""In a batch of two samples, a pair could be one entry for each."""
 
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -57,7 +61,8 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
     batch = workload.build_batch(size)
     accumulator = make_accumulator(workload, model, made, size)
     with collected_warnings() as said:
-        _check_finite(accumulator.step(batch).loss, size)
+        first = accumulator.step(batch)
+        _check_finite(first.loss, size)
         update_bytes = read_process_memory().peak_above(before) if resets_peak else None
         accumulator.step_parts([batch, batch])
     objective = workload.objective
@@ -77,6 +82,7 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
+        recipe=describe_recipe(objective, model, workload.build_batch(min(_FORM_SAMPLES, share)), first.terms),
         warnings=tuple(check_weighting(workload)),
         accumulation_warnings=tuple(said),
     )

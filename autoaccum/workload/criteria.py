@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.divisors import CLASSES, RULES, count_targets, describe_divisor
+from autoaccum.workload.divisors import CLASSES, RULES, Call, Divisor, count_targets, describe_divisor, ignored_class
 from autoaccum.workload.nests import kind, type_name
 
 _ROW_WEIGHTS = ("weight", "pos_weight")
@@ -47,18 +47,40 @@ class Criterion:
         """Whether its mean is known to be over all elements of outputs and targets of one shape."""
         return self.rule is not None and RULES[self.rule] == ("elements", "one")
 
+    @property
+    def call(self) -> Call:
+        """How it is called with the model's outputs and the targets."""
+        call = "one" if self.rule is None else RULES[self.rule][1]
+        return "one" if call == "mean and variance" and "var" in settings(self.function) else call
+
+    @property
+    def divisor(self) -> Divisor:
+        """What its mean counts; samples where it is not known."""
+        is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
+        return "samples" if self.rule is None or is_batchmean else RULES[self.rule][0]
+
+    @property
+    def ignore_index(self) -> int:
+        """The class that does not count, where it counts targets."""
+        return ignored_class(settings(self.function))
+
+    @property
+    def has_class_weights(self) -> bool:
+        """Whether it counts each target by the weight of its class."""
+        return self.divisor == "targets" and settings(self.function).get("weight") is not None
+
     def loss(self, outputs: Any, targets: Any) -> Any:
         """The loss of the model's outputs, called as the criterion's family wants it.
 
         Raises:
             WorkloadError: The outputs or targets are not of the form the criterion takes.
         """
-        call = "one" if self.rule is None else RULES[self.rule][1]
+        call = self.call
         if call == "pair":
             return self.function(*self._outputs(outputs, 2), targets)
         if call == "triple":
             return self.function(*self._outputs(outputs, 3))
-        if call == "mean and variance" and "var" not in settings(self.function):
+        if call == "mean and variance":
             mean, variance = self._outputs(outputs, 2)
             return self.function(mean, targets, variance)
         if self.rule is not None:
@@ -69,9 +91,7 @@ class Criterion:
 
     def weight(self, batch: Any, targets: Any) -> float:
         """What the criterion's mean over `batch` divides by; the number of samples where it is not known."""
-        divisor = "samples" if self.rule is None else RULES[self.rule][0]
-        if self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean":
-            divisor = "samples"
+        divisor = self.divisor
         if divisor == "samples":
             return float(batch_size(batch))
         if not isinstance(targets, Tensor):

@@ -71,7 +71,7 @@ def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:
     """What the mean of the criterion `rule` with these options divides by, in words."""
     divisor = RULES[rule][0]
     if divisor == "targets":
-        kept = f"targets != {_ignored(options)}"
+        kept = f"targets != {ignored_class(options)}"
         return f"class weights of the {kept}" if options.get("weight") is not None else kept
     words = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
     return words[divisor]
@@ -93,7 +93,7 @@ def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
                 hint="give integers of shape (samples,), or probabilities of shape (samples, classes)",
             )
         return targets.numel() / max(targets.shape[1], 1)
-    kept = targets[targets != _ignored(options)]
+    kept = targets[targets != ignored_class(options)]
     class_weights = options.get("weight")
     if class_weights is None:
         return float(kept.numel())
@@ -109,6 +109,7 @@ def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
     return float((torch.bincount(classes, minlength=len(wide)) * wide).sum().item())
 
 
-def _ignored(options: Mapping[str, Any]) -> int:
+def ignored_class(options: Mapping[str, Any]) -> int:
+    """The class whose targets do not count; torch's -100 where none is set."""
     value = options.get("ignore_index")
     return -100 if value is None else int(value)

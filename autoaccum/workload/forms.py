@@ -1,0 +1,64 @@
+"""The form of a batch, as JSON: which containers it is made of, and what of it is cut and moved.
+
+A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `array` (rows to cut,
+stays where it is), `value` (of all samples, stays where it is), `other` (nothing that could be written down), or a
+container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, `{"namedtuple": {name: form}}`,
+`{"dataclass": {name: form}}`, or `{"samples": form}`, a list with one entry of that form for each sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from autoaccum.workload import nests
+from autoaccum.workload.batches import is_samples
+
+Form: TypeAlias = "str | Mapping[str, Any]"
+
+
+def describe_form(batch: Any, size: int) -> Form:
+    """The form of a batch of `size` samples."""
+    return _form(batch, size, top=True)
+
+
+def _form(node: Any, size: int, *, top: bool = False) -> Form:
+    if isinstance(node, Tensor):
+        return "tensor" if nests.holds_rows(node) else "scalar"
+    if isinstance(node, np.ndarray):
+        return "array" if nests.holds_rows(node) else "value"
+    if is_samples(node, size, top=top):
+        entries = [_form(entry, size) for entry in node]
+        return {"samples": _entry(entries[0]) if all(form == entries[0] for form in entries) else "other"}
+    children = nests.children(node)
+    if children is None:
+        return "value"
+    forms = [_form(child, size) for _, child in children]
+    return "value" if all(form == "value" for form in forms) else _container(node, children, forms)
+
+
+def _entry(form: Form) -> Form:
+    """An entry of samples is passed on whole, so its rows are not cut."""
+    return "value" if form == "array" else form
+
+
+def _container(node: Any, children: list[tuple[str, Any]], forms: list[Form]) -> Form:
+    if isinstance(node, Mapping):
+        return {"dict": dict(zip(node, forms, strict=True))} if all(map(_is_plain_name, node)) else "other"
+    names = [step.removeprefix(".") for step, _ in children]
+    if nests.is_dataclass(node):
+        fields = dataclasses.fields(node)
+        is_made_of_them = [field.name for field in fields if field.init] == names and len(fields) == len(names)
+        return {"dataclass": dict(zip(names, forms, strict=True))} if is_made_of_them else "other"
+    if nests.is_namedtuple(node):
+        return {"namedtuple": dict(zip(names, forms, strict=True))}
+    return {"list" if isinstance(node, list) else "tuple": forms}
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether a name stands in source code, between double quotes, as it is."""
+    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

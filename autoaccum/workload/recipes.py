@@ -1,0 +1,63 @@
+"""What a training step written by hand must know of a workload, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.criteria import Criterion
+from autoaccum.workload.forms import describe_form
+from autoaccum.workload.weights import Objective
+
+Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
+"""What shares of parts follow from. `nothing`: a sum. `weight`: the workload's function. `targets`: those of integer
+classes that are not ignored. `samples`: these, or elements of which every sample of one batch has equally many."""
+
+
+def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
+    """What `reporting.emit` needs: divisor, ignored class, how the criterion is called, terms, batch, precision.
+
+    Args:
+        objective: The loss.
+        model: The model.
+        batch: A small batch.
+        terms: The names of the loss's terms.
+    """
+    criterion, weight = objective.criterion, objective.weight(batch)
+    return {
+        "divisor": find_divisor(objective, batch),
+        "ignore_index": None if criterion is None else criterion.ignore_index,
+        "call": None if criterion is None else criterion.call,
+        "is_module": criterion is not None and isinstance(criterion.function, nn.Module),
+        "terms": [] if list(terms) == ["loss"] else list(terms),
+        "weights": list(weight) if isinstance(weight, dict) else [],
+        "batch": describe_form(batch, batch_size(batch)),
+        "half": sorted({_name(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in _HALF}),
+    }
+
+
+def find_divisor(objective: Objective, batch: Any) -> Divisor:
+    """What the shares of parts of batches such as `batch` follow from."""
+    if objective.reduction == "sum":
+        return "nothing"
+    if objective.weight_function is not None:
+        return "weight"
+    return "samples" if objective.criterion is None else _counted(objective.criterion, batch[1])
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _counted(criterion: Criterion, targets: Any) -> Divisor:
+    # Rows of one tensor have equally many elements, and class probabilities leave no target out.
+    if criterion.divisor != "targets" or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return "samples"
+    return "class weights" if criterion.has_class_weights else "targets"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
