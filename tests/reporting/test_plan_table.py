@@ -49,10 +49,10 @@ def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **c
     )
 
 
-def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False) -> str:
+def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False, **options: Any) -> str:
     file = io.StringIO()
     console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
-    print_plan(console, plan, command=COMMAND, kept=kept)
+    print_plan(console, plan, command=COMMAND, kept=kept, **options)
     return file.getvalue()
 
 
@@ -94,6 +94,8 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
         (make_plan(257, 100, world_size=2), "on every rank, `batch` holds its share of 128 or 129 samples"),
         (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
+        (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the search\n"),
+        (make_plan(least_bytes=700 * MIB), "least budget 700 MiB, where the schedule still ran\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (make_plan(kind="predicted", band_bytes=MIB), "874 MiB (predicted) of 1.0 GiB"),
     ],
@@ -106,6 +108,12 @@ def test_a_kept_plan_is_not_offered_to_be_kept() -> None:
     text = draw(make_plan(), kept=Path("plan.json"))
     assert "kept in plan.json\n" in text
     assert " -o " not in text
+
+
+def test_names_the_step_that_was_written() -> None:
+    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in draw(
+        make_plan(), emitted=Path("train_step.py")
+    )
 
 
 def test_nothing_is_lost_on_a_narrow_terminal() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_one_line_per_trial() -> None:
         "confirming 64 + 64 from a clean state\n"
         "    43 + 42  ok         200 MiB     1.0 s\n"
     )
+
+
+def test_trials_of_other_budgets_show_the_budget() -> None:
+    file = Terminal()
+    progress = Progress(make_console(file=file, width=80, force_terminal=True, color_system=None))
+    with progress:
+        for number, limit_bytes in enumerate((300 * MIB, 150 * MIB), start=4):
+            progress.tell(TrialStarted(number, PROOF.parts, False, limit_bytes))
+            progress.tell(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes), False))
+    text = file.getvalue()
+    assert text.count("the least budget at which that still runs\n") == 1
+    assert "trial 5: micro-batch 43 within 150 MiB ..." in text
+    assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
 
 
 def test_a_schedule_that_was_proved_already_is_not_announced() -> None:
