@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+_LIBRARIES = ("torch", "numpy", "builtins", "random", "threading", "logging", "weakref", "collections", "functools")
+"""Of objects whose classes these define, only what is known here can be put back."""
+
+_DEPTH = 2
+"""How deep objects of the user's own classes are looked into: a meter, and what a meter keeps."""
 
 
 class TensorCopy:
@@ -38,56 +45,85 @@ class TensorCopy:
 
 
 class StateCopy:
-    """A nest of mappings, lists, tuples, sets, deques, optimizers, schedulers and tensors.
+    """A nest of mappings, lists, tuples, sets, deques, arrays, optimizers, schedulers and tensors.
 
     Everything else counts as a value of its own and is put back as the object it was.
+
+    Args:
+        root: The nest.
+        on_host: Keep the copies of tensors in host memory.
+        inside: Look into modules as well, and into objects of the user's own classes that modules keep.
     """
 
-    def __init__(self, root: Any, *, on_host: bool) -> None:
+    def __init__(self, root: Any, *, on_host: bool, inside: bool = False) -> None:
         self._on_host = on_host
+        self._inside = inside
         self._tensors: list[TensorCopy] = []
+        self._arrays: list[tuple[Any, Any]] = []
         self._mappings: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
         self._sequences: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, Any] = {}
-        self._copy(root)
+        self._waiting = [(root, _DEPTH)]
+        while self._waiting:
+            self._copy(*self._waiting.pop())
         self._seen.clear()
 
     def restore(self) -> None:
-        """Put everything back in place; what was added since is removed."""
+        """Put everything back in place and in order; what was added since is removed."""
         for mapping, content in self._mappings:
-            for key in [key for key in mapping if key not in content]:
-                del mapping[key]
-            mapping.update(content)
+            _refill_mapping(mapping, content)
         for sequence, items in self._sequences:
             _refill(sequence, items)
+        for array, values in self._arrays:
+            np.copyto(array, values)
         for tensor in self._tensors:
             tensor.restore()
 
-    def _copy(self, node: Any) -> None:
+    def _copy(self, node: Any, depth: int) -> None:
         if id(node) in self._seen:
             return
         self._seen[id(node)] = node
         if isinstance(node, Tensor):
             self._tensors.append(TensorCopy(node, on_host=self._on_host))
-        elif isinstance(node, Optimizer | LRScheduler):
-            self._copy(vars(node))
+        elif isinstance(node, np.ndarray):
+            if node.flags.writeable:
+                self._arrays.append((node, node.copy()))
+        elif isinstance(node, Optimizer | LRScheduler) or (self._inside and isinstance(node, nn.Module)):
+            self._wait([vars(node)], _DEPTH)
         elif isinstance(node, MutableMapping):
             self._mappings.append((node, dict(node)))
-            self._copy_all(node.values())
+            self._wait(node.values(), depth)
         elif isinstance(node, list | deque | set):
             self._sequences.append((node, list(node)))
-            self._copy_all(node)
+            self._wait(node, depth)
         elif isinstance(node, tuple):
-            self._copy_all(node)
+            self._wait(node, depth)
+        elif self._inside and depth > 0 and is_own_object(node):
+            self._wait([vars(node)], depth - 1)
 
-    def _copy_all(self, nodes: Any) -> None:
-        for node in nodes:
-            self._copy(node)
+    def _wait(self, nodes: Iterable[Any], depth: int) -> None:
+        self._waiting.extend((node, depth) for node in nodes if not isinstance(node, int | float | str | None))
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
     return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_own_object(node: Any) -> bool:
+    """Whether `node` is an object of a class of the user's own that keeps its state in attributes."""
+    kind = type(node)
+    if isinstance(node, type) or callable(node) or not hasattr(node, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _refill_mapping(mapping: MutableMapping[Any, Any], content: dict[Any, Any]) -> None:
+    """Cleared only where keys or their order changed, so that what watches a mapping sees no more than it must."""
+    now = list(mapping)
+    if len(now) != len(content) or any(new is not old for new, old in zip(now, content, strict=True)):
+        mapping.clear()
+    mapping.update(content)
 
 
 def _refill(sequence: Any, items: list[Any]) -> None:

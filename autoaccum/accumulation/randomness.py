@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class RandomState:
     """The generators of Python, NumPy (where loaded), torch on the CPU and on `devices`, and `generators`."""
 
-    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()) -> None:
         self._python = random.getstate()
         numpy_random = sys.modules.get("numpy.random")
         self._numpy: Any = None if numpy_random is None else numpy_random.get_state()
         self._cpu = torch.get_rng_state()
-        self._devices = [(device, _device_state(device)) for device in devices if device.type not in ("cpu", "meta")]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._devices = [(device, device_state(device)) for device in devices if device.type not in ("cpu", "meta")]
+        self._rewinds = [generator_rewind(generator) for generator in generators]
 
     def restore(self) -> None:
         """Rewind every generator."""
@@ -34,17 +39,51 @@ class RandomState:
                 module.set_rng_state(state)
             else:
                 module.set_rng_state(state, device)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for rewind in self._rewinds:
+            rewind()
 
 
-def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    """The `torch.Generator`s that modules keep as attributes."""
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator))
+def own_generators(modules: Iterable[nn.Module]) -> list[Generator]:
+    """The generators that modules keep as attributes: torch's, NumPy's and Python's."""
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, GENERATORS))
     return list({id(generator): generator for generator in found}.values())
 
 
-def _device_state(device: torch.device) -> Tensor:
+def seeded_devices() -> list[torch.device]:
+    """Every card whose generators exist: all of them once CUDA has started, none before."""
+    if not torch.get_device_module("cuda").is_initialized():
+        return []
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def generator_state(generator: Generator) -> Any:
+    """The state of one generator, as something that can be hashed; None for one that has none (`SystemRandom`)."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+
+
+def generator_rewind(generator: Generator) -> Callable[[], None]:
+    """What puts `generator` back to where it is now."""
+    state = generator_state(generator)
+
+    def rewind() -> None:
+        if isinstance(generator, torch.Generator | np.random.RandomState):
+            generator.set_state(state)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif state is not None:
+            generator.setstate(state)
+
+    return rewind
+
+
+def device_state(device: torch.device) -> Tensor:
+    """The state of the default generator of `device`."""
     module = torch.get_device_module(device)
     state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     assert isinstance(state, Tensor)

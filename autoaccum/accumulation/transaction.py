@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.copies import StateCopy, TensorCopy
-from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.randomness import Generator, RandomState
 from autoaccum.accumulation.scaling import rewind_scaler
 from autoaccum.units import MIB
 
@@ -38,7 +37,7 @@ class Transaction:
         modules: Sequence[nn.Module],
         parameters: Sequence[Tensor],
         *,
-        generators: Iterable[torch.Generator] = (),
+        generators: Iterable[Generator] = (),
         scaler: GradScaler | None = None,
     ) -> None:
         self._modes = [(module, module.training) for module in modules]
