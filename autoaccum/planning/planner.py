@@ -201,6 +201,7 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
         "loss": inspection.loss,
         "reduction": inspection.reduction,
         "weight": inspection.weight,
+        "recipe": dict(inspection.recipe),
     }
 
 
