@@ -1,55 +1,98 @@
-"""How much of the host's memory trials may use."""
+"""How much of a device's memory trials may use."""
 
 from __future__ import annotations
 
-from autoaccum.devices.host_memory import HostMemory
+from dataclasses import dataclass
+from typing import Protocol
+
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
-_LEAST_RESERVE_BYTES = 256 * MIB
-_RESERVE_SHARE = 0.05
+
+class Supply(Protocol):
+    """Memory there is and memory that is free, in bytes; `bound` says in words whose."""
+
+    @property
+    def total_bytes(self) -> int:
+        """In all."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Free for trials."""
+
+    @property
+    def bound(self) -> str:
+        """As the subject of `... has free`."""
 
 
-def choose_budget(host: HostMemory, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
+@dataclass(frozen=True)
+class Headroom:
+    """What is kept free where nobody says how much: a share of what is free, and at least so many bytes."""
+
+    share: float
+    least_bytes: int
+
+    def of(self, free_bytes: int) -> int:
+        """In bytes, of what is free."""
+        return max(int(free_bytes * self.share), self.least_bytes)
+
+
+HOST_HEADROOM = Headroom(0.05, 256 * MIB)
+"""So that the kernel does not begin to kill."""
+
+CARD_HEADROOM = Headroom(0.02, 256 * MIB)
+"""For kernels and libraries that are loaded when first needed: up to 250 MiB outside of PyTorch's allocator."""
+
+
+def choose_budget(
+    supply: Supply,
+    memory: MemorySize | None = None,
+    reserve: MemorySize | None = None,
+    *,
+    headroom: Headroom = HOST_HEADROOM,
+    holders: str = "",
+) -> int:
     """The budget in bytes: `memory`, or else what is free, less `reserve`.
 
-    A budget beyond what is free is refused, not tried: the kernel would kill something in the end, and under
-    `memory.oom.group` that is the whole container.
+    A budget beyond what is free is refused, not tried: on the host the kernel would kill something in the end, and
+    under `memory.oom.group` that is the whole container; on a card no trial could have it.
 
     Args:
-        host: Read with the workload loaded.
+        supply: Read with the workload loaded.
         memory: A size, or a share of all there is.
-        reserve: Kept free; None: nothing where `memory` is given, else the larger of 5 % of what is free and 256 MiB,
-            so that the kernel does not begin to kill.
+        reserve: Kept free; None: nothing where `memory` is given, else the `headroom`.
+        headroom: See `reserve`.
+        holders: Who holds what is not free, as the end of a sentence.
 
     Raises:
         UsageError: Nothing is left, or `memory` is more than what is free.
 
+    >>> from autoaccum.devices.host_memory import HostMemory
     >>> host = HostMemory(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
     >>> format_bytes(choose_budget(host))
     '9.5 GiB'
     >>> format_bytes(choose_budget(host, MemorySize(fraction=0.5), MemorySize(bytes=1024**3)))
     '7.0 GiB'
     """
-    wanted = host.free_bytes if memory is None else memory.resolve(host.total_bytes)
-    kept = _reserve_bytes(host, memory, reserve)
+    wanted = supply.free_bytes if memory is None else memory.resolve(supply.total_bytes)
+    kept = _reserve_bytes(supply, memory, reserve, headroom)
     budget = wanted - kept
     if budget <= 0:
         whole = f"{format_bytes(wanted)} {'that are free' if memory is None else 'of --memory'}"
         raise UsageError(
-            f"a reserve of {format_bytes(kept)} leaves nothing of the {whole}",
+            f"a reserve of {format_bytes(kept)} leaves nothing of the {whole}{holders if memory is None else ''}",
             hint="lower --reserve, or free some memory",
         )
-    if budget > host.free_bytes:
+    if budget > supply.free_bytes:
         raise UsageError(
-            f"a budget of {format_bytes(budget)} is more than the {format_bytes(host.free_bytes)} that {host.bound}"
-            " has free",
+            f"a budget of {format_bytes(budget)} is more than the {format_bytes(supply.free_bytes)} that"
+            f" {supply.bound} has free{holders}",
             hint="lower --memory, leave it away to use what is free, or end other programs",
         )
     return budget
 
 
-def _reserve_bytes(host: HostMemory, memory: MemorySize | None, reserve: MemorySize | None) -> int:
+def _reserve_bytes(supply: Supply, memory: MemorySize | None, reserve: MemorySize | None, headroom: Headroom) -> int:
     if reserve is not None:
-        return reserve.resolve(host.total_bytes)
-    return 0 if memory is not None else max(int(host.free_bytes * _RESERVE_SHARE), _LEAST_RESERVE_BYTES)
+        return reserve.resolve(supply.total_bytes)
+    return 0 if memory is not None else headroom.of(supply.free_bytes)

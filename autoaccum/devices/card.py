@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from autoaccum.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,8 @@ class CardMemory:
         capability: Compute capability, such as (8, 6).
         multiprocessors: How many there are.
         uuid: Without prefix; None where PyTorch does not tell.
+        allowed_bytes: What the allocator is limited to already (`set_per_process_memory_fraction`, or
+            `PYTORCH_ALLOC_CONF=per_process_memory_fraction:...`); None without a limit.
     """
 
     index: int
@@ -28,13 +33,45 @@ class CardMemory:
     capability: tuple[int, int]
     multiprocessors: int
     uuid: str | None = None
+    allowed_bytes: int | None = None
 
     @property
     def available_bytes(self) -> int:
         """The most PyTorch's allocator in this process could hold: what it holds, and what is free."""
-        return min(self.total_bytes, self.reserved_bytes + self.free_bytes)
+        allowed = self.total_bytes if self.allowed_bytes is None else self.allowed_bytes
+        return min(allowed, self.reserved_bytes + self.free_bytes)
 
     @property
     def held_outside_bytes(self) -> int:
         """What is neither free nor this allocator's: other processes, and this one's context."""
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+
+def check_index(index: int, names: Sequence[str], visible: str | None) -> None:
+    """Refuse an index beyond the visible cards.
+
+    Args:
+        index: As in `cuda:N`.
+        names: Of the visible cards, in CUDA's order.
+        visible: CUDA_VISIBLE_DEVICES; None when it is not set.
+
+    Raises:
+        UsageError: There is no such card.
+
+    >>> check_index(2, ["NVIDIA A100", "NVIDIA T4"], None)
+    Traceback (most recent call last):
+    autoaccum.errors.UsageError: there is no cuda:2: 2 cards are visible, cuda:0 (NVIDIA A100), cuda:1 (NVIDIA T4): \
+take one of these
+    """
+    if index < len(names):
+        return
+    listed = ", ".join(f"cuda:{number} ({name})" for number, name in enumerate(names))
+    seen = "no card is visible" if not names else "1 card is visible" if len(names) == 1 else f"{len(names)} cards are"
+    if len(names) > 1:
+        seen += " visible"
+    hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    ways_out = {0: "nvidia-smi should list it, and the driver be new enough for this build of PyTorch", 1: "take it"}
+    raise UsageError(
+        f"there is no cuda:{index}: {seen}{hidden}{', ' if listed else ''}{listed}",
+        hint=ways_out.get(len(names), "take one of these"),
+    )

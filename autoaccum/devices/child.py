@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoaccum.devices.process_memory import ProcessMemory
+    from autoaccum.devices.meters import Meter
     from autoaccum.workload.spec import Workload
 
 _PR_SET_PDEATHSIG = 1
@@ -53,8 +53,7 @@ class Child:
 
     def __init__(self) -> None:
         self._workload: Workload | None = None
-        self._base: ProcessMemory | None = None
-        self._settled: ProcessMemory | None = None
+        self._meter: Meter | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to `request`: `{"failure": ...}` when there is nothing else to tell."""
@@ -64,94 +63,84 @@ class Child:
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Import the workload and warm PyTorch up; what the process holds then is nobody's budget.
 
-        In this order, so that a bad file is told at once and the warm-up finds the threads the workload chooses.
+        In this order, so that a bad file is told at once and the warm-up finds the threads, and the cards, the
+        workload chooses. Replies with what the device's meter tells.
         """
         sys.path[:] = request["sys_path"]
         os.chdir(request["cwd"])
         _restore("PYTHONPATH", request["pythonpath"])
-        from autoaccum.devices.process_memory import check_data_limit, read_process_memory, reset_peak
+        from autoaccum.devices.meters import make_meter
         from autoaccum.devices.rehearsal import seed_everything
-        from autoaccum.devices.warmup import warm_up
         from autoaccum.workload.loading import load_workload
 
         try:
+            meter = make_meter(request["device"])
             seed_everything()
             workload = load_workload(request["reference"])
             if request["precision"]:
                 workload = dataclasses.replace(workload, precision=request["precision"])
-            warm_up()
-            check_data_limit()
         except BaseException as error:
             return _failure(error, f"loading {request['reference']}")
-        self._workload = workload
-        _collect()
-        self._base = read_process_memory()
-        return {"resets_peak": reset_peak()}
+        self._workload, self._meter = workload, meter
+        return _start(meter)
 
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from autoaccum.devices.inspection import inspect_workload
 
         assert self._workload is not None
+        assert self._meter is not None
         try:
-            inspection = inspect_workload(self._workload, request["share"], request["optimizer"])
+            inspection = inspect_workload(self._workload, request["share"], request["optimizer"], self._meter)
         except BaseException as error:
             return _failure(error, f"an update from a small batch of {self._workload.name}")
-        return {"inspection": dataclasses.asdict(inspection), "kept_bytes": self._settle()}
+        return {"inspection": dataclasses.asdict(inspection), "kept_bytes": _settle(self._meter)}
 
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One trial under the limit, which is lifted before anything is said about it."""
-        from autoaccum.devices.process_memory import data_limit, read_process_memory, reset_peak
         from autoaccum.devices.rehearsal import Rehearsal
 
         assert self._workload is not None
+        assert self._meter is not None
+        meter = self._meter
         _collect()
-        resets_peak = reset_peak()
-        before = read_process_memory()
-        rehearsal = Rehearsal(self._workload, request["share"], request["optimizer"])
+        meter.start()
+        rehearsal = Rehearsal(self._workload, request["share"], request["optimizer"], meter.device)
         failure: BaseException | None = None
         began = time.perf_counter()
-        with data_limit(self._limit(before, request["limit_bytes"])), warnings.catch_warnings():
+        with meter.limit(request["limit_bytes"]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
                 rehearsal.run(request["parts"])
             except BaseException as error:
                 failure = error
         seconds = time.perf_counter() - began
-        after = read_process_memory()
-        measured = resets_peak or after.peak_bytes > before.peak_bytes
-        reply: dict[str, Any] = {
-            "seconds": seconds,
-            "peak_bytes": after.peak_above(before) if measured else None,
-            "shared_bytes": max(0, after.shared_bytes - before.shared_bytes),
-        }
+        reply: dict[str, Any] = {"seconds": seconds, "reading": dataclasses.asdict(meter.read())}
         if failure is not None:
             doing = f"micro-batch {max(request['parts'])}, {rehearsal.phase}"
             return {**reply, **_failure(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
         del rehearsal
-        return {**reply, "kept_bytes": self._settle()}
+        return {**reply, "kept_bytes": _settle(meter)}
 
-    def _limit(self, now: ProcessMemory, budget_bytes: int) -> int:
-        """RLIMIT_DATA for a trial: what the process held after loading, and the budget.
 
-        What the first job left (modules imported late, say) counts, since a fresh process would need it as well; what
-        later jobs left besides is made up for: oneDNN reserves 256 KiB for each kernel it compiles and keeps those of
-        other sizes. So a used process has up to a few MiB less than a fresh one, never more: what runs in it runs in
-        a fresh one, and a size that just did not deserves a fresh one.
-        """
-        assert self._base is not None
-        others = 0 if self._settled is None else max(0, now.data_bytes - self._settled.data_bytes)
-        return self._base.data_bytes + others + budget_bytes
+def _start(meter: Meter) -> dict[str, Any]:
+    """Make the device ready; `{"refused": ...}` when it is not one that can be used here."""
+    from autoaccum.devices.warmup import warm_up
+    from autoaccum.errors import UsageError
 
-    def _settle(self) -> int:
-        """What the last job did not give back, in resident bytes: above the first job, or for it above loading."""
-        from autoaccum.devices.process_memory import read_process_memory
-
+    try:
+        meter.open()
+        warm_up(meter.device)
         _collect()
-        now = read_process_memory()
-        before = self._settled or self._base
-        assert before is not None
-        self._settled = self._settled or now
-        return now.anonymous_bytes - before.anonymous_bytes
+        return dict(meter.begin())
+    except UsageError as error:
+        return {"refused": str(error)}
+    except BaseException as error:
+        return _failure(error, f"starting PyTorch on {meter.device}")
+
+
+def _settle(meter: Meter) -> int:
+    _collect()
+    return meter.settle()
 
 
 def _failure(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
-from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
-from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB, MemorySize
 
-_LEAST_KEPT_BYTES = 2 * MIB
-_KEPT_SHARE = 0.01
 
-
-class CpuDevice:
+class CpuDevice(ChildDevice):
     """Trials on the CPU of a Linux machine.
 
     *What counts against the budget* is all private memory a trial asks for after PyTorch was warmed up and the
@@ -51,6 +47,8 @@ class CpuDevice:
         NotMeasuredError: This is not Linux.
     """
 
+    least_kept_bytes = 2 * MIB
+
     def __init__(
         self,
         settings: TrialSettings,
@@ -64,32 +62,13 @@ class CpuDevice:
                 f"trials on the CPU need Linux, this is {sys.platform}",
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
-        self._settings = settings
-        self._memory = memory
-        self._reserve = reserve
-        self._on_output = on_output
-        self._worker: Worker | None = None
-        self._resets_peak = True
+        super().__init__(settings, memory=memory, reserve=reserve, on_output=on_output)
         self._host: HostMemory | None = None
-        self._limit_bytes: int | None = None
 
     @property
     def name(self) -> str:
         """`cpu`."""
         return "cpu"
-
-    @property
-    def limit_bytes(self) -> int:
-        """The budget in bytes; the first time, it is measured with the workload loaded.
-
-        Raises:
-            UsageError: `memory` is more than what is free, or nothing is left of it beside `reserve`.
-            WorkloadError, NotMeasuredError: As `inspect`.
-        """
-        if self._limit_bytes is None:
-            self._use_worker()
-        assert self._limit_bytes is not None
-        return self._limit_bytes
 
     def describe(self) -> Mapping[str, Any]:
         """What the plan records: name, kind, total and free bytes when the budget was set, and how it is enforced."""
@@ -104,75 +83,10 @@ class CpuDevice:
             "limit_bytes": limit_bytes,
             "enforced_by": "RLIMIT_DATA above VmData after loading",
             "peak": "VmHWM above what was resident before, and what is untouched"
-            if self._resets_peak
+            if self.resets_peak
             else "VmHWM, never reset",
         }
 
-    def inspect(self) -> Inspection:
-        """Load and check the workload, without a limit on memory.
-
-        Raises:
-            WorkloadError: The workload is not usable.
-            UsageError: The budget is not (see `limit_bytes`).
-            DoesNotFitError: Two samples already run the machine itself out of memory.
-            NotMeasuredError: Its process died or hung.
-        """
-        worker = self._use_worker()
-        inspection = worker.inspect()
-        self._end_if_spoilt()
-        return inspection
-
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-    ) -> Trial:
-        """Run one trial; `fresh` asks for a process that has done nothing but load the workload.
-
-        Raises:
-            WorkloadError: The workload cannot be loaded.
-            UsageError: The budget cannot be set (see `limit_bytes`).
-            NotMeasuredError: A process cannot be started, or does not get as far as a trial.
-        """
-        worker = self._use_worker(fresh=fresh or not self._resets_peak)
-        trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
-        self._end_if_spoilt()
-        return trial
-
-    def close(self) -> None:
-        """End every process of this device's own. Idempotent; another question would start a new one."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
-
-    def __enter__(self) -> CpuDevice:
-        """Nothing is started before the first question."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close, whatever happened."""
-        self.close()
-
-    def _use_worker(self, *, fresh: bool = False) -> Worker:
-        """The process at hand, or a new one; with the first one the budget is set."""
-        if self._worker is not None and (not self._worker.alive or (fresh and self._worker.jobs > 0)):
-            self.close()
-        if self._worker is None:
-            self._worker = Worker(self._settings, on_output=self._on_output)
-            self._resets_peak = self._worker.resets_peak
-        if self._limit_bytes is None:
-            self._host = read_host_memory()
-            self._limit_bytes = choose_budget(self._host, self._memory, self._reserve)
-        return self._worker
-
-    def _end_if_spoilt(self) -> None:
-        """A process that keeps what a trial took would leave less to the next."""
-        assert self._limit_bytes is not None
-        tolerated = max(_LEAST_KEPT_BYTES, int(self._limit_bytes * _KEPT_SHARE))
-        if self._worker is not None and self._worker.kept_bytes > tolerated:
-            self.close()
+    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
+        self._host = read_host_memory()
+        return choose_budget(self._host, self._memory, self._reserve)

@@ -27,6 +27,7 @@ def read_card(index: int) -> CardMemory:
     properties = torch.cuda.get_device_properties(index)
     free_bytes, _ = torch.cuda.mem_get_info(index)
     uuid = getattr(properties, "uuid", None)
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
     return CardMemory(
         index=index,
         name=properties.name,
@@ -36,6 +37,7 @@ def read_card(index: int) -> CardMemory:
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
         uuid=None if uuid is None else str(uuid),
+        allowed_bytes=None if fraction >= 1 else int(fraction * properties.total_memory),
     )
 
 

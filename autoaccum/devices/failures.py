@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.recovery import find_shortage, is_context_dead
 from autoaccum.devices.base import Outcome
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
-from autoaccum.units import format_bytes
+from autoaccum.units import GIB, KIB, MIB, format_bytes
 from autoaccum.workload.tracebacks import blame_workload
 
 _OWN = str(Path(__file__).resolve().parents[1])
-_ASKED = re.compile(r"tried to allocate (\d+) bytes")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,12 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     shortage = find_shortage(error)
     if shortage is not None:
         asked = _ASKED.search(str(error))
-        more = f", which asked for {format_bytes(int(asked[1]))} more" if asked else ""
+        more = f", which asked for {format_bytes(int(float(asked[1]) * _UNITS[asked[2]]))} more" if asked else ""
         return Failure(
             outcome="oom", message=f"{doing} ran out of memory ({shortage.text}{more})", certain=shortage.certain
         )
+    if is_context_dead(error):
+        return _describe_dead_context(error, doing)
     if isinstance(error, WorkloadError):
         return Failure(outcome="error", message=f"{at}{error}", traceback=error.user_traceback, blames="user")
     if isinstance(error, AutoaccumError):
@@ -63,6 +67,18 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         return Failure(outcome="error", message=message, traceback=blamed.user_traceback, blames="user")
     blamed = blame_workload(error, doing)
     return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, blames="user")
+
+
+def _describe_dead_context(error: BaseException, doing: str) -> Failure:
+    """A card reports what went wrong on it late: the line it came out at is rarely the one at fault."""
+    blamed = blame_workload(error, doing)
+    return Failure(
+        outcome="error",
+        message=f"{doing} broke the card's context ({str(error).splitlines()[0]}): run it with CUDA_LAUNCH_BLOCKING=1"
+        " to see which line did; an index out of range is the usual cause",
+        traceback=blamed.user_traceback,
+        blames="user" if _USERS_FAULT.search(str(error)) else "measurement",
+    )
 
 
 def _is_own(error: BaseException) -> bool:

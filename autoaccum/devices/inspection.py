@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.process_memory import read_process_memory, reset_peak
-from autoaccum.devices.rehearsal import make_accumulator, seed_everything
+from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.meters import Meter, make_meter
+from autoaccum.devices.rehearsal import build_model, make_accumulator, seed_everything
 from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import move_batch
 from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weighting import check_weighting
@@ -30,30 +29,26 @@ _SAMPLES = 2
 _FORM_SAMPLES = 3
 """In a batch of two samples, a pair could be one entry for each."""
 
-_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "PYTHONMALLOC",
-)
 
-
-def inspect_workload(workload: Workload, share: int, optimizer: str | None = None) -> Inspection:
+def inspect_workload(
+    workload: Workload, share: int, optimizer: str | None = None, meter: Meter | None = None
+) -> Inspection:
     """Build everything once, make one update from a small batch, and compare the weighting of its parts.
 
     Args:
         workload: With the precision the plan asks for.
         share: Samples per update on this rank.
         optimizer: Overrides the workload's by a name of `torch.optim`.
+        meter: Of the device to make the update on; None: the CPU.
 
     Raises:
         WorkloadError: It cannot be trained: a batch of another size than asked, no trainable parameters, a loss that
             is no scalar, not connected or not finite.
     """
     seed_everything()
-    resets_peak, before = reset_peak(), read_process_memory()
-    model = workload.build_model()
+    meter = make_meter("cpu") if meter is None else meter
+    meter.start()
+    model = build_model(workload, meter.device)
     batchnorms = batchnorm_names(model)
     parameters = list(model.parameters())
     made = workload.build_optimizer(model, optimizer)
@@ -63,10 +58,11 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
     with collected_warnings() as said:
         first = accumulator.step(batch)
         _check_finite(first.loss, size)
-        update_bytes = read_process_memory().peak_above(before) if resets_peak else None
+        update_bytes = meter.read().peak_reserved_bytes
         accumulator.step_parts([batch, batch])
     objective = workload.objective
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
+    _return_to_host(workload, model, meter.device)
     return Inspection(
         name=workload.name,
         digest=workload.digest,
@@ -77,7 +73,7 @@ def inspect_workload(workload: Workload, share: int, optimizer: str | None = Non
         optimizer=type(made).__name__,
         reduction=objective.reduction,
         weight=objective.source,
-        environment=describe_environment(),
+        environment=describe_environment(meter.device),
         loss="loss" if workload.criterion is None else "criterion",
         least_size=least_size,
         update_bytes=update_bytes,
@@ -104,7 +100,7 @@ def collected_warnings() -> Iterator[list[str]]:
 
 def runs_one_sample(workload: Workload, model: nn.Module) -> bool:
     """Whether `model` runs a single sample in training mode: BatchNorm refuses one value per channel."""
-    batch = workload.build_batch(1)
+    batch = move_batch(workload.build_batch(1), model_device(model))
     try:
         workload.objective.terms(model, batch)
     except ValueError as error:  # torch/nn/functional.py, _verify_batch_size
@@ -114,17 +110,11 @@ def runs_one_sample(workload: Workload, model: nn.Module) -> bool:
     return True
 
 
-def describe_environment() -> Mapping[str, Any]:
-    """What a measurement depends on besides the workload: versions, processor, threads, malloc's settings."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "processors": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    }
+def _return_to_host(workload: Workload, model: nn.Module, device: torch.device) -> None:
+    """Bring back what `workload` may hand out again: what follows runs on the CPU, without the card's budget."""
+    if device.type != "cpu":
+        model.to("cpu")
+        workload.objective.move_criterion("cpu")
 
 
 def _check_finite(loss: float, size: int) -> None:
@@ -143,9 +133,3 @@ def _storage_bytes(parameters: list[nn.Parameter]) -> int:
 
 def _dense(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
@@ -24,12 +25,17 @@ class Rehearsal:
         workload: With the precision the plan asks for.
         share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
         optimizer: Overrides the workload's by a name of `torch.optim`.
+        device: Where the model goes before the optimizer is made; None: where it is. The batch stays on the CPU, and
+            the Accumulator moves one part at a time.
     """
 
-    def __init__(self, workload: Workload, share: int, optimizer: str | None = None) -> None:
+    def __init__(
+        self, workload: Workload, share: int, optimizer: str | None = None, device: torch.device | None = None
+    ) -> None:
         self._workload = workload
         self._share = share
         self._optimizer = optimizer
+        self._device = device
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
 
@@ -46,7 +52,7 @@ class Rehearsal:
         """
         seed_everything()
         self._phase = "model"
-        model = self._workload.build_model()
+        model = build_model(self._workload, self._device)
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model, self._optimizer)
         self._phase = "batch"
@@ -60,6 +66,19 @@ class Rehearsal:
                     f"no update was made from batch({max(self._share, *parts)})",
                     hint="its weight is zero, or under fp16 its gradients are not finite",
                 )
+        wait_for(self._device)
+
+
+def build_model(workload: Workload, device: torch.device | None) -> nn.Module:
+    """The workload's model, moved to `device` unless that is None or the CPU."""
+    model = workload.build_model()
+    return model if device is None or device.type == "cpu" else model.to(device)
+
+
+def wait_for(device: torch.device | None) -> None:
+    """Let `device` finish: what it still has to do is part of what was asked, and its errors come out here."""
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def make_accumulator(workload: Workload, model: Any, optimizer: Any, micro_batch: int) -> Accumulator:
@@ -96,7 +115,7 @@ def take_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
 
 
 def seed_everything() -> None:
-    """Set every generator a workload may draw from, so that one trial is like the other."""
+    """Set every generator a workload may draw from, every card's too, so that one trial is like the other."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -10,38 +10,46 @@ from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.process import ChildDied, ChildProcess
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
-from autoaccum.units import format_bytes
+from autoaccum.devices.recording import LONGER, record_death, record_reply
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 
 _MODULE = "autoaccum.devices.child"
 _LEAVE_SECONDS = 5.0
 _LEAST_LOAD_SECONDS = 300.0
 """Importing PyTorch from a cold disk must not fail by a short limit on trials."""
 
-_LONGER = "raise --trial-limit"
-
 
 class Worker:
     """One process that runs the jobs of `devices.child` for one workload.
 
+    Args:
+        settings: What all its trials have in common.
+        device: `cpu` or `cuda:N`.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+
     Attributes:
         jobs: How many inspections and trials it has run.
-        resets_peak: Whether its peak can be measured again for each trial.
-        kept_bytes: What its jobs did not give back, resident, above the first job, or for that above loading.
+        facts: What the device's meter told when everything was loaded (`devices.meters`).
+        kept_bytes: What its jobs did not give back, above the first job, or for that above loading.
 
     Raises:
         WorkloadError: The workload cannot be loaded.
+        UsageError: There is no such device here.
         DoesNotFitError: Loading it runs the machine out of memory.
         NotMeasuredError: The process cannot be started, died or took too long.
     """
 
-    def __init__(self, settings: TrialSettings, *, on_output: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, settings: TrialSettings, device: str = "cpu", *, on_output: Callable[[str], None] | None = None
+    ) -> None:
         self._settings = settings
+        self._device = device
         self._process = ChildProcess(_MODULE, on_output=on_output)
         self.jobs = 0
         self.kept_bytes = 0
         request = {
             "job": "load",
+            "device": device,
             "reference": settings.reference,
             "precision": settings.precision,
             "cwd": os.getcwd(),  # noqa: PTH109
@@ -49,7 +57,7 @@ class Worker:
             "pythonpath": os.environ.get("PYTHONPATH"),
         }
         limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
-        self.resets_peak = bool(self._ask(request, "loading the workload", limit)["resets_peak"])
+        self.facts: Mapping[str, Any] = self._ask(request, "loading the workload", limit)
 
     @property
     def pid(self) -> int:
@@ -93,8 +101,8 @@ class Worker:
         try:
             reply = self._process.ask(request, seconds)
         except ChildDied as death:
-            return _record_death(death, about)
-        trial = _record(reply, held_to_bytes, about)
+            return record_death(death, about)
+        trial = record_reply(reply, held_to_bytes, about)
         self.kept_bytes = reply.get("kept_bytes", 0)
         if not trial.ran:
             self.end()
@@ -113,47 +121,26 @@ class Worker:
             reply = self._process.ask(request, limit_seconds)
         except ChildDied as death:
             raise _death_error(death, doing) from None
+        if "refused" in reply:
+            self.end()
+            raise UsageError(reply["refused"])
         if "failure" in reply:
             self.end()
-            raise _failure_error(reply["failure"])
+            raise _failure_error(reply["failure"], self._device)
         return reply
-
-
-def _record(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str, Any]) -> Trial:
-    measured = {**about, "peak_reserved_bytes": reply["peak_bytes"], "seconds": reply["seconds"]}
-    if "failure" in reply:
-        return Trial(phase=reply["phase"], **reply["failure"], **measured)
-    peak, shared = reply["peak_bytes"] or 0, reply["shared_bytes"]
-    if shared and peak > limit_bytes:
-        held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
-        return Trial(outcome="oom", phase="update", message=f"it ran, but held {held}", **measured)
-    if peak > limit_bytes:  # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
-        measured["peak_reserved_bytes"] = limit_bytes
-    return Trial(outcome="ok", **measured)
-
-
-def _record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
-    message = f"micro-batch {max(about['parts'])}: the trial's process {death}"
-    if death.out_of_memory:
-        return Trial(outcome="oom", message=message, seconds=death.seconds, **about)
-    timed_out = death.kind == "limit"
-    if timed_out:
-        message += f": {_LONGER}"
-    return Trial(
-        outcome="error", message=message, blames="measurement", seconds=death.seconds, timed_out=timed_out, **about
-    )
 
 
 def _death_error(death: ChildDied, doing: str) -> AutoaccumError:
     message = f"{doing}: its process {death}"
     if death.out_of_memory:
         return DoesNotFitError(message, hint="it needs more memory than the machine has free")
-    return NotMeasuredError(message, hint=_LONGER if death.kind == "limit" else None)
+    return NotMeasuredError(message, hint=LONGER if death.kind == "limit" else None)
 
 
-def _failure_error(failure: Mapping[str, Any]) -> AutoaccumError:
+def _failure_error(failure: Mapping[str, Any], device: str) -> AutoaccumError:
     if failure["outcome"] == "oom":
-        return DoesNotFitError(failure["message"], hint="it needs more memory than the machine has free")
+        owner = "the machine" if device == "cpu" else device
+        return DoesNotFitError(failure["message"], hint=f"it needs more memory than {owner} has free")
     if failure["blames"] == "user":
         return WorkloadError(failure["message"], user_traceback=failure["traceback"])
     detail = f"\n{failure['traceback']}" if failure["traceback"] else ""

@@ -1,0 +1,142 @@
+"""What devices have in common whose trials run in child processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.worker import Worker
+from autoaccum.units import MemorySize
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_KEPT_SHARE = 0.01
+
+
+class ChildDevice(ABC):
+    """Runs one child at a time, and sets the budget when the first one has loaded the workload.
+
+    A child is kept while its trials succeed and give back what they took (to `least_kept_bytes` or 1 % of the
+    budget); after any failure the next trial has a fresh one.
+
+    Args:
+        settings: What all trials have in common.
+        memory: The budget asked for.
+        reserve: Taken off it.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+    """
+
+    least_kept_bytes: ClassVar[int]
+    """What a child may keep of its trials, however small the budget."""
+
+    def __init__(
+        self,
+        settings: TrialSettings,
+        *,
+        memory: MemorySize | None = None,
+        reserve: MemorySize | None = None,
+        on_output: Callable[[str], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._memory = memory
+        self._reserve = reserve
+        self._on_output = on_output
+        self._worker: Worker | None = None
+        self._limit_bytes: int | None = None
+        self.resets_peak = True
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Short name, which also tells the child where to run."""
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """What the plan records about the device."""
+
+    @abstractmethod
+    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
+        """The budget in bytes, from what the first child's meter told."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget in bytes; the first time, it is measured with the workload loaded.
+
+        Raises:
+            UsageError: The memory asked for is more than what is free, or nothing is left beside the reserve.
+            WorkloadError, NotMeasuredError: As `inspect`.
+        """
+        if self._limit_bytes is None:
+            self._use_worker()
+        assert self._limit_bytes is not None
+        return self._limit_bytes
+
+    def inspect(self) -> Inspection:
+        """Load and check the workload, without a limit on memory.
+
+        Raises:
+            WorkloadError: The workload is not usable.
+            UsageError: The device or the budget is not (see `limit_bytes`).
+            DoesNotFitError: Two samples already run out of what is there.
+            NotMeasuredError: Its process died or hung.
+        """
+        inspection = self._use_worker().inspect()
+        self._end_if_spoilt()
+        return inspection
+
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        """Run one trial; `fresh` asks for a process that has done nothing but load the workload.
+
+        Raises:
+            WorkloadError: The workload cannot be loaded.
+            UsageError: The budget cannot be set (see `limit_bytes`).
+            NotMeasuredError: A process cannot be started, or does not get as far as a trial.
+        """
+        worker = self._use_worker(fresh=fresh or not self.resets_peak)
+        trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
+        self._end_if_spoilt()
+        return trial
+
+    def close(self) -> None:
+        """End every process of this device's own. Idempotent; another question would start a new one."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
+    def __enter__(self) -> Self:
+        """Nothing is started before the first question."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close, whatever happened."""
+        self.close()
+
+    def _use_worker(self, *, fresh: bool = False) -> Worker:
+        """The process at hand, or a new one; with the first one the budget is set."""
+        if self._worker is not None and (not self._worker.alive or (fresh and self._worker.jobs > 0)):
+            self.close()
+        if self._worker is None:
+            self._worker = Worker(self._settings, self.name, on_output=self._on_output)
+            self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
+        if self._limit_bytes is None:
+            self._limit_bytes = self._choose_budget(self._worker.facts)
+        return self._worker
+
+    def _end_if_spoilt(self) -> None:
+        """A process that keeps what a trial took would leave less to the next."""
+        tolerated = max(self.least_kept_bytes, int(self.limit_bytes * _KEPT_SHARE))
+        if self._worker is not None and self._worker.kept_bytes > tolerated:
+            self.close()

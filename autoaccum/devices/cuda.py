@@ -1,0 +1,146 @@
+"""A CUDA card: a child process whose allocator is held to a budget, and tells its peaks and its retries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
+from autoaccum.devices.card_report import CardReport
+from autoaccum.devices.child_device import ChildDevice
+from autoaccum.units import MIB, MemorySize, format_bytes
+
+_MOST_NAMED = 5
+
+
+class CudaDevice(ChildDevice):
+    """Trials on one CUDA card.
+
+    *What counts against the budget* is what PyTorch's caching allocator gets from the driver in the child, in whole
+    segments (`set_per_process_memory_fraction`): model, gradients, optimizer state, micro-batches, activations,
+    workspaces of cuBLAS, and what the workload's module put on the card when it was imported. Not counted: the
+    context with the kernels and libraries loaded into it (`context_bytes` in `describe`), what other libraries
+    allocate by themselves, and the effective batch, which stays on the host. Beyond the budget the allocator raises
+    `torch.OutOfMemoryError`.
+
+    *The peak* (`peak_reserved_bytes`) is the most the allocator held, as the limit counts it; what tensors held of it
+    is `peak_allocated_bytes`. A trial that ran only after the allocator had released its cache is `tight`.
+
+    *The processes*: as on the CPU, a child is kept while its trials succeed and give back what they took. Before and
+    after each trial garbage is collected, the cache emptied, and peaks are counted anew. After any failure, a
+    device-side assert included, the next trial has a fresh child, and so a fresh context.
+
+    Args:
+        settings: What all trials have in common.
+        index: Of the card, among those that are visible.
+        memory: The budget, a share being one of the card's total; None: what is free once the context is made and
+            PyTorch is warm.
+        reserve: Taken off the budget; None: nothing where `memory` is given, else 2 % of what is free, at least
+            256 MiB.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+    """
+
+    least_kept_bytes = 24 * MIB
+    """One segment of each size: a small tensor that stays keeps a whole one."""
+
+    def __init__(
+        self,
+        settings: TrialSettings,
+        *,
+        index: int = 0,
+        memory: MemorySize | None = None,
+        reserve: MemorySize | None = None,
+        on_output: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(settings, memory=memory, reserve=reserve, on_output=on_output)
+        self._index = index
+        self._report: CardReport | None = None
+
+    @property
+    def name(self) -> str:
+        """`cuda:N`."""
+        return f"cuda:{self._index}"
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the plan records: the card, what was free and who held the rest when the budget was set, and how.
+
+        None where nobody told (see `CardReport`).
+        """
+        limit_bytes = self.limit_bytes
+        assert self._report is not None
+        return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
+
+    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
+        self._report = CardReport.from_json(facts["card"])
+        return choose_card_budget(self._report, self._memory, self._reserve)
+
+
+def choose_card_budget(report: CardReport, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
+    """The budget in bytes (see `choose_budget`); what this process's allocator holds already is part of it.
+
+    Raises:
+        UsageError: Nothing is left, or `memory` is more than what is free: names who holds the rest.
+    """
+    return choose_budget(
+        _Supply(report), memory, reserve, headroom=CARD_HEADROOM, holders=name_holders(report, os.getpid())
+    )
+
+
+def describe_card(report: CardReport) -> dict[str, Any]:
+    """What a plan records about a card, and about how trials on it are limited and measured."""
+    memory = report.memory
+    return {
+        "index": memory.index,
+        "card": memory.name,
+        "uuid": memory.uuid,
+        "capability": list(memory.capability),
+        "multiprocessors": memory.multiprocessors,
+        "total_bytes": memory.total_bytes,
+        "free_bytes": memory.free_bytes,
+        "context_bytes": report.context_bytes,
+        "used_by_others_bytes": report.used_by_others_bytes,
+        "other_processes": None if report.others is None else [asdict(process) for process in report.others],
+        "driver": report.driver,
+        "nvml_missing": report.nvml_missing,
+        "mig": report.mig,
+        "slice": report.slice,
+        "allocator": report.allocator,
+        "enforced_by": "torch.cuda.set_per_process_memory_fraction",
+        "peak": "the most PyTorch's allocator held, whole segments",
+    }
+
+
+def name_holders(report: CardReport, own_pid: int) -> str:
+    """Who holds what is not free, as the end of a sentence; empty where nothing is known to be held."""
+    if report.others is None:
+        return f"; who holds the rest is not known ({report.nvml_missing or 'the driver does not tell'})"
+    known = sorted(report.others, key=lambda process: -(process.used_bytes or 0))
+    named = []
+    for process in known[:_MOST_NAMED]:
+        who = f"process {process.pid}" + (" (this one)" if process.pid == own_pid else "")
+        named.append(f"{who} holds {'some' if process.used_bytes is None else format_bytes(process.used_bytes)}")
+    if len(known) > _MOST_NAMED:
+        named.append(f"{len(known) - _MOST_NAMED} more hold some")
+    return "; " + ", ".join(named) if named else ""
+
+
+@dataclass(frozen=True)
+class _Supply:
+    """A card's memory as `choose_budget` takes it."""
+
+    report: CardReport
+
+    @property
+    def total_bytes(self) -> int:
+        return self.report.memory.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.report.memory.available_bytes
+
+    @property
+    def bound(self) -> str:
+        return f"cuda:{self.report.memory.index} ({self.report.memory.name})"

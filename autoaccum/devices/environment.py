@@ -1,0 +1,58 @@
+"""What a measurement depends on besides the workload."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "PYTHONMALLOC",
+)
+_CARD_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Expandable segments, among others, are switched on by the last two: the newer name and the older one."""
+
+
+def describe_environment(device: torch.device) -> Mapping[str, Any]:
+    """Versions, processor, threads, allocator settings; on a card also CUDA, cuDNN and what steers them."""
+    is_card = device.type == "cuda"
+    names = (*_VARIABLES, *(_CARD_VARIABLES if is_card else ()))
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "variables": {name: os.environ[name] for name in names if name in os.environ},
+        **(_card_libraries() if is_card else {}),
+    }
+
+
+def _card_libraries() -> dict[str, Any]:
+    cudnn: Any = torch.backends.cudnn
+    return {"cuda": torch.version.cuda, "cudnn": cudnn.version()}
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
