@@ -1,0 +1,161 @@
+"""A plan as a file of plain PyTorch that trains by it: `train_step.py`, which needs no autoaccum."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.errors import UsageError
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.emitted.batches import WIDTH, needs, refused_form, type_of
+from autoaccum.reporting.emitted.choices import Choices
+from autoaccum.reporting.emitted.functions import cut_lines, move_lines, step_lines
+from autoaccum.units import format_bytes
+
+_DIGITS_OF_DIGEST = 12
+_LONGEST_PARTS = 60
+_LONGEST_LINE = 120
+
+
+def check_emittable(*, world_size: int = 1, precision: str = "fp32", recipe: Mapping[str, Any] | None = None) -> None:
+    """Refuse what no file can be emitted for, as far as is known: callable before any trial.
+
+    Args:
+        world_size: Ranks that share the target.
+        precision: As planned.
+        recipe: `Inspection.recipe`, once there is one.
+
+    Raises:
+        UsageError: Several ranks, or a batch or criterion that cannot be written in a line of PyTorch.
+    """
+    if world_size > 1:
+        raise UsageError(
+            f"--emit writes a loop of one process, the plan is for {world_size} ranks",
+            hint="plan with --world-size 1, or write the loop around autoaccum.Accumulator",
+        )
+    if recipe is not None:
+        Choices(precision, accumulates=True, recipe=recipe)
+
+
+def emit_wrapper(plan: Plan) -> str:
+    """The text of `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
+
+    Plain PyTorch, formatted and typed. It holds what this plan needs: the weighting of its loss, its precision, the
+    form of its batches.
+
+    Raises:
+        UsageError: The plan is for several ranks, comes from a version of autoaccum that did not record how the loss
+            is weighted, or its batch or criterion cannot be written in a line of PyTorch.
+    """
+    check_emittable(world_size=plan.world_size)
+    recipe = plan.workload.get("recipe")
+    if not isinstance(recipe, Mapping) or not recipe:
+        raise UsageError(
+            "the plan does not record how its loss is weighted: an older autoaccum made it",
+            hint="plan again with `autoaccum plan`",
+        )
+    choices = Choices(str(plan.workload.get("precision", "fp32")), accumulates=plan.iter_size > 1, recipe=recipe)
+    functions = [cut_lines(choices), move_lines(choices), step_lines(choices)]
+    blocks = [_docstring(plan, choices), _imports(choices), _constants(plan, choices)]
+    text = "\n\n".join("\n".join(block) for block in blocks)
+    for function in functions:
+        if lines := "\n".join(function):
+            text += f"\n\n\n{lines}"
+    if max(map(len, text.splitlines())) > _LONGEST_LINE:
+        raise refused_form()
+    return text + "\n"
+
+
+def _docstring(plan: Plan, choices: Choices) -> Iterator[str]:
+    yield f'"""One update from a batch of any size, in micro-batches of at most {plan.micro_batch} samples.'
+    yield ""
+    yield from _wrapped(_origin(plan))
+    yield ""
+    yield "    from train_step import train_step"
+    yield ""
+    if choices.precision == "fp16":
+        yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'
+    if choices.divisor == "class weights":
+        yield "    criterion.to(device)  # its class weights are used on the model's device"
+    short = "" if plan.target_batch == 1 else "; the last one may be short"
+    yield f"    for batch in loader:  # of {plan.target_batch} samples{short}"
+    yield f"        value = train_step({', '.join(_arguments(plan, choices))})"
+    if plan.warnings:
+        yield ""
+        yield "The plan warned:"
+        yield ""
+        for warning in plan.warnings:
+            yield from _wrapped(warning, "- ", "  ")
+    yield '"""'
+
+
+def _origin(plan: Plan) -> str:
+    workload, device = plan.workload, plan.device
+    digest = str(workload.get("digest") or "")[:_DIGITS_OF_DIGEST]
+    about = [str(workload.get("model", "a model")), *([f"digest {digest}"] if digest else [])]
+    parts = format_parts(plan.micro_batches)
+    card = device.get("card") or device.get("name") or "unknown"
+    return (
+        f"Written by `autoaccum plan` for {workload.get('name', 'a workload')} ({', '.join(about)}): "
+        f"{plan.target_batch} samples an update"
+        + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
+        + f" on {card} with {format_bytes(plan.limit_bytes)}. "
+        + ("" if plan.warnings else "It gives the full batch's gradient, to rounding. ")
+        + "Nothing here recovers from running out of memory: that is only in autoaccum.Accumulator."
+    )
+
+
+def _device_type(plan: Plan) -> str:
+    return "cpu" if plan.device.get("kind") == "cpu" else "cuda"
+
+
+def _arguments(plan: Plan, choices: Choices) -> Iterator[str]:
+    yield "model"
+    yield "optimizer"
+    yield "criterion" if plan.workload.get("loss") == "criterion" else "loss"
+    yield "batch"
+    if choices.divisor == "weight":
+        yield "weight=weight"
+    if choices.precision == "fp16":
+        yield "scaler=scaler"
+
+
+def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
+    """Lines of a docstring: nothing in them ends it or escapes."""
+    harmless = "".join(c if c.isprintable() else " " for c in text).replace("\\", "/").replace('"', "'")
+    return textwrap.wrap(
+        harmless,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_on_hyphens=False,
+    )
+
+
+def _imports(choices: Choices) -> Iterator[str]:
+    takes_callable = choices.divisor != "class weights"
+    names = ["Callable"] * takes_callable + ["Mapping"] * choices.has_terms
+    yield "import math"
+    if names:
+        yield f"from collections.abc import {', '.join(names)}"
+    if needs(choices.form, "dataclass"):
+        yield "from dataclasses import replace"
+    yield "from itertools import pairwise"
+    if "Any" in type_of(choices.form):
+        yield "from typing import Any"
+    yield ""
+    yield "import torch"
+    yield "from torch import Tensor, nn"
+    if choices.precision == "fp16":
+        yield "from torch.amp import GradScaler"
+    yield "from torch.optim import Optimizer"
+
+
+def _constants(plan: Plan, choices: Choices) -> Iterator[str]:
+    proved = "the most samples at once, which ran" if plan.kind == "measured" else "the most samples at once"
+    yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
+    if choices.ignore_index is not None:
+        yield f"IGNORE_INDEX = {choices.ignore_index}  # of the criterion: its mean is over the other targets"
+    yield f"Batch = {type_of(choices.form)}"

@@ -1,0 +1,1 @@
+"""The parts of the file that `autoaccum plan --emit` writes."""
