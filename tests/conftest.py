@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from autoaccum.planning.device_choice import has_nvidia_gpu
 
 # Before torch is imported, here and in the children that tests start: two test processes and their trials on few
 # cores would spend their time waiting for each other's threads.
@@ -30,6 +30,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
 
 _DESELECTED = pytest.StashKey[int]()
 _OUTPUT = "gpu_deselected"
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the options pyproject.toml sets for plugins, where one is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "for pytest-timeout, which is not here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def has_cuda_card() -> bool:
     """Whether PyTorch can use one; it is only imported where the driver shows any."""
-    if not list(Path("/dev").glob("nvidia[0-9]*")) or find_spec("torch") is None:
+    if not has_nvidia_gpu():
         return False
     import torch
 

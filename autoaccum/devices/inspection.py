@@ -16,7 +16,7 @@ from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
-from autoaccum.devices.rehearsal import build_model, make_accumulator, seed_everything
+from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.recipes import describe_recipe
@@ -48,7 +48,9 @@ def inspect_workload(
     seed_everything()
     meter = make_meter("cpu") if meter is None else meter
     meter.start()
-    model = build_model(workload, meter.device)
+    model = workload.build_model()
+    origin = model_device(model)
+    model = place_model(model, meter.device)
     batchnorms = batchnorm_names(model)
     parameters = list(model.parameters())
     made = workload.build_optimizer(model, optimizer)
@@ -62,7 +64,9 @@ def inspect_workload(
         accumulator.step_parts([batch, batch])
     objective = workload.objective
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
-    _return_to_host(workload, model, meter.device)
+    if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
+        model.to(origin)
+        objective.move_criterion(origin)
     return Inspection(
         name=workload.name,
         digest=workload.digest,
@@ -108,13 +112,6 @@ def runs_one_sample(workload: Workload, model: nn.Module) -> bool:
             return False
         raise
     return True
-
-
-def _return_to_host(workload: Workload, model: nn.Module, device: torch.device) -> None:
-    """Bring back what `workload` may hand out again: what follows runs on the CPU, without the card's budget."""
-    if device.type != "cpu":
-        model.to("cpu")
-        workload.objective.move_criterion("cpu")
 
 
 def _check_finite(loss: float, size: int) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.devices.base import Phase
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
@@ -52,7 +53,7 @@ class Rehearsal:
         """
         seed_everything()
         self._phase = "model"
-        model = build_model(self._workload, self._device)
+        model = place_model(self._workload.build_model(), self._device)
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model, self._optimizer)
         self._phase = "batch"
@@ -69,10 +70,11 @@ class Rehearsal:
         wait_for(self._device)
 
 
-def build_model(workload: Workload, device: torch.device | None) -> nn.Module:
-    """The workload's model, moved to `device` unless that is None or the CPU."""
-    model = workload.build_model()
-    return model if device is None or device.type == "cpu" else model.to(device)
+def place_model(model: nn.Module, device: torch.device | None) -> nn.Module:
+    """`model`, moved to `device` in place unless that is None or the CPU, or it is there."""
+    if device is None or device.type == "cpu" or model_device(model) == device:
+        return model
+    return model.to(device)
 
 
 def wait_for(device: torch.device | None) -> None:

@@ -13,6 +13,7 @@ from autoaccum.errors import UsageError
 from autoaccum.units import MemorySize
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+_WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 _VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
 
@@ -26,14 +27,32 @@ def make_device(
 ) -> Device:
     """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`.
 
+    Whether a card has that index is told by its first answer, since only CUDA itself knows.
+
     Raises:
         UsageError: There is no such device, or it cannot be measured here.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     check_device(name)
-    from autoaccum.devices.cpu import CpuDevice
+    index = card_index(name)
+    if index is None:
+        from autoaccum.devices.cpu import CpuDevice
 
-    return CpuDevice(settings, memory=memory, reserve=reserve, on_output=on_output)
+        return CpuDevice(settings, memory=memory, reserve=reserve, on_output=on_output)
+    from autoaccum.devices.cuda import CudaDevice
+
+    return CudaDevice(settings, index=index, memory=memory, reserve=reserve, on_output=on_output)
+
+
+def card_index(name: str) -> int | None:
+    """Which card the device called `name` is; None: the CPU.
+
+    `auto` is the first card, where torch is built for CUDA and the driver shows one.
+    """
+    if name == "auto":
+        return 0 if torch_build()[1] is not None and has_nvidia_gpu() else None
+    kind, _, index = name.partition(":")
+    return None if kind == "cpu" else int(index or 0)
 
 
 def check_device(name: str) -> None:
@@ -57,10 +76,6 @@ def check_device(name: str) -> None:
             f"--device {name}: torch {version} is built for CUDA {cuda}, but no NVIDIA GPU is visible here",
             hint="install or repair the NVIDIA driver (nvidia-smi should list the card), or take --device cpu",
         )
-    raise UsageError(
-        f"--device {name}: a GPU is there, but this version of autoaccum runs its trials on the CPU only",
-        hint="take --device cpu",
-    )
 
 
 def torch_build() -> tuple[str, str | None]:
@@ -79,8 +94,13 @@ def torch_build() -> tuple[str, str | None]:
     return found.get("__version__", "of an unknown version"), found.get("cuda")
 
 
-def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
-    """Whether the driver shows a card that this process may use; asks neither torch nor the driver."""
+def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER) -> bool:
+    """Whether the driver shows a card that this process may use; asks neither torch nor the driver.
+
+    Under WSL the card is Windows': `/dev/dxg` is there for any, the driver's library for NVIDIA's only.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
+    if (devices / "dxg").exists() and wsl_driver.exists():
+        return True
     return any(re.fullmatch(r"nvidia\d+", entry.name) for entry in devices.glob("nvidia*"))

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.cuda import CudaDevice
 from autoaccum.errors import UsageError
-from autoaccum.planning.device_choice import check_device, has_nvidia_gpu, torch_build
+from autoaccum.planning import device_choice
+from autoaccum.planning.device_choice import card_index, check_device, has_nvidia_gpu, make_device, torch_build
 
 CPU_BUILD = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
 CUDA_BUILD = "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -62,6 +66,15 @@ def test_a_gpu_is_seen_by_its_device_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert not has_nvidia_gpu(tmp_path)
 
 
+def test_under_wsl_a_gpu_is_seen_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = tmp_path / "libcuda.so.1"
+    (tmp_path / "dxg").touch()
+    assert not has_nvidia_gpu(tmp_path, driver)
+    driver.touch()
+    assert has_nvidia_gpu(tmp_path, driver)
+
+
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "mps", "cpu:0", "cuda:1\n"])
 def test_unknown_devices(name: str) -> None:
     with pytest.raises(UsageError, match="there is no device"):
@@ -71,3 +84,33 @@ def test_unknown_devices(name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_known_devices(name: str) -> None:
     check_device(name)
+
+
+@pytest.mark.parametrize(
+    ("build", "is_there", "index"), [(CUDA_BUILD, True, 0), (CUDA_BUILD, False, None), (CPU_BUILD, True, None)]
+)
+def test_auto_is_the_gpu_where_torch_and_the_driver_have_one(
+    pretend_torch: Path, monkeypatch: pytest.MonkeyPatch, build: str, is_there: bool, index: int | None
+) -> None:
+    pretend_torch.write_text(build)
+    monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: is_there)
+    assert card_index("auto") == index
+
+
+@pytest.mark.parametrize(("name", "index"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:12", 12)])
+def test_cards_by_index(name: str, index: int | None) -> None:
+    assert card_index(name) == index
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "called"),
+    [("cpu", CpuDevice, "cpu"), ("cuda", CudaDevice, "cuda:0"), ("cuda:3", CudaDevice, "cuda:3")],
+)
+def test_makes_the_device_without_starting_anything(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Device], called: str
+) -> None:
+    monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
+    monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: True)
+    made = make_device(name, TrialSettings(reference="model.py", share=4))
+    assert isinstance(made, kind)
+    assert made.name == called
