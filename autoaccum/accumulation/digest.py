@@ -114,12 +114,17 @@ def _random_states(device: torch.device | None) -> Iterator[tuple[str, Any]]:
     yield "Python", random.getstate()
     numpy_random = sys.modules.get("numpy.random")
     yield "NumPy", None if numpy_random is None else numpy_random.get_state()
-    yield "torch", torch.get_rng_state()
+    yield "torch", _loose(torch.get_rng_state())
     devices = seeded_devices()
     if device is not None and device.type not in ("cpu", "meta", "cuda"):
         devices.append(device)
     for one in devices:
-        yield str(one), device_state(one)
+        yield str(one), _loose(device_state(one))
+
+
+def _loose(state: Any) -> Any:
+    """A generator's state without the tensor that was made to hold it, which is another one each time."""
+    return bytes(state.tolist()) if isinstance(state, Tensor) else state
 
 
 def tensor_hooks(tensor: Tensor) -> tuple[Any, Any]:
@@ -182,7 +187,7 @@ class Hasher:
     def _feed_object(self, digest: Any, node: Any, above: tuple[int, ...]) -> None:
         digest.update(self._name(node))
         if isinstance(node, GENERATORS):
-            self._feed(digest, generator_state(node), above)
+            self._feed(digest, _loose(generator_state(node)), above)
         elif len(above) <= self._depth and is_own_object(node) and not isinstance(node, nn.Module):
             self._feed(digest, vars(node), above)
 

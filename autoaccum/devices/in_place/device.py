@@ -1,0 +1,238 @@
+"""Trials of live objects, or of a Workload made in code, in this very process."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from autoaccum.accumulation.recovery import forget, release_memory
+from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.failures import describe_failure
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.devices.in_place.host_copy import check_host_copy, count_live_bytes
+from autoaccum.devices.in_place.interruptions import Interruptions
+from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.devices.in_place.places import Place, make_place
+from autoaccum.devices.in_place.subjects import LiveObjects, prepare
+from autoaccum.devices.in_place.verdicts import inspection_error
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.devices.recording import record_reply
+from autoaccum.devices.rehearsal import Rehearsal
+from autoaccum.devices.warmup import warm_up
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.units import MIB, MemorySize, format_bytes
+from autoaccum.workload.spec import Workload
+
+_LEAST_TOLD_BYTES = MIB
+
+
+class InPlaceDevice:
+    """Trials in this process: of live objects, which are put back after each, or of a Workload made in code.
+
+    *Where*: live objects are tried on their own device; the models of a Workload are built anew for each trial, on
+    the CPU or a card.
+
+    *What is put back*, and proved by hash after every trial: see `LiveState`. The copy is made in host memory before
+    each trial (`describe()["host_copy_bytes"]`) and freed after it; it does not count against a budget. One that does
+    not fit is refused before anything is touched. Ctrl-C ends a trial; everything is put back first.
+
+    *What the budget means* is the same as on the other devices: all that training takes, live objects included, so
+    `limit_bytes` and `peak_bytes` of a plan can be compared. On the CPU that is what the live objects hold
+    (`held_bytes`) and what a trial adds to this process; the soft RLIMIT_DATA is lowered to it during a trial and set
+    again afterwards. malloc works as it does in this process, which takes more than in a child of the other devices,
+    and as much as training here will. On a card it is all that PyTorch's allocator in this process holds there, other
+    tensors of yours included; its cached blocks are released first. `.grad` that is there counts, and stays there.
+
+    *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
+    `batch`, `loss` and `optimizer` do outside of the model (draw from an iterator, print, count) happens.
+
+    Args:
+        subject: What is tried.
+        share: Samples per update on this rank.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto`, or where they are.
+        memory: The budget; None: what is free, and what the live objects hold.
+        reserve: Taken off the budget (see `choose_budget` for the default).
+
+    Raises:
+        UsageError: Live objects are on another device than asked.
+        NotMeasuredError: Trials on the CPU, and this is not Linux.
+    """
+
+    def __init__(
+        self,
+        subject: Workload | LiveObjects,
+        *,
+        share: int,
+        device: str = "auto",
+        memory: MemorySize | None = None,
+        reserve: MemorySize | None = None,
+    ) -> None:
+        self._tried = prepare(subject, device)
+        if self._tried.device.type == "cpu" and sys.platform != "linux":
+            raise NotMeasuredError(
+                f"trials on the CPU need Linux, this is {sys.platform}",
+                hint="only there can a process be held to a budget so that the allocator itself refuses",
+            )
+        self._share, self._memory, self._reserve = share, memory, reserve
+        self._live = count_live_bytes(self._tried.roots, self._tried.optimizer, is_live=self._tried.is_live)
+        self._keeper = StateKeeper(self._tried)
+        self._started: tuple[Place, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """`cpu` or `cuda:N`."""
+        return str(self._tried.device)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget in bytes, live objects included; the first time, PyTorch is warmed up and it is measured.
+
+        Raises:
+            UsageError: It cannot be had, other Python threads run, or the copy does not fit into host memory.
+        """
+        return self._start()[1]
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the plan records: as the other devices, and what live objects hold and their copy takes."""
+        place, limit_bytes = self._start()
+        return {
+            "name": self.name,
+            "kind": self._tried.device.type,
+            **place.describe(),
+            "limit_bytes": limit_bytes,
+            "in_place": True,
+            "held_bytes": self._live.held_bytes,
+            "host_copy_bytes": self._live.copy_bytes,
+        }
+
+    def inspect(self) -> Inspection:
+        """Check the workload by an update from a small batch, without a limit; everything is put back.
+
+        Raises:
+            WorkloadError: It is not usable.
+            UsageError: As `limit_bytes`.
+            DoesNotFitError: Two samples already run the machine itself out of memory.
+            NotMeasuredError: Something could not be put back.
+        """
+        place, _ = self._start()
+        inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
+        place.meter.settle()
+        return dataclasses.replace(inspection, warnings=(*inspection.warnings, *self._warnings(place)))
+
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        """Run one trial in this process, whatever `fresh` asks for; it is not ended when it takes long.
+
+        Raises:
+            UsageError: As `limit_bytes`.
+            NotMeasuredError: Something could not be put back: it is named.
+        """
+        place, budget_bytes = self._start()
+        place.check()
+        held_to = budget_bytes if limit_bytes is None else limit_bytes
+        trial = self._keeper.run(lambda interruptions: self._try(place, parts, held_to, interruptions))
+        place.meter.settle()
+        return dataclasses.replace(trial, limit_bytes=limit_bytes)
+
+    def close(self) -> None:
+        """Nothing stays: every trial has put back what it changed."""
+
+    def __enter__(self) -> InPlaceDevice:
+        """Nothing is started before the first question."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _start(self) -> tuple[Place, int]:
+        """Refuse what cannot be done before anything is touched; warm PyTorch up; choose the budget. Once."""
+        if self._started is not None:
+            return self._started
+        is_cpu = self._tried.device.type == "cpu"
+        check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
+        place = make_place(self._tried.device, self._live)
+        place.check()
+        self._keeper.run(lambda _: _warm_up(place))
+        budget_bytes = place.choose_budget(place.meter.begin(), self._memory, self._reserve)
+        if budget_bytes <= self._live.held_bytes:
+            raise UsageError(
+                f"a budget of {format_bytes(budget_bytes)} is less than the {format_bytes(self._live.held_bytes)}"
+                " that model and optimizer hold already",
+                hint="raise --memory, which counts them in",
+            )
+        self._started = (place, budget_bytes)
+        return self._started
+
+    def _inspect(self, place: Place, interruptions: Interruptions) -> Inspection:
+        failure: BaseException | None = None
+        try:
+            with interruptions.window():
+                return inspect_workload(self._tried.workload, self._share, None, place.meter)
+        except BaseException as error:
+            failure = error
+        try:
+            if interruptions.ended(failure):
+                raise failure
+            raise inspection_error(failure, self._tried.workload.name) from None
+        finally:
+            forget(failure)
+            del failure  # the traceback holds this frame
+
+    def _try(self, place: Place, parts: tuple[int, ...], held_to: int, interruptions: Interruptions) -> Trial:
+        """One trial under the limit, which is lifted before anything is said about it."""
+        rehearsal = Rehearsal(self._tried.workload, self._share, None, self._tried.device)
+        failure: BaseException | None = None
+        release_memory(self._tried.device)
+        place.meter.start()
+        began = time.perf_counter()
+        with place.meter.limit(held_to), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The inspection has shown them.
+            try:
+                with interruptions.window():
+                    rehearsal.run(parts)
+            except BaseException as error:
+                failure = error
+        reading = place.meter.read()
+        reply = {"seconds": time.perf_counter() - began, "reading": dataclasses.asdict(reading)}
+        phase = rehearsal.phase
+        del rehearsal
+        if failure is None:
+            return place.judge(record_reply(reply, held_to, {"parts": parts}), reading)
+        try:
+            if interruptions.ended(failure):
+                raise failure
+            doing = f"micro-batch {max(parts)}, {phase}"
+            told = dataclasses.asdict(describe_failure(failure, doing, at=f"{doing}: "))
+            return record_reply({**reply, "failure": told, "phase": phase}, held_to, {"parts": parts})
+        finally:
+            forget(failure)
+            del failure
+
+    def _warnings(self, place: Place) -> list[str]:
+        """What the caller has to know of trials in place."""
+        said = [] if place.weakness is None else [place.weakness]
+        if self._live.gradient_bytes >= _LEAST_TOLD_BYTES:
+            said.append(
+                f"gradients of {format_bytes(self._live.gradient_bytes)} lie beside the trials:"
+                " optimizer.zero_grad() first leaves more to them"
+            )
+        return [*said, *self._keeper.warnings]
+
+
+def _warm_up(place: Place) -> None:
+    place.meter.open()
+    warm_up(place.meter.device)

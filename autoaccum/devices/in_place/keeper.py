@@ -1,0 +1,68 @@
+"""Runs something with all live state set aside, and puts it back whatever happens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+from autoaccum.accumulation.recovery import release_memory
+from autoaccum.devices.in_place.interruptions import Interruptions
+from autoaccum.devices.in_place.live_state import LiveState
+from autoaccum.devices.in_place.subjects import Tried
+from autoaccum.devices.in_place.verdicts import not_restored
+from autoaccum.errors import NotMeasuredError
+
+T = TypeVar("T")
+
+_SHOWN = 8
+
+
+class StateKeeper:
+    """Keeps the state of what is tried.
+
+    Attributes:
+        warnings: Sentences on Python attributes that could not be put back.
+    """
+
+    def __init__(self, tried: Tried) -> None:
+        self._tried = tried
+        self.warnings: list[str] = []
+
+    def run(self, job: Callable[[Interruptions], T]) -> T:
+        """Run `job`, put everything back, and compare by hash; then return what it returned, or raise what it raised.
+
+        Raises:
+            NotMeasuredError: Something could not be put back; where an interruption ended `job`, that is a warning.
+        """
+        with Interruptions() as interruptions:
+            state = LiveState(self._tried.roots, self._tried.optimizer, self._tried.generators)
+            failure: BaseException | None = None
+            try:
+                result = job(interruptions)
+            except BaseException as error:
+                failure = error
+            try:
+                problem = self._put_back(state)
+                if problem is not None and (failure is None or isinstance(failure, Exception)):
+                    raise problem from failure
+                if problem is not None:
+                    warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
+                if failure is not None:
+                    raise failure
+            finally:
+                del failure  # the traceback holds this frame
+            return result
+
+    def _put_back(self, state: LiveState) -> NotMeasuredError | None:
+        release_memory(self._tried.device)
+        try:
+            state.restore()
+            changed, lost = state.differences()
+        except Exception as error:
+            return not_restored(error)
+        if lost:
+            listed = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
+            told = f"a trial changes what the model keeps in Python ({listed}), which could not be put back"
+            self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
+        return not_restored(changed) if changed else None

@@ -1,0 +1,109 @@
+"""Batches of any size for live objects: what the user's function returns, or one sample batch repeated and cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.workload import nests
+from autoaccum.workload.batches import batch_size, has_size, join_batches, split_batch
+from autoaccum.workload.tracebacks import blame_workload
+
+_SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
+
+
+class CalledBatches:
+    """The user's `batch(size)`, whatever kind of function it is; what goes wrong in it is told as theirs."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self._batch = batch
+        functools.update_wrapper(self, batch)
+
+    def __call__(self, size: int) -> Any:
+        """One batch of `size` samples.
+
+        Raises:
+            WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
+        """
+        try:
+            made = self._batch(size)
+        except StopIteration as error:
+            raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
+        except AutoaccumError:
+            raise
+        except Exception as error:
+            if find_shortage(error) is not None:
+                raise
+            raise blame_workload(error, f"batch({size})") from error
+        if not has_size(made, size):
+            raise WorkloadError(
+                f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked, or {_SAMPLE}"
+            )
+        return made
+
+
+class SampleBatches:
+    """Batches of any size from one: its samples, over and over, in memory of their own."""
+
+    def __init__(self, sample: Any) -> None:
+        self._size = batch_size(sample)
+        if self._size < 1:
+            raise WorkloadError("the sample batch is empty", hint="give one with at least one sample")
+        self._sample = sample
+
+    def __call__(self, size: int) -> Any:
+        """One batch of `size` samples; a change to it does not reach the sample batch."""
+        times, rest = divmod(size, self._size)
+        # Views of their own: what is the same object in all parts counts as belonging to all samples.
+        parts = [split_batch(self._sample, [self._size])[0] for _ in range(times)]
+        if rest:
+            parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
+        return _owned(join_batches(parts), set(_addresses(self._sample)))
+
+
+def make_batches(batch: Any) -> Callable[[int], Any]:
+    """What makes batches of the `batch` a user gives: `batch(size)`, or a sample batch.
+
+    Raises:
+        WorkloadError: It is neither.
+    """
+    if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
+        raise WorkloadError(f"batch is {nests.kind(batch)}", hint="give one batch of it: next(iter(loader))")
+    if callable(batch) and not isinstance(batch, Tensor) and nests.children(batch) is None:
+        return CalledBatches(batch)
+    return SampleBatches(batch)
+
+
+def _owned(node: Any, shared: set[int]) -> Any:
+    """`node` with a copy of each tensor or array whose memory is the sample's, or stands there twice."""
+    if nests.is_leaf(node):
+        address = _address(node)
+        if address in shared:
+            return node.clone() if isinstance(node, Tensor) else node.copy()
+        shared.add(address)
+        return node
+    children = nests.children(node)
+    if children is None:
+        return node
+    owned = [_owned(child, shared) for _, child in children]
+    if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
+        return node
+    return nests.rebuild(node, owned)
+
+
+def _addresses(node: Any) -> Iterator[int]:
+    if nests.is_leaf(node):
+        yield _address(node)
+    for _, child in nests.children(node) or ():
+        yield from _addresses(child)
+
+
+def _address(leaf: Tensor | np.ndarray[Any, Any]) -> int:
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else int(leaf.ctypes.data)

@@ -1,0 +1,178 @@
+"""What is tried in place: live objects, or a Workload made in code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.validation import check_model, check_optimizer
+from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.devices.in_place.sample_batches import make_batches
+from autoaccum.errors import UsageError
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.weights import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveObjects:
+    """The very objects of a training, to be tried where they are.
+
+    Attributes:
+        model: The model, in place on its device.
+        batch: `batch(size)`, any kind of function; or one batch, from which others are made by repeating its samples.
+        objective: The loss.
+        optimizer: The live optimizer of this very model; or a function of its parameters, a class, or a name of
+            `torch.optim`, from which each trial makes one of its own; None: AdamW.
+        precision: Of forward and backward.
+        name: What reports call it.
+
+    Raises:
+        UsageError: The model cannot be tried in place, or the optimizer is not one of its own.
+        WorkloadError: `batch` is neither a function nor a batch.
+    """
+
+    model: nn.Module
+    batch: Any
+    objective: Objective
+    optimizer: Any = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        if isinstance(self.model, (DistributedDataParallel, DataParallel)):
+            wrapper = type(self.model).__name__
+            raise UsageError(
+                f"the model is wrapped in {wrapper}", hint="give the module in it: model=wrapped.module, world_size=N"
+            )
+        find_device(self.model)
+        if isinstance(self.optimizer, Optimizer):
+            check_optimizer(self.optimizer, self.model)
+        self.as_workload()
+
+    @property
+    def live_optimizer(self) -> Optimizer | None:
+        """The optimizer, where it is a live one."""
+        return self.optimizer if isinstance(self.optimizer, Optimizer) else None
+
+    def as_workload(self) -> Workload:
+        """A Workload whose functions return these very objects.
+
+        Raises:
+            WorkloadError: They do not go together.
+        """
+        criterion, optimizer = self.objective.criterion, self.optimizer
+        return Workload(
+            model=lambda: self.model,
+            batch=make_batches(self.batch),
+            loss=self.objective.loss_function,
+            criterion=None if criterion is None else criterion.function,
+            optimizer=(lambda params: optimizer) if isinstance(optimizer, Optimizer) else optimizer,
+            precision=self.precision,
+            weight=self.objective.weight_function,
+            reduction=self.objective.reduction,
+            name=self.name,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A subject as trials take it.
+
+    Attributes:
+        workload: What a trial builds and runs, on `device`.
+        device: Where.
+        roots: Every module that a trial may change, by the prefix of its names.
+        generators: Every generator that can be found from there.
+        optimizer: The live optimizer; None where each trial makes its own.
+        is_live: Whether the very model trains.
+    """
+
+    workload: Workload
+    device: torch.device
+    roots: dict[str, nn.Module]
+    generators: list[Generator]
+    optimizer: Optimizer | None
+    is_live: bool
+
+
+def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
+    """Find out where `subject` is tried, and what a trial of it may change.
+
+    Args:
+        subject: What is tried.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto` or where they are.
+
+    Raises:
+        UsageError: Live objects are elsewhere.
+    """
+    model: Any
+    functions: tuple[Any, ...]
+    if isinstance(subject, LiveObjects):
+        workload, place = subject.as_workload(), find_device(subject.model)
+        _check_place(place, device)
+        model, functions = subject.model, (subject.batch, subject.optimizer)
+        optimizer = subject.live_optimizer
+    else:
+        place = _choose_device(device)
+        workload = subject
+        model, functions = subject.model, (subject.batch, subject.optimizer, subject.model)
+        optimizer = None
+    roots, generators = _find_roots(model, workload.objective, functions)
+    live = isinstance(subject, LiveObjects)
+    return Tried(workload=workload, device=place, roots=roots, generators=generators, optimizer=optimizer, is_live=live)
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """The one device all of `model` is on.
+
+    Raises:
+        UsageError: It is on several, or on one where nothing can be measured.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = {str(tensor.device): tensor.device for tensor in tensors} or {"cpu": torch.device("cpu")}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model is on {' and '.join(sorted(devices))}, trials measure one device",
+            hint="move it there: model.to(device)",
+        )
+    (device,) = devices.values()
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {device}, where no trial can be measured", hint="move it: model.to('cuda')")
+    return device
+
+
+def _check_place(place: torch.device, asked: str) -> None:
+    if asked not in ("auto", place.type, str(place)):
+        raise UsageError(f"the model is on {place}, and the device is to be {asked}", hint="move the model there first")
+
+
+def _choose_device(asked: str) -> torch.device:
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    _, _, index = asked.partition(":")
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+
+
+def _find_roots(
+    model: Any, objective: Objective, functions: tuple[Any, ...]
+) -> tuple[dict[str, nn.Module], list[Generator]]:
+    """The model, the criterion, and modules that the user's functions hold or name, such as a teacher."""
+    roots: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else {}
+    known = {id(module) for root in roots.values() for module in root.modules()}
+    criterion = None if objective.criterion is None else objective.criterion.function
+    used: tuple[Callable[..., Any] | None, ...] = (objective.loss_function, objective.weight_function, criterion)
+    modules, generators = find_reachable([*used, *functions])
+    for name, module in modules.items():
+        if id(module) not in known:
+            roots[f"<{name}>"] = module
+            known.update(id(inner) for inner in module.modules())
+    own = own_generators(module for root in roots.values() for module in root.modules())
+    return roots, list({id(one): one for one in (*own, *generators)}.values())
