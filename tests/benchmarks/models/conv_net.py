@@ -1,0 +1,32 @@
+"""A small convolutional net without BatchNorm, on images of 3 x 64 x 64: most of its memory is activations."""
+
+import torch
+from torch import Tensor, nn
+
+CLASSES, IMAGES = 10, 64
+generator = torch.Generator().manual_seed(0)
+images = torch.randn(IMAGES, 3, 64, 64, generator=generator)
+labels = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
+dataset = torch.utils.data.TensorDataset(images, labels)
+criterion = nn.CrossEntropyLoss()
+
+
+def block(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """Convolution, normalisation within each sample, ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.GroupNorm(8, outputs), nn.ReLU(inplace=True)
+    )
+
+
+def model() -> nn.Module:
+    """[samples, 3, 64, 64] to [samples, CLASSES]."""
+    widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    return nn.Sequential(
+        *[block(*width) for width in widths], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES)
+    )
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    """`size` images and their labels."""
+    chosen = torch.arange(size) % IMAGES
+    return images[chosen], labels[chosen]
