@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.emit import emit_wrapper
+from autoaccum.units import MIB
+from autoaccum.workload.recipes import describe_recipe
+from autoaccum.workload.spec import Workload
+
+MakePlan = Callable[..., Plan]
+Emit = Callable[..., ModuleType]
+
+
+def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) -> Plan:
+    """A plan with what is recorded of `workload`, as if `ceiling` had been measured."""
+    schedule = make_schedule(target, ceiling)
+    model, batch = workload.build_model(), workload.build_batch(3)
+    terms = workload.objective.terms(model, batch)
+    recorded: dict[str, Any] = {
+        "kind": "measured",
+        "target_batch": target,
+        "micro_batch": schedule.micro_batch,
+        "iter_size": schedule.iter_size,
+        "micro_batches": schedule.micro_batches,
+        "world_size": 1,
+        "largest_fit": schedule.micro_batch,
+        "capped": False,
+        "limit_bytes": 128 * MIB,
+        "peak_bytes": None,
+        "device": {"name": "cpu", "kind": "cpu"},
+        "environment": {},
+        "workload": {
+            "name": workload.name,
+            "digest": "0123456789abcdef",
+            "model": type(model).__name__,
+            "precision": workload.precision,
+            "loss": "loss" if workload.criterion is None else "criterion",
+            "recipe": describe_recipe(workload.objective, model, batch, terms),
+        },
+        "trials": (Trial(parts=(schedule.micro_batch, schedule.smallest_part), outcome="ok"),),
+    }
+    return Plan(**{**recorded, **changes})
+
+
+@pytest.fixture(scope="session")
+def make_plan_of() -> MakePlan:
+    return plan_by_hand
+
+
+@pytest.fixture
+def emit(tmp_path: Path) -> Emit:
+    """Emit the file for a workload (and `target`, `ceiling`), and import it."""
+    numbers = count()
+
+    def make(workload: Workload, target: int = 18, ceiling: int = 6, **changes: Any) -> ModuleType:
+        path = tmp_path / f"train_step_{next(numbers)}.py"
+        path.write_text(emit_wrapper(plan_by_hand(workload, target, ceiling, **changes)), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return make

@@ -1,0 +1,271 @@
+"""The emitted file as text: formatted, typed, alone, and refused where it could not be right."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoaccum.errors import UsageError
+from autoaccum.planning.planner import plan as plan_by_trials
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.emit import check_emittable, emit_wrapper
+from autoaccum.units import GIB
+from autoaccum.workload.spec import Workload
+
+ROOT = Path(__file__).parents[2]
+LABELS = {"dict": {"x": "tensor", "y": "tensor"}}
+FORMS: dict[str, Any] = {
+    "tensor": "tensor",
+    "pair": {"tuple": ["tensor", "tensor"]},
+    "single": {"tuple": ["tensor"]},
+    "five": {"list": ["tensor"] * 5},
+    "dict": LABELS,
+    "values": {"dict": {"ids": "tensor", "scale": "scalar", "n": "value", "rows": "array"}},
+    "lists": {"dict": {"captions": {"samples": "value"}, "images": {"samples": "tensor"}, "ids": "tensor"}},
+    "nested": {"tuple": [{"dict": {"input_ids": "tensor", "attention_mask": "tensor"}}, "tensor"]},
+    "deep": {"list": [{"dict": {"image_embeddings": {"tuple": ["tensor", LABELS]}, "offsets": "array"}}, LABELS]},
+    "dataclass": {"dataclass": {"x": "tensor", "y": "tensor", "name": "value"}},
+    "named tuple": {"namedtuple": {"x": "tensor", "y": "tensor"}},
+    "objects": {"tuple": ["tensor", {"samples": LABELS}]},
+}
+
+
+def pair(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.randint(0, 3, (size,))
+
+
+def workload(**changes: Any) -> Workload:
+    return Workload(**{"model": lambda: nn.Linear(4, 3), "batch": pair, "criterion": nn.CrossEntropyLoss(), **changes})
+
+
+def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
+    recorded = {**plan.workload, "precision": precision, "recipe": {**plan.workload["recipe"], **recipe}}
+    return dataclasses.replace(plan, workload=recorded)
+
+
+def variants(plan: Plan) -> Iterator[tuple[str, str]]:
+    """A name and the text of every kind of file there is."""
+    for name, form in FORMS.items():
+        yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, call=None, divisor="samples"))
+    for call in ("one", "pair", "triple", "mean and variance", "lengths"):
+        for name in ("pair", "nested", "objects"):
+            yield f"{call} {name}", emit_wrapper(with_recipe(plan, call=call, divisor="samples", batch=FORMS[name]))
+    for precision, half in (("fp32", []), ("bf16", []), ("fp16", []), ("fp32", ["float16"]), ("bf16", ["bfloat16"])):
+        called = f"{precision} {'half' if half else ''}"
+        for divisor in ("nothing", "weight", "samples", "targets", "class weights"):
+            text = emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half, is_module=True))
+            yield f"{divisor} {called}", text
+        for divisor, weights in (("nothing", []), ("samples", []), ("weight", []), ("weight", ["a", "b"])):
+            recipe: dict[str, Any] = {
+                "divisor": divisor,
+                "half": half,
+                "call": None,
+                "terms": ["a", "b"],
+                "weights": weights,
+            }
+            yield f"terms {divisor} {len(weights)} {called}", emit_wrapper(with_recipe(plan, precision, **recipe))
+    one = dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1)
+    yield "one part", emit_wrapper(one)
+    yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
+    nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
+    named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
+    yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))
+
+
+@pytest.fixture(scope="module")
+def a_plan(make_plan_of: Any) -> Plan:
+    plan: Plan = make_plan_of(workload(name="net"), 18, 6)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def written(a_plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("emitted")
+    for name, text in variants(a_plan):
+        (folder / f"{name.replace(' ', '_')}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+def call(*command: str, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("options", [["--config", str(ROOT / "pyproject.toml")], ["--isolated", "--line-length=120"]])
+def test_is_formatted(written: Path, options: list[str]) -> None:
+    call("-m", "ruff", "format", "--check", "--no-cache", *options, ".", cwd=written)
+    call("-m", "ruff", "check", "--no-cache", *options, ".", cwd=written)
+
+
+def test_what_is_common_is_formatted_at_any_width(a_plan: Plan, tmp_path: Path) -> None:
+    for name in ("tensor", "pair", "dict", "values", "nested", "dataclass", "named tuple"):
+        recipe: dict[str, Any] = {"batch": FORMS[name], "call": None, "divisor": "samples"}
+        (tmp_path / f"{name}.py").write_text(emit_wrapper(with_recipe(a_plan, **recipe)), encoding="utf-8")
+    for precision in ("fp32", "bf16", "fp16"):
+        (tmp_path / f"{precision}.py").write_text(emit_wrapper(with_recipe(a_plan, precision)), encoding="utf-8")
+    call("-m", "ruff", "format", "--check", "--isolated", "--no-cache", ".", cwd=tmp_path)
+
+
+def test_is_typed(written: Path) -> None:
+    call("-m", "mypy", "--strict", "--python-version=3.10", f"--cache-dir={written}/.cache", ".", cwd=written)
+
+
+def test_fits_on_one_screen(a_plan: Plan) -> None:
+    lengths = {name: text.count("\n") for name, text in variants(a_plan)}
+    assert lengths["form dict"] <= 70
+    assert lengths["targets fp32 "] <= 76
+    assert max(lengths.values()) <= 110
+
+
+def test_needs_only_torch(written: Path) -> None:
+    standard = {"math", "collections.abc", "dataclasses", "itertools", "typing"}
+    for path in written.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        assert {module for module in modules if module not in standard} <= {"torch", "torch.amp", "torch.optim"}
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert "autoaccum" not in names
+
+
+def test_says_where_it_comes_from(a_plan: Plan) -> None:
+    found = ast.get_docstring(ast.parse(emit_wrapper(a_plan)))
+    assert found is not None
+    said = " ".join(found.split())
+    assert "micro-batches of at most 6 samples." in said
+    assert "Written by `autoaccum plan` for net (Linear, digest 0123456789ab): 18 samples an update" in said
+    assert "6 + 6 + 6, on cpu with 128 MiB" in said
+    assert "only in autoaccum.Accumulator" in said
+    assert "    from train_step import train_step" in found
+    assert "train_step(model, optimizer, criterion, batch)" in found
+    assert "The plan warned" not in found
+    card = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA H200", "total_bytes": 139 * GIB}
+    warned = dataclasses.replace(a_plan, device=card, warnings=("BatchNorm in bn1: not exact",))
+    text = emit_wrapper(with_recipe(warned, "fp16"))
+    assert "on NVIDIA H200" in " ".join(text.split())
+    assert "The plan warned:\n\n- BatchNorm in bn1: not exact\n" in text
+    assert 'scaler = torch.amp.GradScaler("cuda")' in text
+    assert "gradient, to rounding" not in text
+
+
+def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
+    plain = emit_wrapper(with_recipe(a_plan, divisor="samples"))
+    assert not any(word in plain for word in ("scaler", "autocast", "weights", "NaN", "IGNORE_INDEX", "sums", "Any"))
+    summed = emit_wrapper(with_recipe(a_plan, divisor="nothing"))
+    assert "share" not in summed
+    assert "not divided" in summed
+
+
+def test_refuses_several_ranks(a_plan: Plan) -> None:
+    schedule: dict[str, Any] = {
+        "world_size": 2,
+        "ranks": ((5, 4), (5, 4)),
+        "micro_batches": (5, 4),
+        "micro_batch": 5,
+        "iter_size": 2,
+    }
+    trials = tuple(dataclasses.replace(trial, parts=(6, 5)) for trial in a_plan.trials)
+    more = tuple(dataclasses.replace(trial, parts=(5, 4)) for trial in a_plan.trials)
+    plan = dataclasses.replace(a_plan, **schedule, trials=trials + more)
+    with pytest.raises(UsageError, match="the plan is for 2 ranks: plan with --world-size 1, or write the loop around"):
+        emit_wrapper(plan)
+    with pytest.raises(UsageError, match="for 2 ranks"):
+        check_emittable(world_size=2)
+    check_emittable(world_size=1, precision="bf16", recipe=a_plan.workload["recipe"])
+
+
+def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:
+    old = {key: value for key, value in a_plan.workload.items() if key != "recipe"}
+    with pytest.raises(UsageError, match="an older autoaccum made it: plan again with `autoaccum plan`"):
+        emit_wrapper(dataclasses.replace(a_plan, workload=old))
+    for broken in ({"divisor": "moons"}, {"call": "loudly"}, {"batch": "value"}):
+        recipe: dict[str, Any] = {"call": None, "divisor": "samples", **broken}
+        with pytest.raises(UsageError, match="plan again"):
+            emit_wrapper(with_recipe(a_plan, **recipe))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {"samples": {"list": [{"samples": "tensor"}]}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": "tensor", "call": "one"}, "cannot be cut and moved in a line"),
+        ({"batch": {"dict": {f"{'x' * 80}{i}": "tensor" for i in range(3)}}, "call": None}, "cannot be cut and moved"),
+        (
+            {"divisor": "class weights", "is_module": False},
+            r"write it as a module, such as nn\.CrossEntropyLoss\(weight",
+        ),
+        ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, and the loss is one number"),
+    ],
+)
+def test_refuses_what_cannot_be_written_down(a_plan: Plan, recipe: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        emit_wrapper(with_recipe(a_plan, **{"divisor": "samples", **recipe}))
+
+
+def test_a_function_with_class_weights_is_refused(make_plan_of: Any) -> None:
+    def criterion(outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(outputs, targets, weight=weight)
+
+    bound = functools.partial(F.cross_entropy, weight=torch.ones(3))
+    with pytest.raises(UsageError, match="class weights bound to it"):
+        emit_wrapper(make_plan_of(workload(criterion=bound), 18, 6))
+    assert "share = len" in emit_wrapper(make_plan_of(workload(criterion=criterion), 18, 6))
+
+
+FILE = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 10, (size,))
+
+
+criterion = nn.CrossEntropyLoss(ignore_index=3)
+precision = "bf16"
+"""
+
+ALONE = """
+import sys
+sys.modules["autoaccum"] = None  # an import of it would fail
+sys.path[:0] = [{folder!r}]
+import torch
+from workload import batch, criterion, model
+from train_step import MICRO_BATCH, cut, train_step
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+print(MICRO_BATCH, [len(part[0]) for part in cut(batch({target}))])
+print([train_step(net, optimizer, criterion, batch(size), clip_norm=1.0) for size in ({target}, 5)])
+"""
+
+
+def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum(tmp_path: Path) -> None:
+    (tmp_path / "workload.py").write_text(FILE, encoding="utf-8")
+    plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, device="cpu", max_micro_batch=3)
+    assert plan.micro_batches == (3, 3, 2)
+    (tmp_path / "train_step.py").write_text(emit_wrapper(plan), encoding="utf-8")
+    code = ALONE.format(folder=str(tmp_path), target=plan.target_batch)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    sizes, losses = done.stdout.splitlines()
+    assert sizes == f"{plan.micro_batch} {list(plan.micro_batches)}"
+    assert "nan" not in losses

@@ -1,0 +1,534 @@
+"""The emitted file, imported and run: its gradient is the full batch's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.reporting.emit import emit_wrapper
+from autoaccum.workload.loading import load_workload
+from autoaccum.workload.spec import Workload
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Tensor
+    y: Tensor
+    name: str = "for all"
+
+
+class Net(nn.Module):
+    """Takes its input as one tensor, as two, or by name."""
+
+    def __init__(self, outputs: int = 3, heads: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, outputs) for _ in range(heads))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        hidden = torch.tanh(self.first(x if mask is None else x * mask))
+        outputs = [head(hidden) for head in self.heads]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class Spread(Net):
+    """A mean and a variance above zero."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        mean, variance = super().forward(x, mask)
+        return mean, F.softplus(variance) + 0.1
+
+
+class Aligned(nn.Module):
+    """Log probabilities for CTC, of shape (time, samples, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.first(x.unsqueeze(-1))).log_softmax(-1).transpose(0, 1)
+
+
+def net(outputs: int = 3, heads: int = 1, kind: type[Net] = Net) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return kind(outputs, heads).double()
+
+    return model
+
+
+def aligned() -> nn.Module:
+    torch.manual_seed(1)
+    return Aligned().double()
+
+
+def x_of(size: int) -> Tensor:
+    return torch.randn(size, 5, dtype=torch.float64)
+
+
+def labels(size: int, ignore: int = -100) -> Tensor:
+    """Two in five ignored, unevenly."""
+    chosen = torch.randint(0, 3, (size,))
+    return chosen.where(torch.arange(size) % 5 > 1, torch.tensor(ignore))
+
+
+def real(size: int) -> tuple[Tensor, Tensor]:
+    return x_of(size), torch.randn(size, 3, dtype=torch.float64)
+
+
+def as_dict(size: int) -> dict[str, Any]:
+    return {"x": x_of(size), "y": labels(size), "scale": torch.tensor(0.5), "kind": "dog"}
+
+
+def token_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    outputs = model(batch["x"])
+    return {"size": outputs.square().mean(), "class": F.cross_entropy(outputs, batch["y"])}
+
+
+def objects(size: int) -> Any:
+    boxes = [{"boxes": torch.randn(index % 3 + 1, 3, dtype=torch.float64)} for index in range(size)]
+    return [torch.randn(5, dtype=torch.float64) for _ in range(size)], boxes
+
+
+def object_loss(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(torch.stack(batch[0]))
+    found = [F.l1_loss(out.expand_as(own["boxes"]), own["boxes"]) for out, own in zip(outputs, batch[1], strict=True)]
+    return torch.stack(found).mean()
+
+
+def ctc(size: int) -> Any:
+    targets = torch.randint(1, 4, (size, 3))
+    lengths = torch.randint(1, 4, (size,))
+    return torch.randn(size, 9, dtype=torch.float64), (targets, torch.full((size,), 9), lengths)
+
+
+class Own(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().sqrt().mean()
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 0.9, 1.7], dtype=torch.float64)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "elements": {"batch": real, "criterion": nn.MSELoss()},
+    "elements summed": {"batch": real, "criterion": nn.L1Loss(reduction="sum")},
+    "targets": {"batch": lambda n: (x_of(n), labels(n)), "criterion": nn.CrossEntropyLoss()},
+    "targets, another ignored": {
+        "batch": lambda n: (x_of(n), labels(n, 2)),
+        "criterion": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
+    },
+    "targets summed": {"batch": lambda n: (x_of(n), labels(n)), "criterion": nn.CrossEntropyLoss(reduction="sum")},
+    "targets of a function": {
+        "batch": lambda n: (x_of(n), labels(n, 1)),
+        "criterion": functools.partial(F.cross_entropy, ignore_index=1),
+    },
+    "class weights": {
+        "batch": lambda n: (x_of(n), labels(n)),
+        "criterion": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    },
+    "probabilities": {
+        "batch": lambda n: (x_of(n), torch.softmax(real(n)[1], 1)),
+        "criterion": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    },
+    "an own criterion": {"batch": real, "criterion": Own()},
+    "a mean and a variance": {
+        "model": net(heads=2, kind=Spread),
+        "batch": real,
+        "criterion": nn.GaussianNLLLoss(),
+    },
+    "a pair": {
+        "model": net(heads=2),
+        "batch": lambda n: (x_of(n), torch.randint(0, 2, (n, 3)).double() * 2 - 1),
+        "criterion": nn.MarginRankingLoss(0.5),
+    },
+    "a triple": {"model": net(heads=3), "batch": real, "criterion": nn.TripletMarginLoss()},
+    "lengths": {"model": aligned, "batch": ctc, "criterion": nn.CTCLoss(reduction="sum")},
+    "several inputs": {"batch": lambda n: ((x_of(n), x_of(n)), labels(n)), "criterion": nn.CrossEntropyLoss()},
+    "named inputs": {"batch": lambda n: [{"x": x_of(n), "mask": x_of(n)}, labels(n)], "criterion": F.cross_entropy},
+    "samples": {"batch": as_dict, "loss": lambda model, batch: model(batch["x"]).square().mean() * batch["scale"]},
+    "a sum": {"batch": as_dict, "loss": lambda m, b: m(b["x"]).square().sum(), "reduction": "sum"},
+    "a weight": {"batch": as_dict, "loss": token_loss, "weight": lambda batch: (batch["y"] != -100).sum()},
+    "terms": {
+        "batch": as_dict,
+        "loss": two_terms,
+        "weight": lambda b: {"class": (b["y"] != -100).sum(), "size": len(b["x"])},
+    },
+    "terms, one weight": {
+        "batch": as_dict,
+        "loss": lambda m, b: {"a": m(b["x"]).mean(), "b": m(b["x"]).square().mean()},
+    },
+    "terms summed": {
+        "batch": as_dict,
+        "loss": lambda m, b: {"a": m(b["x"]).sum(), "b": m(b["x"]).square().sum()},
+        "reduction": "sum",
+    },
+    "a tensor": {"batch": x_of, "loss": lambda model, batch: model(batch).square().mean()},
+    "a named tuple": {"batch": lambda n: Pair(*real(n)), "loss": lambda m, b: F.mse_loss(m(b.x), b.y)},
+    "a named tuple and a criterion": {"batch": lambda n: Pair(*real(n)), "criterion": nn.MSELoss()},
+    "a dataclass": {"batch": lambda n: Record(*real(n)), "loss": lambda m, b: F.mse_loss(m(b.x), b.y)},
+    "lists of objects": {"batch": objects, "loss": object_loss},
+    "many tensors": {
+        "batch": lambda n: tuple(x_of(n) for _ in range(5)),
+        "loss": lambda m, b: m(b[0] + b[4]).square().mean() + sum(m(one).mean() for one in b),
+    },
+}
+
+
+def workload(case: str, **changes: Any) -> Workload:
+    return Workload(**{"model": net(), "name": case, **CASES[case], **changes})
+
+
+def arguments(work: Workload) -> tuple[list[Any], dict[str, Any]]:
+    """What the emitted function takes besides model, optimizer and batch."""
+    function = work.loss if work.criterion is None else work.criterion
+    return [function], {} if work.weight is None else {"weight": work.weight}
+
+
+def full_batch(work: Workload, model: nn.Module, batch: Any) -> float:
+    model.zero_grad()
+    loss = torch.stack(list(work.objective.terms(model, batch).values())).sum()
+    torch.autograd.backward(loss)
+    return float(loss.detach())
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+
+
+def run(module: ModuleType, work: Workload, model: nn.Module, batch: Any, lr: float = 0.0, **options: Any) -> float:
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr)
+    given, named = arguments(work)
+    return float(module.train_step(model, optimizer, *given, batch, **named, **options))
+
+
+def off_by(mine: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest difference, relative to the largest entry of any gradient."""
+    assert len(mine) == len(wanted)
+    largest = max(float(gradient.abs().max()) for gradient in wanted)
+    difference = max(float((a.double() - b.double()).abs().max()) for a, b in zip(mine, wanted, strict=True))
+    return difference / largest if difference else 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_the_full_batch_s(case: str, emit: Any) -> None:
+    work = workload(case)
+    module = emit(work, target=18, ceiling=6)
+
+    @settings(max_examples=12, deadline=None)
+    @given(size=st.integers(1, 25), seed=st.integers(0, 99))
+    def holds(size: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        batch, model = work.build_batch(size), work.build_model()
+        loss = full_batch(work, model, batch)
+        if math.isnan(loss) and case == "terms":  # one of its terms is left out
+            return
+        if math.isnan(loss):  # all targets ignored
+            before = copy.deepcopy(model)
+            assert math.isnan(run(module, work, model, batch, lr=1.0))
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+            return
+        wanted = gradients(model)
+        assert run(module, work, model, batch) == pytest.approx(loss, rel=1e-10, abs=1e-12)
+        assert off_by(gradients(model), wanted) <= 1e-10
+
+    holds()
+
+
+@given(size=st.integers(1, 500), ceiling=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_parts_are_the_schedule_s(even: ModuleType, size: int, ceiling: int) -> None:
+    vars(even)["MICRO_BATCH"] = ceiling
+    batch = torch.arange(size), torch.arange(size)
+    parts = even.cut(batch)
+    assert sorted((len(x) for x, _ in parts), reverse=True) == sorted(split_evenly(size, ceiling), reverse=True)
+    for column in (0, 1):
+        assert torch.equal(torch.cat([part[column] for part in parts]), batch[column])
+
+
+@pytest.fixture(scope="module")
+def even(make_plan_of: Any) -> ModuleType:
+    module = ModuleType("even")
+    exec(emit_wrapper(make_plan_of(workload("targets"), 18, 6)), module.__dict__)
+    return module
+
+
+def test_the_plan_s_numbers_are_its_constants(emit: Any) -> None:
+    module = emit(workload("targets, another ignored"), target=256, ceiling=100)
+    assert (module.MICRO_BATCH, module.IGNORE_INDEX) == (86, 2)
+    parts = module.cut((torch.arange(256), torch.arange(256)))
+    assert [len(x) for x, _ in parts] == [86, 85, 85]
+
+
+@pytest.mark.parametrize("case", ["targets", "class weights", "a weight", "terms"])
+def test_a_part_without_weight_is_left_out_and_nothing_is_no_update(case: str, emit: Any) -> None:
+    work = workload(case)
+    module = emit(work, target=6, ceiling=2)
+    model, batch = work.build_model(), work.build_batch(6)
+    y = batch["y"] if isinstance(batch, dict) else batch[1]
+    y[:] = torch.tensor([0, 1, -100, -100, 2, -100])
+    loss = full_batch(work, model, batch)
+    wanted = gradients(model)
+    assert run(module, work, model, batch) == pytest.approx(loss, rel=1e-10)
+    assert off_by(gradients(model), wanted) <= 1e-10
+    if case == "terms":  # its other term has weight all the same
+        return
+    y[:] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model)
+    assert math.isnan(run(module, work, model, batch, optimizer=optimizer))
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_a_term_without_weight_anywhere_is_left_out(emit: Any) -> None:
+    work = workload("terms")
+    module = emit(work, target=6, ceiling=2)
+    model, batch = work.build_model(), work.build_batch(6)
+    batch["y"][:] = -100
+    assert math.isfinite(run(module, work, model, batch))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(model))
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e9, math.inf])
+def test_clips_once_what_the_optimizer_holds(emit: Any, clip_norm: float) -> None:
+    work = workload("targets")
+    module = emit(work)
+    model, batch = work.build_model(), work.build_batch(16)
+    held = list(model.parameters())[:2]
+    full_batch(work, model, batch)
+    torch.nn.utils.clip_grad_norm_(held, clip_norm)
+    wanted = [p.grad.clone() for p in held if p.grad is not None]
+    run(module, work, model, batch, optimizer=torch.optim.SGD(held, lr=0.0), clip_norm=clip_norm)
+    assert off_by([p.grad for p in held if p.grad is not None], wanted) <= 1e-10
+
+
+def test_trains_as_a_loop_over_full_batches_does(emit: Any) -> None:
+    work = workload("class weights")
+    module = emit(work)
+    model = work.build_model()
+    other = copy.deepcopy(model)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, other))
+    for size in (18, 18, 5, 1):
+        batch = (x_of(size), torch.randint(0, 3, (size,)))
+        run(module, work, model, batch, optimizer=mine, clip_norm=0.5)
+        full_batch(work, other, batch)
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        theirs.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "docstring_gpt", "two_losses"])
+def test_the_examples(name: str, emit: Any) -> None:
+    work = load_workload(str(Path(__file__).parents[2] / "examples" / f"{name}.py"))
+    module = emit(work, target=16, ceiling=6)
+    model = work.build_model()
+    before = copy.deepcopy(model)
+    losses = [run(module, work, model, work.build_batch(size), lr=0.01, clip_norm=1.0) for size in (16, 7)]
+    assert all(map(math.isfinite, losses))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def single(work: Workload) -> nn.Module:
+    return work.build_model().float()
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {name: cast(value, dtype) for name, value in batch.items()}
+    return tuple(cast(value, dtype) for value in batch) if isinstance(batch, tuple) else batch
+
+
+PRECISE = ["elements", "targets", "samples", "a sum", "a weight", "terms"]
+
+
+@pytest.mark.parametrize("case", PRECISE)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast(case: str, precision: Any, emit: Any) -> None:
+    work = workload(case, precision=precision)
+    module = emit(work)
+    model, batch = single(work), cast(work.build_batch(16), torch.float32)
+    dtypes: list[torch.dtype] = []
+    model.get_submodule("heads.0").register_forward_hook(lambda *given: dtypes.append(given[-1].dtype))
+    full_batch(work, model, batch)
+    wanted = gradients(model)
+    assert set(dtypes) == {torch.float32}
+    dtypes.clear()
+    options: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)} if precision == "fp16" else {}
+    run(module, work, model, batch, clip_norm=math.inf, **options)
+    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert off_by(gradients(model), wanted) < 3e-2
+
+
+def test_fp16_unscales_before_it_clips(emit: Any) -> None:
+    work = workload("targets", precision="fp16")
+    module = emit(work)
+    model, batch = single(work), cast(work.build_batch(16), torch.float32)
+    run(module, work, model, batch, clip_norm=1e-2, scaler=torch.amp.GradScaler("cpu", init_scale=4096.0))
+    norm = torch.nn.utils.get_total_norm(gradients(model))
+    assert float(norm) == pytest.approx(1e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_fp16_skips_an_update_that_is_not_finite(emit: Any, clip_norm: float | None) -> None:
+    work = workload("targets", precision="fp16")
+    module = emit(work)
+    model, batch = single(work), cast(work.build_batch(16), torch.float32)
+    before = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    skipped = 0
+    while not optimizer.state:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+        assert scaler.get_scale() == 2.0 ** (40 - skipped)
+        run(module, work, model, batch, optimizer=optimizer, scaler=scaler, clip_norm=clip_norm)
+        skipped += 1
+    assert skipped > 5
+    assert not torch.equal(model.get_parameter("first.weight"), before.get_parameter("first.weight"))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", PRECISE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_accumulate_in_float32(case: str, dtype: torch.dtype, emit: Any) -> None:
+    def model_of() -> nn.Module:
+        return net()().to(dtype)
+
+    work = workload(case, model=model_of, batch=lambda n: cast(CASES[case]["batch"](n), dtype))
+    module = emit(work, target=600, ceiling=1)
+    model, batch = work.build_model(), work.build_batch(600)
+    exact = copy.deepcopy(model).double()
+    full_batch(work, exact, cast(batch, torch.float64))
+    run(module, work, model, batch)
+    error = _relative(gradients(model), gradients(exact))
+    assert error < 1e-2
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    run(module, work, model, batch, clip_norm=1e-3)
+    assert float(torch.cat([g.double().flatten() for g in gradients(model)]).norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def _relative(mine: list[Tensor], wanted: list[Tensor]) -> float:
+    flat, true = (torch.cat([gradient.double().flatten() for gradient in side]) for side in (mine, wanted))
+    return float((flat - true).norm() / true.norm())
+
+
+def test_adding_up_in_half_precision_would_not_do(emit: Any) -> None:
+    """The error of the naive sum, beside that of the emitted one."""
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(16, 4).bfloat16()
+
+    work = Workload(
+        model=linear,
+        batch=lambda n: (torch.randn(n, 16).bfloat16() + 1, torch.randn(n, 4).bfloat16()),
+        criterion=nn.MSELoss(),
+    )
+    module = emit(work, target=1024, ceiling=1)
+    model, batch = work.build_model(), work.build_batch(1024)
+    naive, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    full_batch(work, exact, cast(batch, torch.float64))
+    for row in range(1024):
+        torch.autograd.backward(F.mse_loss(naive(batch[0][row : row + 1]), batch[1][row : row + 1]) / 1024)
+    run(module, work, model, batch)
+    mine, theirs = (_relative(gradients(one), gradients(exact)) for one in (model, naive))
+    assert mine < 4e-3 < 1e-2 < theirs
+
+
+def test_half_precision_in_one_part_refuses_more(emit: Any) -> None:
+    work = workload("elements", model=lambda: net()().bfloat16(), batch=lambda n: cast(real(n), torch.bfloat16))
+    module = emit(work, target=6, ceiling=6)
+    model = work.build_model()
+    assert not hasattr(module, "sums")
+    run(module, work, model, work.build_batch(6))
+    with pytest.raises(ValueError, match="at most 6 samples make an update"):
+        run(module, work, model, work.build_batch(7))
+
+
+def test_hooks_are_gone_after_an_error(emit: Any) -> None:
+    work = workload("elements", model=lambda: net()().bfloat16(), batch=lambda n: cast(real(n), torch.bfloat16))
+    module = emit(work)
+    model = work.build_model()
+    with pytest.raises(RuntimeError):
+        run(module, work, model, (torch.zeros(18, 4), torch.zeros(18, 3)))
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# --- what lives on ---------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    alive = 0
+    most = 0
+
+    def __init__(self) -> None:
+        Kept.alive += 1
+        Kept.most = max(Kept.most, Kept.alive)
+
+    def __del__(self) -> None:
+        Kept.alive -= 1
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps an object in its graph that no backward frees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = Kept()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    Kept.alive = Kept.most = 0
+    yield
+    assert Kept.alive == 0
+
+
+@pytest.mark.usefixtures("nothing_kept")
+@pytest.mark.parametrize("case", ["targets", "a sum", "samples", "terms", "a tensor"])
+@pytest.mark.parametrize("half", [False, True])
+def test_no_graph_lives_on(case: str, half: bool, emit: Any) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return Keeping.apply(super().forward(x))  # type: ignore[no-untyped-call]
+
+    dtype = torch.bfloat16 if half else torch.float64
+    work = workload(case, model=lambda: Model().to(dtype), batch=lambda n: cast(CASES[case]["batch"](n), dtype))
+    module = emit(work)
+    model, batch = work.build_model(), work.build_batch(18)
+    Kept.most = 0
+    run(module, work, model, batch)
+    assert Kept.most == 1
