@@ -39,11 +39,10 @@ class CardMeter:
             UsageError: It is not among the visible ones, or an allocator is chosen that keeps to no limit.
             NotMeasuredError: CUDA does not start.
         """
-        check_allocator(os.environ, torch.cuda.get_allocator_backend())
-        count = torch.cuda.device_count()
         try:
-            names = [torch.cuda.get_device_properties(index).name for index in range(count)]
+            names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
             check_index(self._index, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            check_allocator(os.environ, torch.cuda.get_allocator_backend())
             torch.cuda.set_device(self._index)
             torch.cuda.synchronize(self._index)
         except RuntimeError as error:

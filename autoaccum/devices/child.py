@@ -135,7 +135,10 @@ def _start(meter: Meter) -> dict[str, Any]:
     except UsageError as error:
         return {"refused": str(error)}
     except BaseException as error:
-        return _failure(error, f"starting PyTorch on {meter.device}")
+        reply = _failure(error, f"starting PyTorch on {meter.device}")
+        if reply["failure"]["blames"] is not None:
+            reply["failure"]["blames"] = "measurement"  # None of it is the user's code.
+        return reply
 
 
 def _settle(meter: Meter) -> int:

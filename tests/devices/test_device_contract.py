@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 
 from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.cuda import CudaDevice
 from autoaccum.errors import WorkloadError
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import GIB, MIB, MemorySize
 
-SHARE = 2000
-BUDGET_BYTES = 60 * MIB
 UNLUCKY_SIZE = 7
+SLOW_SIZE = 11
 
-WORKLOAD = f"""
+WORKLOAD = """
+import time
 import torch
 from torch import nn
 
@@ -26,30 +28,69 @@ def model():
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 def batch(size):
-    return torch.randn(size, 3, 16, 16), torch.randint(0, 10, (size,))
+    return torch.randn(size, 3, SIDE, SIDE), torch.randint(0, 10, (size,))
 
 def loss(model, batch):
-    if len(batch[0]) == {UNLUCKY_SIZE}:
+    if len(batch[0]) == UNLUCKY_SIZE:
         raise ValueError("seven is unlucky")
+    if len(batch[0]) == SLOW_SIZE:
+        time.sleep(60)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 
 
-def make_cpu(settings: TrialSettings) -> Device:
-    return CpuDevice(settings, memory=MemorySize(bytes=BUDGET_BYTES))
+@dataclass(frozen=True)
+class Case:
+    """A device, and sizes that suit it: `impossible` samples need more than the budget, `large` less than half."""
+
+    make: Callable[[TrialSettings, MemorySize], Device]
+    budget_bytes: int
+    side: int
+    large: int
+    impossible: int
+    noise_bytes: int
+    warmth_bytes: int
+
+    def device(self, reference: str) -> Device:
+        settings = TrialSettings(reference=reference, share=self.impossible)
+        return self.make(settings, MemorySize(bytes=self.budget_bytes))
+
+    def workload(self) -> str:
+        values = {"SIDE": self.side, "UNLUCKY_SIZE": UNLUCKY_SIZE, "SLOW_SIZE": SLOW_SIZE}
+        return "".join(f"{name} = {value}\n" for name, value in values.items()) + WORKLOAD
 
 
-DEVICES: dict[str, Callable[[TrialSettings], Device]] = {"cpu": make_cpu}
+DEVICES = {
+    "cpu": Case(
+        make=lambda settings, memory: CpuDevice(settings, memory=memory),
+        budget_bytes=60 * MIB,
+        side=16,
+        large=300,
+        impossible=2000,
+        noise_bytes=MIB,
+        # What a process keeps for good (compiled kernels) is paid by its first trials only.
+        warmth_bytes=8 * MIB,
+    ),
+    "cuda": Case(
+        make=lambda settings, memory: CudaDevice(settings, memory=memory),
+        budget_bytes=2 * GIB,
+        side=64,
+        large=600,
+        impossible=8000,
+        noise_bytes=64 * MIB,
+        warmth_bytes=64 * MIB,
+    ),
+}
 
 
-@pytest.fixture(scope="module", params=list(DEVICES))
-def make_device(request: pytest.FixtureRequest) -> Callable[[TrialSettings], Device]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def case(request: pytest.FixtureRequest) -> Case:
     return DEVICES[request.param]
 
 
 @pytest.fixture(scope="module")
-def device(make_device: Callable[[TrialSettings], Device], write_workload: Any) -> Iterator[Device]:
-    made = make_device(TrialSettings(reference=write_workload(WORKLOAD), share=SHARE))
+def device(case: Case, write_workload: Any) -> Iterator[Device]:
+    made = case.device(write_workload(case.workload()))
     yield made
     made.close()
 
@@ -60,10 +101,13 @@ def peak_of(trial: Trial) -> int:
     return trial.peak_reserved_bytes
 
 
-def test_knows_its_budget_and_itself(device: Device) -> None:
-    assert device.limit_bytes == BUDGET_BYTES
-    assert device.describe()["name"] == device.name
-    assert device.describe()["limit_bytes"] == BUDGET_BYTES
+def test_knows_its_budget_and_itself(case: Case, device: Device) -> None:
+    assert device.limit_bytes == case.budget_bytes
+    described = device.describe()
+    assert described["name"] == device.name
+    assert described["limit_bytes"] == case.budget_bytes
+    assert described["total_bytes"] >= described["free_bytes"] >= case.budget_bytes
+    assert {"kind", "enforced_by", "peak"} <= set(described)
 
 
 def test_inspects_before_any_trial(device: Device) -> None:
@@ -83,39 +127,65 @@ def test_runs_one_sample(device: Device) -> None:
     assert trial.seconds > 0
 
 
-def test_larger_parts_need_more_within_the_budget(device: Device) -> None:
-    peaks = [peak_of(device.trial((size, size))) for size in (1, 100, 200, 300)]
+def test_larger_parts_need_more_within_the_budget(case: Case, device: Device) -> None:
+    third = case.large // 3
+    peaks = [peak_of(device.trial((size, size))) for size in (1, third, 2 * third, 3 * third)]
     assert peaks == sorted(peaks)
     assert peaks[-1] > 2 * peaks[0]
     assert peaks[-1] <= device.limit_bytes
 
 
-def test_one_trial_is_like_the_other_in_a_fresh_process(device: Device) -> None:
-    device.trial((200, 200))
-    shared = device.trial((200, 200))
-    first, second = device.trial((200, 200), fresh=True), device.trial((200, 200), fresh=True)
+def test_one_trial_is_like_the_other_in_a_fresh_process(case: Case, device: Device) -> None:
+    parts = (case.large * 2 // 3,) * 2
+    device.trial(parts)
+    shared = device.trial(parts)
+    first, second = device.trial(parts, fresh=True), device.trial(parts, fresh=True)
     assert first.fresh
     assert second.fresh
-    assert peak_of(first) == pytest.approx(peak_of(second), abs=MIB)
-    # What a process keeps for good (compiled kernels) is paid by its first trials only.
-    assert peak_of(first) - 8 * MIB < peak_of(shared) < peak_of(first) + MIB
+    assert peak_of(first) == pytest.approx(peak_of(second), abs=case.noise_bytes)
+    assert peak_of(first) - case.warmth_bytes < peak_of(shared) < peak_of(first) + case.noise_bytes
 
 
-def test_the_whole_share_is_one_micro_batch_per_update(device: Device) -> None:
-    trial = device.trial((250,), fresh=True)
-    assert peak_of(trial) <= peak_of(device.trial((250, 250), fresh=True)) + MIB
+def test_the_whole_share_is_one_micro_batch_per_update(case: Case, device: Device) -> None:
+    size = case.large * 5 // 6
+    trial = device.trial((size,), fresh=True)
+    assert peak_of(trial) <= peak_of(device.trial((size, size), fresh=True)) + case.noise_bytes
 
 
-def test_an_impossible_size_is_out_of_memory_and_does_no_harm(device: Device) -> None:
-    trial = device.trial((SHARE,))
+def test_an_impossible_size_is_out_of_memory_and_does_no_harm(case: Case, device: Device) -> None:
+    trial = device.trial((case.impossible,))
     assert (trial.outcome, trial.ran, trial.blames) == ("oom", False, None)
     assert trial.phase in ("forward", "backward")
     assert trial.certain
     assert trial.message is not None
-    assert f"micro-batch {SHARE}" in trial.message
+    assert f"micro-batch {case.impossible}" in trial.message
     after = device.trial((1, 1))
     assert after.outcome == "ok"
     assert after.fresh
+
+
+def test_a_trial_may_have_a_smaller_budget_of_its_own(case: Case, device: Device) -> None:
+    parts = (case.large, case.large)
+    at_large = device.trial(parts)
+    assert at_large.limit_bytes is None
+    lower = peak_of(at_large) // 2
+    trial = device.trial(parts, limit_bytes=lower)
+    assert (trial.outcome, trial.limit_bytes) == ("oom", lower)
+    small = device.trial((1, 1), limit_bytes=lower)
+    assert (small.outcome, small.limit_bytes) == ("ok", lower)
+    assert peak_of(small) <= lower
+    assert device.trial(parts).outcome == "ok"
+    assert device.limit_bytes == case.budget_bytes
+
+
+def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
+    device.trial((1, 1))
+    trial = device.trial((SLOW_SIZE, 1), limit_seconds=3)
+    assert (trial.outcome, trial.timed_out, trial.blames) == ("error", True, "measurement")
+    assert trial.message is not None
+    assert "was ended after 3 s" in trial.message
+    after = device.trial((1, 1))
+    assert (after.outcome, after.timed_out, after.fresh) == ("ok", False, True)
 
 
 def test_an_error_of_the_users_is_theirs_and_does_no_harm(device: Device) -> None:
@@ -128,9 +198,8 @@ def test_an_error_of_the_users_is_theirs_and_does_no_harm(device: Device) -> Non
     assert device.trial((1, 1)).outcome == "ok"
 
 
-def test_an_unusable_workload_is_refused(make_device: Callable[[TrialSettings], Device], write_workload: Any) -> None:
-    reference = write_workload("def model(): pass")
-    with make_device(TrialSettings(reference=reference, share=4)) as made, pytest.raises(WorkloadError, match="batch"):
+def test_an_unusable_workload_is_refused(case: Case, write_workload: Any) -> None:
+    with case.device(write_workload("def model(): pass")) as made, pytest.raises(WorkloadError, match="batch"):
         made.inspect()
 
 
