@@ -65,13 +65,10 @@ take one of these
     """
     if index < len(names):
         return
-    listed = ", ".join(f"cuda:{number} ({name})" for number, name in enumerate(names))
-    seen = "no card is visible" if not names else "1 card is visible" if len(names) == 1 else f"{len(names)} cards are"
-    if len(names) > 1:
-        seen += " visible"
+    seen = {0: "no card is visible", 1: "1 card is visible"}.get(len(names), f"{len(names)} cards are visible")
     hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    listed = "".join(f", cuda:{number} ({name})" for number, name in enumerate(names))
     ways_out = {0: "nvidia-smi should list it, and the driver be new enough for this build of PyTorch", 1: "take it"}
     raise UsageError(
-        f"there is no cuda:{index}: {seen}{hidden}{', ' if listed else ''}{listed}",
-        hint=ways_out.get(len(names), "take one of these"),
+        f"there is no cuda:{index}: {seen}{hidden}{listed}", hint=ways_out.get(len(names), "take one of these")
     )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.cuda_memory import CardMemory, card_limit, memory_fraction, read_card
+from autoaccum.devices.cuda_memory import card_limit, memory_fraction, read_card
 from autoaccum.units import GIB, MIB
 
 TOTALS = st.integers(MIB, 1024 * GIB)
@@ -33,20 +33,6 @@ def test_beyond_the_card_is_all_of_it_and_below_nothing_is_nothing() -> None:
     assert memory_fraction(25 * GIB, 24 * GIB) == 1.0
     assert memory_fraction(-1, 24 * GIB) == 0.0
     assert isinstance(memory_fraction(0, 24 * GIB), float)
-
-
-def test_what_is_available_is_what_is_held_and_what_is_free() -> None:
-    card = CardMemory(
-        index=0,
-        name="NVIDIA GeForce RTX 3090",
-        total_bytes=24 * GIB,
-        free_bytes=15 * GIB,
-        reserved_bytes=GIB,
-        capability=(8, 6),
-        multiprocessors=82,
-    )
-    assert card.available_bytes == 16 * GIB
-    assert card.held_outside_bytes == 8 * GIB
 
 
 @pytest.mark.without_gpu

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from autoaccum.devices.card import CardMemory
+from autoaccum.devices.card_report import CardReport, report_card
+from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing
+from autoaccum.units import GIB, MIB
+
+OWN = 7001
+FOREIGN = CardProcess(pid=4711, used_bytes=8 * GIB)
+MEMORY = CardMemory(
+    index=1,
+    name="NVIDIA GeForce RTX 3090",
+    total_bytes=24 * GIB,
+    free_bytes=15 * GIB,
+    reserved_bytes=20 * MIB,
+    capability=(8, 6),
+    multiprocessors=82,
+    uuid="abc",
+)
+BEFORE = Nvml(
+    uuid="GPU-abc",
+    driver="580.95.05",
+    cards=2,
+    total_bytes=24 * GIB,
+    free_bytes=16 * GIB,
+    used_bytes=8 * GIB,
+    reserved_bytes=325 * MIB,
+    mig=False,
+    slice=None,
+    processes=(FOREIGN,),
+)
+OTHER_CARD = dataclasses.replace(BEFORE, uuid="GPU-xyz", used_bytes=0, processes=())
+
+
+def after(*processes: CardProcess, used_bytes: int | None = 8 * GIB + 420 * MIB) -> Nvml:
+    return dataclasses.replace(BEFORE, used_bytes=used_bytes, processes=processes)
+
+
+def test_the_context_is_what_nvml_says_of_this_process_above_the_allocator() -> None:
+    now = after(FOREIGN, CardProcess(pid=OWN, used_bytes=400 * MIB))
+    report = report_card(MEMORY, [OTHER_CARD, BEFORE], now, own_pid=OWN)
+    assert report.context_bytes == 380 * MIB
+    assert report.others == (FOREIGN,)
+    assert report.used_by_others_bytes == 9 * GIB - 20 * MIB - 380 * MIB
+    assert (report.driver, report.mig, report.slice, report.nvml_missing) == ("580.95.05", False, None, None)
+
+
+def test_in_a_container_the_process_that_came_is_this_one() -> None:
+    now = after(FOREIGN, CardProcess(pid=90210, used_bytes=400 * MIB))
+    report = report_card(MEMORY, [BEFORE], now, own_pid=OWN)
+    assert (report.context_bytes, report.others) == (380 * MIB, (FOREIGN,))
+
+
+@pytest.mark.parametrize(
+    "processes", [(FOREIGN, CardProcess(pid=1, used_bytes=GIB), CardProcess(pid=2, used_bytes=GIB)), (FOREIGN,)]
+)
+def test_where_the_own_process_cannot_be_told_others_are_those_from_before(processes: tuple[CardProcess, ...]) -> None:
+    report = report_card(MEMORY, [BEFORE], after(*processes), own_pid=OWN)
+    assert report.others == (FOREIGN,)
+    assert report.context_bytes == 400 * MIB
+
+
+def test_without_a_look_before_nobody_is_accused() -> None:
+    now = after(FOREIGN, CardProcess(pid=90210, used_bytes=400 * MIB))
+    report = report_card(MEMORY, NvmlMissing("Unknown Error"), now, own_pid=OWN)
+    assert (report.others, report.context_bytes, report.used_by_others_bytes) == (None, None, None)
+    assert report_card(MEMORY, [], after(), own_pid=OWN).others == ()
+
+
+def test_bytes_that_are_not_told_leave_the_difference() -> None:
+    now = after(FOREIGN, CardProcess(pid=OWN, used_bytes=None))
+    assert report_card(MEMORY, [BEFORE], now, own_pid=OWN).context_bytes == 400 * MIB
+    assert report_card(MEMORY, [OTHER_CARD], now, own_pid=OWN).context_bytes is None
+
+
+def test_a_difference_that_makes_no_sense_is_not_told() -> None:
+    assert report_card(MEMORY, [BEFORE], after(used_bytes=7 * GIB), own_pid=OWN).context_bytes is None
+    assert report_card(MEMORY, [BEFORE], after(used_bytes=None), own_pid=OWN).context_bytes is None
+
+
+def test_without_permission_processes_are_unknown_and_the_rest_is_told() -> None:
+    now = dataclasses.replace(after(), processes=None)
+    report = report_card(MEMORY, [dataclasses.replace(BEFORE, processes=None)], now, own_pid=OWN)
+    assert (report.others, report.context_bytes) == (None, 400 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (NvmlMissing("NVML Shared Library Not Found"), "NVML Shared Library Not Found"),
+        (None, "PyTorch does not tell the card's uuid"),
+    ],
+)
+def test_without_nvml_the_reason_is_kept(now: NvmlMissing | None, reason: str) -> None:
+    report = report_card(MEMORY, NvmlMissing("NVML Shared Library Not Found"), now, own_pid=OWN)
+    assert report == CardReport(memory=MEMORY, nvml_missing=reason)
+    assert report.used_by_others_bytes is None
+
+
+def test_survives_json() -> None:
+    now = after(FOREIGN, CardProcess(pid=OWN, used_bytes=400 * MIB))
+    report = report_card(MEMORY, [BEFORE], now, own_pid=OWN, allocator="cudaMallocAsync")
+    assert CardReport.from_json(json.loads(json.dumps(dataclasses.asdict(report)))) == report
+    bare = CardReport(memory=MEMORY)
+    assert CardReport.from_json(json.loads(json.dumps(dataclasses.asdict(bare)))) == bare

@@ -1,0 +1,164 @@
+"""What a CudaDevice says and decides, from recorded reports; what it does is in the contract suite and in tests/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.card import CardMemory
+from autoaccum.devices.card_meter import check_allocator
+from autoaccum.devices.card_report import CardReport
+from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
+from autoaccum.devices.nvml import CardProcess
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB, MemorySize
+
+REPORT = CardReport(
+    memory=CardMemory(
+        index=1,
+        name="NVIDIA GeForce RTX 3090",
+        total_bytes=24 * GIB,
+        free_bytes=15 * GIB - 20 * MIB,
+        reserved_bytes=20 * MIB,
+        capability=(8, 6),
+        multiprocessors=82,
+        uuid="abc",
+    ),
+    driver="580.95.05",
+    mig=False,
+    context_bytes=400 * MIB,
+    others=(CardProcess(pid=1502, used_bytes=310 * MIB), CardProcess(pid=4711, used_bytes=8 * GIB)),
+)
+
+
+def size(count: int) -> MemorySize:
+    return MemorySize(bytes=count)
+
+
+@pytest.mark.parametrize(
+    ("memory", "reserve", "budget"),
+    [
+        (None, None, 15 * GIB - int(15 * GIB * 0.02)),
+        (None, size(GIB), 14 * GIB),
+        (size(10 * GIB), None, 10 * GIB),
+        (MemorySize(fraction=0.5), None, 12 * GIB),
+        (MemorySize(fraction=0.5), size(2 * GIB), 10 * GIB),
+        (size(15 * GIB), None, 15 * GIB),
+    ],
+)
+def test_a_budget_is_what_is_asked_for_or_free(
+    memory: MemorySize | None, reserve: MemorySize | None, budget: int
+) -> None:
+    assert choose_card_budget(REPORT, memory, reserve) == budget
+
+
+def test_a_small_card_keeps_room_for_kernels_that_are_loaded_late() -> None:
+    small = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, free_bytes=4 * GIB, reserved_bytes=0))
+    assert choose_card_budget(small) == 4 * GIB - 256 * MIB
+
+
+def test_a_limit_on_the_allocator_bounds_the_budget() -> None:
+    limited = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, allowed_bytes=6 * GIB))
+    assert choose_card_budget(limited, None, size(GIB)) == 5 * GIB
+
+
+def test_a_budget_beyond_what_is_free_names_who_holds_the_rest() -> None:
+    with pytest.raises(UsageError) as seen:
+        choose_card_budget(REPORT, size(20 * GIB))
+    assert str(seen.value) == (
+        "a budget of 20.0 GiB is more than the 15.0 GiB that cuda:1 (NVIDIA GeForce RTX 3090) has free; process 4711 "
+        "holds 8.0 GiB, process 1502 holds 310 MiB: lower --memory, leave it away to use what is free, or end other "
+        "programs"
+    )
+
+
+def test_a_card_with_nothing_free_names_them_too() -> None:
+    full = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, free_bytes=0))
+    with pytest.raises(UsageError, match=r"leaves nothing of the 20\.0 MiB that are free; process 4711 holds 8\.0 GiB"):
+        choose_card_budget(full)
+
+
+@pytest.mark.parametrize(
+    ("change", "holders"),
+    [
+        ({"others": ()}, ""),
+        ({"others": (CardProcess(pid=7, used_bytes=None),)}, "; process 7 holds some"),
+        (
+            {"others": (CardProcess(pid=7, used_bytes=None), CardProcess(pid=os.getpid(), used_bytes=GIB))},
+            f"; process {os.getpid()} (this one) holds 1.0 GiB, process 7 holds some",
+        ),
+        (
+            {"others": None, "nvml_missing": "NVML Shared Library Not Found"},
+            "; who holds the rest is not known (NVML Shared Library Not Found)",
+        ),
+        ({"others": None}, "; who holds the rest is not known (the driver does not tell)"),
+        (
+            {"others": tuple(CardProcess(pid=pid, used_bytes=pid * GIB) for pid in range(1, 8))},
+            "; process 7 holds 7.0 GiB, process 6 holds 6.0 GiB, process 5 holds 5.0 GiB, process 4 holds 4.0 GiB, "
+            "process 3 holds 3.0 GiB, 2 more hold some",
+        ),
+    ],
+)
+def test_holders(change: dict[str, Any], holders: str) -> None:
+    assert name_holders(dataclasses.replace(REPORT, **change), os.getpid()) == holders
+
+
+def test_a_plan_records_the_card_and_who_was_on_it() -> None:
+    described = describe_card(REPORT)
+    assert described["card"] == "NVIDIA GeForce RTX 3090"
+    assert (described["index"], described["capability"], described["multiprocessors"]) == (1, [8, 6], 82)
+    assert (described["context_bytes"], described["used_by_others_bytes"]) == (400 * MIB, 9 * GIB - 400 * MIB)
+    assert described["other_processes"] == [
+        {"pid": 1502, "used_bytes": 310 * MIB},
+        {"pid": 4711, "used_bytes": 8 * GIB},
+    ]
+    assert (described["driver"], described["nvml_missing"]) == ("580.95.05", None)
+
+
+def test_what_nobody_told_is_none() -> None:
+    described = describe_card(CardReport(memory=REPORT.memory, nvml_missing="Driver Not Loaded"))
+    for name in ("context_bytes", "used_by_others_bytes", "other_processes", "driver", "mig", "slice"):
+        assert described[name] is None
+    assert described["nvml_missing"] == "Driver Not Loaded"
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+def test_allocators_that_can_be_limited(backend: str) -> None:
+    check_allocator({}, backend)
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend", "message"),
+    [
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "native", "PYTORCH_NO_CUDA_MEMORY_CACHING is set"),
+        ({}, "pluggable", "the allocator of this process is 'pluggable'"),
+    ],
+)
+def test_allocators_that_cannot(environment: dict[str, str], backend: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_allocator(environment, backend)
+
+
+@pytest.mark.without_gpu
+def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -> None:
+    reference = write_workload("""
+        import torch
+        from torch import nn
+
+        def model():
+            return nn.Linear(8, 8)
+
+        def batch(size):
+            return torch.randn(size, 8), torch.randn(size, 8)
+
+        criterion = nn.MSELoss()
+    """)
+    with (
+        CudaDevice(TrialSettings(reference=reference, share=4), index=99) as device,
+        pytest.raises(UsageError, match="^there is no cuda:99: no card is visible"),
+    ):
+        device.inspect()
