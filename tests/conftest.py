@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +29,19 @@ if threading.current_thread() is threading.main_thread():
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
+
+
+@pytest.fixture(scope="module")
+def write_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Puts a workload file into a folder of its own and returns what refers to it."""
+
+    def write(source: str) -> str:
+        path = tmp_path_factory.mktemp("workload") / "model.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
 
 _DESELECTED = pytest.StashKey[int]()
 _OUTPUT = "gpu_deselected"
