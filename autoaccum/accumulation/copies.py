@@ -38,7 +38,8 @@ class TensorCopy:
         """Put the values back; allocates nothing on the tensor's device."""
         with torch.no_grad():
             if self._values is not None:
-                self._alias.copy_(self._values)
+                # A sparse tensor keeps its entries to itself: writing to an alias would not reach it.
+                (self._alias if self._tensor.layout is torch.strided else self._tensor).copy_(self._values)
             if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
                 self._tensor.data = self._alias
         return self._tensor

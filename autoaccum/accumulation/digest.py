@@ -21,7 +21,9 @@ from autoaccum.accumulation.randomness import GENERATORS, device_state, generato
 
 _OPTIMIZER_PARTS = ("param_groups", "state", "defaults")
 _INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-_DEPTH = 3
+_DEPTH = 8
+"""How many objects and containers deep attributes are looked into: further than they are copied."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 

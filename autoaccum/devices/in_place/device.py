@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.failures import describe_failure
@@ -162,6 +164,8 @@ class InPlaceDevice:
         """Refuse what cannot be done before anything is touched; warm PyTorch up; choose the budget. Once."""
         if self._started is not None:
             return self._started
+        if torch.is_inference_mode_enabled():
+            raise UsageError("trials are asked for within torch.inference_mode()", hint="plan outside of it")
         is_cpu = self._tried.device.type == "cpu"
         check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
         place = make_place(self._tried.device, self._live)
@@ -235,4 +239,5 @@ class InPlaceDevice:
 
 def _warm_up(place: Place) -> None:
     place.meter.open()
-    warm_up(place.meter.device)
+    with torch.enable_grad():
+        warm_up(place.meter.device)

@@ -1,0 +1,254 @@
+"""Out of memory at each allocation of a trial, injected and real: live objects are as they were all the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.devices.in_place import device as device_module
+from autoaccum.devices.rehearsal import Rehearsal
+
+STRIDE = 3
+
+
+class ShortageAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises an out-of-memory error at the `number`-th storage that an operator creates, once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left, self.fired = number, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.fired:
+            return out
+        known = {id(tensor.untyped_storage()) for tensor in tensors_of((args, list((kwargs or {}).values())))}
+        for tensor in tensors_of(out):
+            if id(tensor.untyped_storage()) not in known:
+                self.left -= 1
+                if self.left < 0:
+                    self.fired = True
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+        return out
+
+
+def tensors_of(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor) and node.layout is torch.strided:
+        yield node
+    elif isinstance(node, list | tuple):
+        for child in node:
+            yield from tensors_of(child)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.net(x)
+        return outputs
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_shortage_at_every_allocation(
+    optimizer: str, live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    made = torch.optim.AdamW(model.parameters()) if optimizer == "adamw" else torch.optim.SGD(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if optimizer == "adamw":
+        made.step()
+    modes: list[ShortageAt] = []
+
+    class Short(Rehearsal):
+        def run(self, parts: Sequence[int]) -> None:
+            with modes[-1]:
+                super().run(parts)
+
+    device = live_device(model, pairs, optimizer=made)
+    assert device.limit_bytes
+    monkeypatch.setattr(device_module, "Rehearsal", Short)
+    before, phases = state_digest(model, made), set()
+    for number in itertools.count(0, STRIDE):
+        modes.append(ShortageAt(number))
+        trial = device.trial((2, 2))
+        assert state_digest(model, made) == before
+        assert model.calls == 0
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        if not modes[-1].fired:
+            assert trial.outcome == "ok"
+            break
+        assert (trial.outcome, trial.certain) == ("oom", True), trial.message
+        phases.add(trial.phase)
+    assert number > 60
+    assert phases >= {"batch", "forward", "backward", "update"}
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "batch", "forward", "backward", "clip", "update", "second update"])
+def test_a_shortage_in_each_phase(phase: str, live_device: Any, pairs: Any) -> None:
+    model, updates = Model(), [0]
+
+    def refuse(now: str) -> None:
+        if now == phase:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+
+    class Update(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            updates[0] += 1
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            refuse("update")
+            if updates[0] == 2:
+                refuse("second update")
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, *grads: Any) -> Any:
+            refuse("backward")
+            return grads[0]
+
+    def batch(size: int) -> Any:
+        refuse("batch")
+        return pairs(size)
+
+    def make(params: Any) -> Any:
+        refuse("optimizer")
+        return Update(params, lr=0.1)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        refuse("forward")
+        value = Backward.apply(value)  # type: ignore[no-untyped-call]
+        return Reading(value) if phase == "clip" else value
+
+    witness = torch.optim.SGD(model.parameters())
+    device = live_device(model, batch, loss, optimizer=make)
+    before = state_digest(model, witness)
+    trial = device.trial((2, 2))
+    assert trial.outcome == "oom", trial.message
+    assert trial.phase == phase.removeprefix("second ")
+    assert state_digest(model, witness) == before
+    assert model.calls == 0
+
+
+class Reading(Tensor):
+    """A loss that cannot be read."""
+
+    @staticmethod
+    def __new__(cls: Any, value: Tensor) -> Any:
+        return value.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist or getattr(func, "__name__", "") == "stack":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.units import MIB, MemorySize
+from autoaccum.workload.weights import resolve_objective
+import resource
+
+torch.manual_seed(0)
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 3)
+    def forward(self, x):
+        return self.second(self.norm(torch.tanh(self.first(x))))
+
+class Greedy(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].data.zero_()
+        torch.ones(200 * MIB)
+
+def greedy_batch(size):
+    return torch.ones(200 * MIB)
+
+def pairs(size):
+    return torch.randn(size, 64), torch.randint(0, 3, (size,))
+
+class GreedyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+    @staticmethod
+    def backward(context, grad):
+        return grad + torch.ones(200 * MIB).sum()
+
+def backward_loss(model, batch):
+    return GreedyBackward.apply(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+
+def greedy_optimizer(params):
+    torch.ones(200 * MIB)
+
+model = Wide()
+live = torch.optim.AdamW(model.parameters())
+for parameter in model.parameters():
+    parameter.grad = torch.ones_like(parameter)
+live.step()
+before, soft = state_digest(model, live), resource.getrlimit(resource.RLIMIT_DATA)
+found = []
+for batch, loss, optimizer, parts in (
+    (pairs, nn.CrossEntropyLoss(), live, (20000, 20000)),
+    (pairs, backward_loss, live, (4, 4)),
+    (greedy_batch, nn.CrossEntropyLoss(), live, (4, 4)),
+    (pairs, nn.CrossEntropyLoss(), greedy_optimizer, (4, 4)),
+    (pairs, nn.CrossEntropyLoss(), lambda params: Greedy(params, lr=0.1), (4, 4)),
+):
+    objects = LiveObjects(model=model, batch=batch, objective=resolve_objective(loss), optimizer=optimizer)
+    device = InPlaceDevice(objects, share=parts[0], memory=MemorySize(bytes=64 * MIB))
+    trial = device.trial(parts)
+    found.append({
+        "outcome": trial.outcome, "phase": trial.phase, "message": trial.message,
+        "same": state_digest(model, live) == before, "limit": resource.getrlimit(resource.RLIMIT_DATA) == soft,
+        "peak": trial.peak_reserved_bytes,
+    })
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds anonymous memory on Linux only")
+def test_real_shortages() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["outcome"] for one in found] == ["oom"] * 5, found
+    assert found[0]["phase"] in ("forward", "backward")
+    assert [one["phase"] for one in found[1:]] == ["backward", "batch", "optimizer", "update"]
+    assert all(one["same"] and one["limit"] for one in found)
+    assert all("DefaultCPUAllocator" in one["message"] for one in found[1:])
+    assert all(one["peak"] < 200 * 2**20 for one in found)

@@ -1,0 +1,385 @@
+"""A trial in place leaves live objects as they were: the same objects, every byte, proved by hash and by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.errors import NotMeasuredError, WorkloadError
+
+Setup = tuple[nn.Module, Any]
+
+
+class Restless(nn.Module):
+    """Changes what it can in forward."""
+
+    seen: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6))
+        self.generator, self.numpy_generator = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.calls, self.log = 0, ["made"]
+        self.cache: Tensor | None = None
+        self.table = np.zeros(3)
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.ones(2))
+        self.calls += 1
+        self.log.append("called")
+        self.table += 1
+        self.meter.update(len(x))
+        self.cache = x
+        noise = torch.rand(1, generator=self.generator).item() + self.numpy_generator.random()
+        noise += torch.rand(1).item() + random.random() + np.random.rand()
+        self.net[0].weight.register_hook(lambda grad: grad)
+        self.net.register_forward_hook(lambda *_: None)
+        self.net[0].bias.requires_grad_(False)
+        self.net[1].eval()
+        outputs: Tensor = self.net(x)
+        return outputs + 0.0 * noise
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.values = 0, [0]
+
+    def update(self, count: int) -> None:
+        self.total += count
+        self.values.append(count)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def tied() -> Any:
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+def frozen() -> Any:
+    model: Any = plain()
+    model[0].requires_grad_(False)
+    return model
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
+
+
+def resident_in_eval() -> nn.Module:
+    model = batchnorm()
+    torch.autograd.backward(model(torch.randn(4, 6)).sum())
+    return model.eval()
+
+
+def hooked() -> Any:
+    model: Any = plain()
+    model[0].weight.register_hook(lambda grad: 2 * grad)
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model[0].register_forward_pre_hook(lambda module, inputs: None)
+    model[2].register_full_backward_hook(lambda module, grads, outputs: None)
+    model.register_state_dict_post_hook(lambda *_: None)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    one.__name__: one
+    for one in (plain, batchnorm, tied, frozen, spectral, weight_normed, resident_in_eval, hooked, Restless)
+}
+
+
+def with_state(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+    for parameter in trained(model):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = trained(model)
+    groups: list[Any] = [{"params": [first], "lr": 0.5}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def trained(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": lambda model: None,
+    "name": lambda model: "adagrad",
+    "factory": lambda model: lambda params: torch.optim.SGD(params, lr=0.1),
+    "without state": lambda model: torch.optim.AdamW(trained(model), lr=0.1),
+    "with state": with_state,
+    "grouped": grouped,
+}
+
+
+class Witness:
+    """What is there, held by hand: not by the code under test."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.before = self.look()
+
+    def look(self) -> list[Any]:
+        numpy_state: Any = np.random.get_state()
+        seen: list[Any] = [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()]
+        for name, module in self.model.named_modules():
+            seen.append((name, id(module), module.training, list(module._buffers), list(module._parameters)))
+            kept: Any = sorted(vars(module).items())
+            seen.append([len(hooks) for key, hooks in kept if key.endswith("_hooks")])
+        tensors: list[tuple[str, Any]] = [*self.model.named_parameters(), *self.model.named_buffers()]
+        for name, tensor in tensors:
+            gradient = tensor.grad
+            seen.append((name, id(tensor), tensor.requires_grad, str(tensor.dtype), tensor.data_ptr(), str(tensor)))
+            seen.append((tensor.double().tolist(), id(gradient), None if gradient is None else gradient.tolist()))
+            seen.append(len(tensor._backward_hooks or ()))
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            seen.append((str(self.optimizer.state_dict()), sorted(vars(self.optimizer))))
+            seen.append([(id(key), list(value)) for key, value in self.optimizer.state.items()])
+            groups: list[Any] = self.optimizer.param_groups
+            seen.append([[id(p) for p in group["params"]] for group in groups])
+        return seen
+
+    def check(self) -> None:
+        assert self.look() == self.before
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_device: Any, pairs: Any) -> None:
+    torch.manual_seed(4)
+    model = MODELS[name]()
+    made = OPTIMIZERS[optimizer](model)
+    live = made if isinstance(made, torch.optim.Optimizer) else torch.optim.SGD(model.parameters())
+    device = live_device(model, pairs, optimizer=made)
+    witness, digest = Witness(model, made), state_digest(model, live)
+    device.inspect()
+    assert state_digest(model, live) == digest
+    for parts in ((2, 2), (4,), (3, 2)):
+        trial = device.trial(parts)
+        assert trial.outcome == "ok", trial.message
+        assert state_digest(model, live) == digest
+        witness.check()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_precisions_and_half_parameters(precision: Any, live_device: Any) -> None:
+    model = plain() if precision == "fp16" else plain().bfloat16()
+    dtype = next(model.parameters()).dtype
+    optimizer = with_state(model)
+    device = live_device(
+        model,
+        lambda size: (torch.randn(size, 6, dtype=dtype), torch.randint(0, 3, (size,))),
+        optimizer=optimizer,
+        precision=precision,
+    )
+    witness = Witness(model, optimizer)
+    device.inspect()
+    assert device.trial((2, 2)).outcome == "ok"
+    witness.check()
+
+
+def test_what_a_model_keeps_in_python_comes_back(live_device: Any, pairs: Any) -> None:
+    model = Restless()
+    log, meter, table = model.log, model.meter, model.table
+    device = live_device(model, pairs)
+    inspection = device.inspect()
+    assert device.trial((2, 2)).outcome == "ok"
+    assert (model.calls, model.cache) == (0, None)
+    assert model.log is log
+    assert log == ["made"]
+    assert model.meter is meter
+    assert (meter.total, meter.values) == (0, [0])
+    assert model.table is table
+    assert table.tolist() == [0, 0, 0]
+    assert model.generator.initial_seed() == 1
+    assert torch.rand(1, generator=model.generator) == torch.rand(1, generator=torch.Generator().manual_seed(1))
+    assert model.numpy_generator.random() == np.random.default_rng(1).random()
+    assert not any("could not be put back" in warning for warning in inspection.warnings)
+
+
+def test_an_attached_scheduler_goes_on_as_if_nothing_was(live_device: Any, pairs: Any) -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before, step = scheduler.state_dict(), vars(optimizer)["step"]
+    device = live_device(model, pairs, optimizer=optimizer)
+    device.inspect()
+    assert device.trial((2, 2)).outcome == "ok"
+    assert scheduler.state_dict() == before
+    assert vars(optimizer)["step"] is step
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()  # As torch says it where no optimizer.step() was made: none was.
+
+
+def test_the_order_of_the_optimizer_s_keys_stays(live_device: Any, pairs: Any) -> None:
+    model = plain()
+    optimizer = with_state(model)
+    keys = list(reversed(optimizer.state))
+    for key in keys:
+        optimizer.state[key] = optimizer.state.pop(key)
+    device = live_device(model, pairs, optimizer=optimizer)
+
+    def reorder(model: nn.Module, batch: Any) -> Tensor:
+        optimizer.state[keys[0]] = optimizer.state.pop(keys[0])
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    device = live_device(model, pairs, reorder, optimizer=optimizer)
+    assert device.trial((2, 2)).outcome == "ok"
+    assert all(now is before for now, before in zip(optimizer.state, keys, strict=True))
+
+
+def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> None:
+    class Counting(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.seen += 1
+            return nn.functional.cross_entropy(outputs, targets)
+
+    criterion, teacher = Counting(), batchnorm()
+    live_device(plain(), pairs, criterion).trial((2, 2))
+    assert criterion.seen == 0
+
+    def distil(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), teacher(batch[0]).detach())
+
+    model = plain()
+    witness = Witness(teacher, None)
+    assert live_device(model, pairs, distil).trial((2, 2)).outcome == "ok"
+    witness.check()
+
+
+def test_torch_s_flags_come_back(live_device: Any, pairs: Any) -> None:
+    def change(model: nn.Module, batch: Any) -> Tensor:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.autograd.set_detect_anomaly(True)
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        torch.set_default_dtype(torch.float64)
+        return loss
+
+    threads = torch.get_num_threads()
+    assert live_device(plain(), pairs, change).trial((2, 2)).phase in (None, "forward", "backward")
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_anomaly_enabled()
+    assert torch.get_num_threads() == threads
+    with torch.no_grad():
+        assert live_device(plain(), pairs).trial((2, 2)).outcome == "ok"
+        assert not torch.is_grad_enabled()
+
+
+def test_what_cannot_be_put_back_is_named(live_device: Any, pairs: Any) -> None:
+    model = plain()
+
+    class Changing(nn.Module):
+        """Becomes another class in forward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.__class__ = Other
+            outputs: Tensor = self.net(x)
+            return outputs
+
+    class Other(Changing):
+        pass
+
+    device = live_device(Changing(), pairs)
+    with pytest.raises(NotMeasuredError, match="a trial in place has changed the class of the model"):
+        device.trial((2, 2))
+
+
+def test_an_attribute_that_cannot_be_put_back_is_a_warning(live_device: Any, pairs: Any) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = plain()
+            self.outer = Holder(Holder(Holder(Meter())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outer.inner.inner.inner.total += 1
+            outputs: Tensor = self.net(x)
+            return outputs
+
+    class Holder:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    warnings = live_device(Deep(), pairs).inspect().warnings
+    assert any("keeps in Python (outer), which could not be put back" in warning for warning in warnings)
+
+
+def test_an_error_of_the_users_comes_with_everything_put_back(live_device: Any, pairs: Any) -> None:
+    model = Restless()
+    optimizer = with_state(model)
+
+    def fail(model: nn.Module, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        if len(batch[0]) == 3:
+            raise ValueError("three is one too many")
+        return loss
+
+    device = live_device(model, pairs, fail, optimizer=optimizer)
+    witness = Witness(model, optimizer)
+    trial = device.trial((3, 1))
+    assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", "forward")
+    assert trial.message == "micro-batch 3, forward raised ValueError: three is one too many"
+    assert trial.traceback is not None
+    assert "in fail" in trial.traceback
+    witness.check()
+
+    def exit_now(model: nn.Module, batch: Any) -> Tensor:
+        raise SystemExit(3)
+
+    assert "sys.exit(3)" in str(live_device(model, pairs, exit_now, optimizer=optimizer).trial((2, 2)).message)
+
+    def fail_at_once(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("at once")
+
+    with pytest.raises(WorkloadError, match="a small batch of net raised ValueError: at once") as caught:
+        live_device(model, pairs, fail_at_once, optimizer=optimizer).inspect()
+    assert "in fail_at_once" in str(caught.value.user_traceback)
+    witness.check()

@@ -1,0 +1,118 @@
+"""Ctrl-C: it ends a trial at once, waits while live objects are put back, and then goes on."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.devices.in_place.interruptions import Interruptions
+from autoaccum.devices.in_place.live_state import LiveState
+
+
+def test_a_signal_waits_for_a_window_and_closes_it() -> None:
+    reached = []
+
+    def be_interrupted_twice() -> None:
+        with Interruptions() as interruptions:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("held")
+            assert not interruptions.delivered
+            with pytest.raises(KeyboardInterrupt), interruptions.window():
+                reached.append("never")
+            assert interruptions.delivered
+            signal.raise_signal(signal.SIGINT)
+            reached.append("held again")
+
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted_twice()
+    assert reached == ["held", "held again"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_strikes_at_once_within_a_window() -> None:
+    with Interruptions() as interruptions:
+        with pytest.raises(KeyboardInterrupt), interruptions.window():
+            signal.raise_signal(signal.SIGINT)
+        assert interruptions.ended(ValueError())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_goes_on_leaves_the_window_open() -> None:
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
+    try:
+        with Interruptions() as interruptions, interruptions.window():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert len(calls) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_without_a_signal_is_none() -> None:
+    with Interruptions() as interruptions:
+        assert not interruptions.ended(ValueError())
+        assert interruptions.ended(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "update", "batch"])
+@pytest.mark.parametrize("real", [False, True])
+def test_ctrl_c_puts_everything_back_and_goes_on(where: str, real: bool, live_device: Any, pairs: Any) -> None:
+    def strike(now: str) -> None:
+        if now == where and real:
+            signal.raise_signal(signal.SIGINT)
+        elif now == where:
+            raise KeyboardInterrupt
+
+    class Updating(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            strike("update")
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        strike("forward")
+        value.register_hook(lambda grad: strike("backward"))  # type: ignore[no-untyped-call]
+        return value
+
+    def batch(size: int) -> Any:
+        strike("batch")
+        return pairs(size)
+
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = Updating(model.parameters(), lr=0.1)
+    device = live_device(model, batch, loss, optimizer=optimizer)
+    before = state_digest(model, optimizer)
+    for ask in (lambda: device.trial((2, 2)), device.inspect):
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+        assert state_digest(model, optimizer) == before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert torch.is_grad_enabled()
+
+
+def test_ctrl_c_while_everything_is_put_back_waits(
+    live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    device = live_device(model, pairs, optimizer=optimizer)
+    assert device.limit_bytes
+    before, restore, struck = state_digest(model, optimizer), LiveState.restore, []
+
+    def strike(self: LiveState) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        restore(self)
+        struck.append(1)
+
+    monkeypatch.setattr(LiveState, "restore", strike)
+    with pytest.raises(KeyboardInterrupt):
+        device.trial((2, 2))
+    assert struck
+    assert state_digest(model, optimizer) == before

@@ -1,0 +1,234 @@
+"""Everything a trial may change, changed by hand: it comes back, and what does not is named."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.in_place.live_state import LiveState
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].weight.register_hook(lambda grad: grad)
+    groups: list[Any] = [{"params": [model[0].weight], "lr": 0.5}, {"params": [model[2].weight]}]
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model[2].bias.grad = None
+    return model, optimizer
+
+
+def swap_parameter(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def swap_values(model: Any) -> None:
+    model[0].weight.data = model[0].weight.detach().double()
+
+
+def swap_buffer(model: Any) -> None:
+    model[1].running_mean = model[1].running_mean.clone()
+
+
+def other_buffers(model: Any) -> None:
+    del model[1].running_var
+    model[1].register_buffer("late", torch.ones(2))
+    model[1].register_buffer("hidden", None, persistent=False)
+
+
+def new_hooks(model: Any) -> None:
+    model[0]._forward_hooks.clear()
+    model[2].register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    model[2].register_full_backward_hook(lambda *_: None)
+    model.register_state_dict_post_hook(lambda *_: None)
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def tensor_hooks(model: Any) -> None:
+    model[0].weight._backward_hooks.clear()
+    model[0].bias.register_hook(lambda grad: grad)
+    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def gradients(model: Any) -> None:
+    model[0].weight.grad.mul_(2)
+    model[0].bias.grad = None
+    model[2].bias.grad = torch.ones(2)
+
+
+def settings(model: Any) -> None:
+    model[0].eval()
+    model[0].weight.requires_grad_(False)
+
+
+def submodules(model: Any) -> None:
+    model.add_module("3", nn.ReLU())
+    model[0] = nn.Linear(3, 4)
+
+
+def attributes(model: Any) -> None:
+    model[0].in_features = 5
+    model[0].extra = [1]
+    model[0].weight.tag = "new"
+
+
+def generators(model: Any) -> None:
+    torch.rand(3)
+    random.random()
+    np.random.rand()
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    swap_parameter,
+    swap_values,
+    swap_buffer,
+    other_buffers,
+    new_hooks,
+    tensor_hooks,
+    gradients,
+    settings,
+    submodules,
+    attributes,
+    generators,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_a_trial_changes_in_a_model_comes_back(change: Callable[[Any], None]) -> None:
+    model, optimizer = build()
+    linear, norm, last = model
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    kept = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    hooks = (dict(linear._forward_hooks), dict(linear.weight._backward_hooks))
+    state = LiveState({"": model}, optimizer)
+    change(model)
+    changed, lost = state.differences()
+    assert changed or lost
+    state.restore()
+    assert state.differences() == ([], [])
+    assert list(model) == [linear, norm, last]
+    now = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(now, tensors, strict=True))
+    assert all(map(torch.equal, now, values))
+    assert all(p.grad is grad and p.requires_grad is wanted for p, grad, wanted in kept)
+    assert (dict(linear._forward_hooks), dict(linear.weight._backward_hooks)) == hooks
+    assert not hasattr(linear.weight, "tag")
+    assert linear.in_features == 3
+    assert all(module.training for module in model.modules())
+
+
+def learn(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def forget_state(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def regroup(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.param_groups[0]["note"] = 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def reorder(optimizer: Any) -> None:
+    first = next(iter(optimizer.state))
+    optimizer.state[first] = optimizer.state.pop(first)
+
+
+def attach(optimizer: Any) -> None:
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.note = 1
+    optimizer.step = None
+
+
+@pytest.mark.parametrize("change", [learn, forget_state, regroup, reorder, attach], ids=lambda change: change.__name__)
+def test_what_a_trial_changes_in_an_optimizer_comes_back(change: Callable[[Any], None]) -> None:
+    model, optimizer = build()
+    keys, names = list(optimizer.state), list(vars(optimizer))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    state = LiveState({"": model}, optimizer)
+    change(optimizer)
+    assert state.differences()[0]
+    state.restore()
+    assert state.differences() == ([], [])
+    assert all(a is b for a, b in zip(optimizer.state, keys, strict=True))
+    assert list(vars(optimizer)) == names
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_differences_are_named() -> None:
+    model, optimizer = build()
+    state = LiveState({"": model}, optimizer)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[1].running_mean.add_(1)
+    model[2].eval()
+    torch.rand(1)
+    model[2].note = 1
+    changed, lost = state.differences()
+    assert set(changed) == {
+        "parameter 0.weight",
+        "buffer 1.running_mean",
+        "the mode of 2",
+        "the optimizer's groups",
+        "the optimizer's state",
+        "the random state of torch",
+    }
+    assert lost == ["2.note"]
+
+
+def test_tied_sparse_and_odd_tensors_come_back() -> None:
+    model: Any = nn.ModuleDict({"a": nn.Embedding(4, 2, sparse=True), "b": nn.Linear(2, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    model["a"](torch.tensor([1, 2])).sum().backward()
+    model.register_buffer("wide", torch.ones(1).expand(5))
+    model.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn))
+    model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+    gradient, dense = model["a"].weight.grad, model["a"].weight.grad.to_dense()
+    state = LiveState({"": model}, None)
+    with torch.no_grad():
+        model["a"].weight.zero_()
+    model._buffers["turned"].zero_()
+    gradient.zero_()
+    state.restore()
+    assert state.differences() == ([], [])
+    assert model["b"].weight is model["a"].weight
+    assert model["a"].weight.grad is gradient
+    assert torch.equal(gradient.to_dense(), dense)
+    assert torch.equal(model._buffers["turned"], torch.arange(6.0).reshape(2, 3).t())
+
+
+def test_an_old_style_weight_norm_comes_back() -> None:
+    layer: Any = nn.Linear(2, 2)
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(layer)
+    state = LiveState({"": layer}, None)
+    weight = layer.weight
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight is not weight
+    state.restore()
+    assert layer.weight is weight
+    assert state.differences() == ([], [])
+
+
+def test_an_ordered_mapping_keeps_its_order() -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.table = OrderedDict(a=1, b=2)
+    state = LiveState({"": layer}, None)
+    layer.table.move_to_end("a")
+    assert state.differences()[1] == ["table"]
+    state.restore()
+    assert list(layer.table) == ["a", "b"]
