@@ -16,6 +16,7 @@ from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.planned import PlanLike, check_plan, choose_ceiling, choose_objective, choose_precision
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.results import StepResult as StepResult
 from autoaccum.accumulation.scaling import choose_scaler
@@ -31,7 +32,6 @@ from autoaccum.accumulation.validation import (
 )
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.weights import Objective, resolve_objective
 
 
 class Accumulator:
@@ -63,18 +63,20 @@ class Accumulator:
         model: The model, in place on its device.
         optimizer: One optimizer of its parameters; it may lack some, whose gradients are dropped.
         loss: `loss(model, batch)`, or a criterion, or an `Objective`; see `workload.weights.resolve_objective`.
-        micro_batch: The most samples to run at once.
+        micro_batch: The most samples to run at once; leave it away where `plan` is given.
+        plan: An `autoaccum.Plan`: its micro-batch is taken, and its precision and reduction where none are given. It
+            must have been made for this model, loss, optimizer and device.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
-        reduction: `mean` or `sum`; the parts of a sum are not divided.
+        reduction: `mean` (if nothing else tells) or `sum`; the parts of a sum are not divided.
         clip_norm: The largest 2-norm of an update's gradient; infinity measures only; None does neither.
-        precision: `fp32`, or `bf16` or `fp16` by autocast.
+        precision: `fp32` (if no plan tells), or `bf16` or `fp16` by autocast.
         scaler: A GradScaler; for `fp16` one is made when None is given.
         scheduler: Stepped once after each update that was made.
         recover: False: an out-of-memory rolls everything back and is raised as it came.
 
     Raises:
-        UsageError: An argument cannot be honoured.
+        UsageError: An argument cannot be honoured, or the plan is for something else: says what differs.
         WorkloadError: `loss`, `criterion`, `weight` and `reduction` do not go together.
     """
 
@@ -84,12 +86,13 @@ class Accumulator:
         optimizer: Optimizer,
         loss: Any = None,
         *,
-        micro_batch: int,
+        micro_batch: int | None = None,
+        plan: PlanLike | None = None,
         criterion: Any = None,
         weight: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Literal["mean", "sum"] | None = None,
         clip_norm: float | None = None,
-        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp16"] | None = None,
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         recover: bool = True,
@@ -97,15 +100,18 @@ class Accumulator:
         check_model(model)
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
-        check_precision(precision)
         check_clip_norm(clip_norm)
-        objective = _resolve(loss, criterion, weight, reduction)
+        self.micro_batch = choose_ceiling(plan, micro_batch)
+        chosen = choose_precision(plan, precision)
+        check_precision(chosen)
+        objective = choose_objective(loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan)
+        if plan is not None:
+            check_plan(plan, model, optimizer, objective, chosen)
         objective.move_criterion(model_device(model))
-        scaler = choose_scaler(precision, scaler, model_device(model), optimizer_parameters(optimizer))
-        self.micro_batch = micro_batch
+        scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self._model = model
         self._recover = recover
-        self._attempt = Attempt(model, optimizer, objective, precision, clip_norm, scaler, scheduler)
+        self._attempt = Attempt(model, optimizer, objective, chosen, clip_norm, scaler, scheduler)
 
     @property
     def phase(self) -> StepPhase:
@@ -201,13 +207,3 @@ class Accumulator:
             ) from error
         finally:
             del error  # the traceback holds this frame
-
-
-def _resolve(loss: Any, criterion: Any, weight: Any, reduction: str) -> Objective:
-    if not isinstance(loss, Objective):
-        return resolve_objective(loss, criterion=criterion, weight=weight, reduction=reduction)
-    if criterion is not None or weight is not None or reduction not in ("mean", loss.reduction):
-        raise UsageError(
-            "an Objective is given, and criterion, weight or reduction too", hint="give the Objective only"
-        )
-    return loss

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.planned import storage_bytes
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
@@ -72,7 +72,7 @@ def inspect_workload(
         digest=workload.digest,
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=_storage_bytes(parameters),
+        parameter_bytes=storage_bytes(parameters),
         precision=workload.precision,
         optimizer=type(made).__name__,
         reduction=objective.reduction,
@@ -120,13 +120,3 @@ def _check_finite(loss: float, size: int) -> None:
             f"the loss of batch({size}) is {loss}",
             hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over nothing",
         )
-
-
-def _storage_bytes(parameters: list[nn.Parameter]) -> int:
-    """Bytes of the distinct storages behind `parameters`: tied ones count once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _dense(parameters)}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-def _dense(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
