@@ -30,7 +30,8 @@ class Runner:
         Raises:
             SearchStopped: It may not be run, or the limit on time ended it.
         """
-        proof = self.proof_seconds + max((trial.seconds for trial in self.trials if trial.ran), default=0.0)
+        ran = [trial.seconds for trial in self.trials if trial.ran]
+        proof = self.proof_seconds + max(ran) if ran else 0.0
         left = self._allowance.seconds_left(len(self.trials), proof)
         # The whole share is one micro-batch per update: nothing accumulates then.
         parts = (size,) if size == self._request.share else (size, size)

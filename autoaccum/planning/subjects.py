@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoaccum.devices.in_place.subjects import LiveObjects
     from autoaccum.workload.spec import Workload
 
-_PRECISIONS = ("fp32", "bf16", "fp16")
+Precision = Literal["fp32", "bf16", "fp16"]
 _WAYS = 'give one: plan("model.py", ...), plan(Workload(...), ...), or plan(model=..., batch=..., loss=..., ...)'
 
 
@@ -70,7 +70,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
     memory, reserve = _size(settings.memory), _size(settings.reserve)
     given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
     if workload is None:
-        return _in_place(_live_objects(parts, given, settings), settings, memory, reserve)
+        return _in_place(_live_objects(parts, given, settings, precision), settings, memory, reserve)
     if given:
         raise UsageError(f"a workload is given, and {_listed(given)} too", hint=_WAYS)
     if not isinstance(workload, (str, os.PathLike)):
@@ -102,7 +102,9 @@ def _in_place(
     return Subject(made, f"{subject.name} (in this process)", isolated=False)
 
 
-def _live_objects(parts: Mapping[str, Any], given: list[str], settings: Settings) -> LiveObjects:
+def _live_objects(
+    parts: Mapping[str, Any], given: list[str], settings: Settings, precision: Precision | None
+) -> LiveObjects:
     if not given:
         raise UsageError("there is nothing to plan", hint=_WAYS)
     missing = [name for name in ("model", "batch") if parts[name] is None]
@@ -124,7 +126,7 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], settings: Settings
         batch=parts["batch"],
         objective=objective,
         optimizer=settings.optimizer,
-        precision=settings.precision or "fp32",
+        precision=precision or "fp32",
         name=type(parts["model"]).__name__,
     )
 
@@ -139,10 +141,11 @@ def _adapted(workload: Any, settings: Settings) -> Workload:
     return dataclasses.replace(workload, **{name: value for name, value in asked.items() if value is not None})
 
 
-def _check_precision(precision: str | None) -> str | None:
-    if precision is not None and precision not in _PRECISIONS:
-        raise UsageError(f"there is no precision {precision!r}", hint=f"take {', '.join(_PRECISIONS)}")
-    return precision
+def _check_precision(precision: str | None) -> Precision | None:
+    known = get_args(Precision)
+    if precision is not None and precision not in known:
+        raise UsageError(f"there is no precision {precision!r}", hint=f"take {', '.join(known)}")
+    return cast("Precision | None", precision)
 
 
 def _size(size: str | MemorySize | None) -> MemorySize | None:

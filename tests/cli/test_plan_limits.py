@@ -1,0 +1,133 @@
+"""`--time-limit`, `--max-trials`, `--least` and `--emit`, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autoaccum.cli import main
+from autoaccum.planning.records import Plan
+from autoaccum.units import MIB
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 10, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "64MiB", "--target-batch", "40000", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+
+
+def test_few_trials_are_marked(folder: Path) -> None:
+    done = run(folder, "--max-trials", "2", "-o", "plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert (plan.stopped, len(plan.trials)) == ("trials", 3)
+    assert "the largest that ran before the limit on trials ended the search\n" in done.stdout
+    assert "the limit of 2 trials ended the search: sizes above" in " ".join(done.stdout.split())
+
+
+def test_little_time_is_marked(folder: Path) -> None:
+    slow = "\nimport time\n_forward = nn.Linear.forward\n"
+    slow += "nn.Linear.forward = lambda self, x: (time.sleep(len(x) / 500), _forward(self, x))[1]\n"
+    (folder / "model.py").write_text(MODEL + slow)
+    done = run(folder, "--time-limit", "30", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout)
+    assert plan.stopped == "time"
+    assert plan.trials[-1].ran
+    assert plan.trials[-1].micro_batch == plan.micro_batch
+    assert "warning: the time limit of 30 s ended the search" in done.stderr
+
+
+def test_no_time_at_all_is_no_answer(folder: Path) -> None:
+    done = run(folder, "--time-limit", "0.01")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: the time limit of 0.01 s ended the search before a micro-batch of 1 had run through"
+    )
+
+
+def test_the_least_budget(folder: Path) -> None:
+    done = run(folder, "--max-micro-batch", "1000", "--least", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout)
+    assert plan.least_bytes is not None
+    assert plan.peak_bytes is not None
+    assert plan.least_bytes == pytest.approx(plan.peak_bytes, abs=4 * MIB), "malloc needs what it holds"
+    below = [t.limit_bytes for t in plan.trials if t.limit_bytes is not None and not t.ran]
+    assert max(b for b in below if b is not None) >= plan.least_bytes - 2 * MIB
+    assert "the least budget at which that still runs\n" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "soon", "nan", "inf"])
+@pytest.mark.parametrize("flag", ["--time-limit", "--max-trials", "--trial-limit"])
+def test_bad_limits(folder: Path, flag: str, value: str) -> None:
+    result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "8", flag, value])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert flag in result.stderr
+    assert value in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_training_step_is_written_beside_the_plan(folder: Path) -> None:
+    done = run(folder, "--max-micro-batch", "1000", "-o", "plan.json", "--emit", "train_step.py")
+    assert done.returncode == 0, done.stderr
+    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in done.stdout
+    plan = json.loads((folder / "plan.json").read_text())
+    text = (folder / "train_step.py").read_text()
+    assert f"MICRO_BATCH = {plan['micro_batch']}  #" in text
+    assert "import autoaccum" not in text
+    compile(text, "train_step.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--emit", "model.py"], "model.py is already there: add --force to overwrite it"),
+        (["--emit", "model.py", "--force"], "--emit names the workload itself, model.py: choose another name"),
+        (["--emit", "same", "-o", "./same"], "-o and --emit both name same: the plan is JSON, the wrapper Python"),
+        (["--emit", "nowhere/step.py"], "there is no folder"),
+        (["--emit", "."], ". is a folder"),
+        (["--emit", "step.py", "--world-size", "2"], "--world-size"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_any_trial(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "8", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert (folder / "model.py").read_text() == MODEL
+    assert [path.name for path in folder.iterdir()] == ["model.py"]
