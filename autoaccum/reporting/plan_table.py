@@ -57,7 +57,7 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
     yield "peak", _peak(plan)
     if plan.least_bytes is not None:
         yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule still ran")
-    yield "device", Text(str(plan.device.get("name", "unknown")))
+    yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
         yield "note", Text(note)
@@ -129,6 +129,18 @@ def _largest_fit(plan: Plan) -> str:
     failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
     why = f" ({failed[0].micro_batch} ran out of memory)" if failed else ""
     return f"{plan.largest_fit}{why}"
+
+
+def _device(plan: Plan) -> str:
+    device = plan.device
+    known = [str(device.get("name", "unknown"))]
+    if device.get("card"):
+        known.append(str(device["card"]))
+    if device.get("in_place"):
+        known.append("in this process")
+    if device.get("used_by_others_bytes"):
+        known.append(f"of which others hold {format_bytes(device['used_by_others_bytes'])}")
+    return ", ".join(known)
 
 
 def _trials(plan: Plan, seconds: float | None) -> str:

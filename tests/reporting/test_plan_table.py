@@ -15,6 +15,7 @@ from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.plan_table import accumulator_line, print_plan
 from autoaccum.units import GIB, MIB
 
+CARD = {"name": "cuda:1", "kind": "cuda", "card": "NVIDIA GeForce RTX 3090", "used_by_others_bytes": 5 * GIB // 2}
 COMMAND = ["autoaccum", "plan", "my model.py", "--target-batch", "256"]
 
 
@@ -96,6 +97,9 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
         (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the"),
         (make_plan(least_bytes=700 * MIB), "least budget 700 MiB, where the schedule still ran\n"),
+        (make_plan(device={"name": "cpu", "in_place": True}), "device       cpu, in this process\n"),
+        (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
+        (make_plan(device={**CARD, "used_by_others_bytes": None}), "device       cuda:1, NVIDIA GeForce RTX 3090\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (make_plan(kind="predicted", band_bytes=MIB), "874 MiB (predicted) of 1.0 GiB"),
     ],
