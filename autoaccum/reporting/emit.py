@@ -39,11 +39,15 @@ def check_emittable(*, world_size: int = 1, precision: str = "fp32", recipe: Map
         Choices(precision, accumulates=True, recipe=recipe)
 
 
-def emit_wrapper(plan: Plan) -> str:
-    """The text of `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
+def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
+    """The text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
 
     Plain PyTorch, formatted and typed. It holds what this plan needs: the weighting of its loss, its precision, the
     form of its batches.
+
+    Args:
+        plan: The plan.
+        module: The file's name without `.py`, for the example in its docstring.
 
     Raises:
         UsageError: The plan is for several ranks, comes from a version of autoaccum that did not record how the loss
@@ -58,7 +62,7 @@ def emit_wrapper(plan: Plan) -> str:
         )
     choices = Choices(str(plan.workload.get("precision", "fp32")), accumulates=plan.iter_size > 1, recipe=recipe)
     functions = [cut_lines(choices), move_lines(choices), step_lines(choices)]
-    blocks = [_docstring(plan, choices), _imports(choices), _constants(plan, choices)]
+    blocks = [_docstring(plan, choices, module), _imports(choices), _constants(plan, choices)]
     text = "\n\n".join("\n".join(block) for block in blocks)
     for function in functions:
         if lines := "\n".join(function):
@@ -68,12 +72,12 @@ def emit_wrapper(plan: Plan) -> str:
     return text + "\n"
 
 
-def _docstring(plan: Plan, choices: Choices) -> Iterator[str]:
+def _docstring(plan: Plan, choices: Choices, module: str) -> Iterator[str]:
     yield f'"""One update from a batch of any size, in micro-batches of at most {plan.micro_batch} samples.'
     yield ""
     yield from _wrapped(_origin(plan))
     yield ""
-    yield "    from train_step import train_step"
+    yield f"    from {module if module.isidentifier() else 'train_step'} import train_step"
     yield ""
     if choices.precision == "fp16":
         yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'

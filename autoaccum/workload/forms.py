@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autoaccum.workload import nests
 from autoaccum.workload.batches import is_samples
+from autoaccum.workload.plain_names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 
@@ -48,7 +49,7 @@ def _entry(form: Form) -> Form:
 
 def _container(node: Any, children: list[tuple[str, Any]], forms: list[Form]) -> Form:
     if isinstance(node, Mapping):
-        return {"dict": dict(zip(node, forms, strict=True))} if all(map(_is_plain_name, node)) else "other"
+        return {"dict": dict(zip(node, forms, strict=True))} if all(map(is_plain_name, node)) else "other"
     names = [step.removeprefix(".") for step, _ in children]
     if nests.is_dataclass(node):
         fields = dataclasses.fields(node)
@@ -57,8 +58,3 @@ def _container(node: Any, children: list[tuple[str, Any]], forms: list[Form]) ->
     if nests.is_namedtuple(node):
         return {"namedtuple": dict(zip(names, forms, strict=True))}
     return {"list" if isinstance(node, list) else "tuple": forms}
-
-
-def _is_plain_name(name: Any) -> bool:
-    """Whether a name stands in source code, between double quotes, as it is."""
-    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

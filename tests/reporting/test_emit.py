@@ -128,6 +128,11 @@ def test_fits_on_one_screen(a_plan: Plan) -> None:
     assert max(lengths.values()) <= 110
 
 
+def test_emitting_loads_no_torch() -> None:
+    """The trials' budget is what is free beside the process that plans."""
+    call("-c", "import sys, autoaccum.reporting.emit; sys.exit('torch' in sys.modules)", cwd=ROOT)
+
+
 def test_needs_only_torch(written: Path) -> None:
     standard = {"math", "collections.abc", "dataclasses", "itertools", "typing"}
     for path in written.glob("*.py"):
@@ -151,6 +156,8 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "    from train_step import train_step" in found
     assert "train_step(model, optimizer, criterion, batch)" in found
     assert "The plan warned" not in found
+    assert "    from my_step import train_step" in emit_wrapper(a_plan, module="my_step")
+    assert "    from train_step import train_step" in emit_wrapper(a_plan, module="my-step")
     card = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA H200", "total_bytes": 139 * GIB}
     warned = dataclasses.replace(a_plan, device=card, warnings=("BatchNorm in bn1: not exact",))
     text = emit_wrapper(with_recipe(warned, "fp16"))
@@ -158,6 +165,12 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "The plan warned:\n\n- BatchNorm in bn1: not exact\n" in text
     assert 'scaler = torch.amp.GradScaler("cuda")' in text
     assert "gradient, to rounding" not in text
+
+
+def test_a_plan_that_was_kept_gives_the_same_file(a_plan: Plan) -> None:
+    for form in FORMS.values():
+        plan = with_recipe(a_plan, batch=form, call=None, divisor="samples")
+        assert emit_wrapper(Plan.from_json(plan.to_json())) == emit_wrapper(plan)
 
 
 def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
@@ -190,7 +203,13 @@ def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:
     old = {key: value for key, value in a_plan.workload.items() if key != "recipe"}
     with pytest.raises(UsageError, match="an older autoaccum made it: plan again with `autoaccum plan`"):
         emit_wrapper(dataclasses.replace(a_plan, workload=old))
-    for broken in ({"divisor": "moons"}, {"call": "loudly"}, {"batch": "value"}):
+    broken: dict[str, Any]
+    for broken in (
+        {"divisor": "moons"},
+        {"call": "loudly"},
+        {"batch": "value"},
+        {"divisor": "targets", "ignore_index": "0) or evil("},
+    ):
         recipe: dict[str, Any] = {"call": None, "divisor": "samples", **broken}
         with pytest.raises(UsageError, match="plan again"):
             emit_wrapper(with_recipe(a_plan, **recipe))
@@ -201,6 +220,10 @@ def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:
     [
         ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": {"samples": {"list": [{"samples": "tensor"}]}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {"dict": ["x"]}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {"dict": {'x"]; evil(); ["': "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {"dataclass": {"x; evil()": "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": "tensor", "call": "one"}, "cannot be cut and moved in a line"),
         ({"batch": {"dict": {f"{'x' * 80}{i}": "tensor" for i in range(3)}}, "call": None}, "cannot be cut and moved"),
         (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from autoaccum.errors import UsageError
+from autoaccum.workload.plain_names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 Change: TypeAlias = Literal["cut", "move"]
@@ -90,7 +91,7 @@ def changed(form: Form, name: str, change: Change) -> Code:
         return name
     if kind == "dict":
         alike = {"tensor"} if change == "cut" else {"tensor", "scalar"}
-        each = f"{{name: {_changed_leaf('tensor', 'value', change)} for name, value in {name}.items()}}"
+        each = f"{{k: {_changed_leaf('tensor', 'v', change)} for k, v in {name}.items()}}"
         if alike.issuperset(map(str, content.values())) and len(each) <= _LONGEST_EXPRESSION:
             return each
         return Brackets("{", _items(content, '"{0}": ', name, '["{0}"]', change), "}")
@@ -100,7 +101,7 @@ def changed(form: Form, name: str, change: Change) -> Code:
         return Brackets(f"{name}._replace(", items, ")") if kind == "namedtuple" else _replaced(name, items)
     opening, closing = ("[", "]") if kind == "list" else ("(", ")")
     if _are_many_alike(content) and content[0] == "tensor":
-        each = f"{_changed_leaf('tensor', 'value', change)} for value in {name}"
+        each = f"{_changed_leaf('tensor', 'v', change)} for v in {name}"
         if len(each) <= _LONGEST_EXPRESSION:
             return f"[{each}]" if kind == "list" else f"tuple({each})"
     return Brackets(opening, _items(dict(enumerate(content)), "", name, "[{0}]", change), closing)
@@ -193,7 +194,19 @@ def _common_type(content: Sequence[Form]) -> str:
 
 
 def _container(form: Mapping[str, Any]) -> tuple[str, Any]:
-    return next(iter(form.items()))
+    """Kind and content of a container; what is none as `workload.forms` writes them is refused, not written as code."""
+    kind, content = next(iter(form.items()), ("", None))
+    sound = {
+        "samples": isinstance(content, str | Mapping),
+        "tuple": isinstance(content, list | tuple),
+        "list": isinstance(content, list | tuple),
+        "dict": isinstance(content, Mapping) and all(map(is_plain_name, content)),
+        "dataclass": isinstance(content, Mapping) and all(map(str.isidentifier, content)),
+        "namedtuple": isinstance(content, Mapping) and all(map(str.isidentifier, content)),
+    }
+    if not sound.get(kind):
+        raise refused_form()
+    return kind, content
 
 
 def _checked(form: Any) -> Form:

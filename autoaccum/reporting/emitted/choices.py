@@ -39,8 +39,9 @@ class Choices:
     recipe: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        known = self.recipe.get("divisor") in _DIVISORS and self.precision in _PRECISIONS
-        if not known or (self.call is not None and self.call not in CALLS):
+        known = self.divisor in _DIVISORS and self.precision in _PRECISIONS
+        known &= self.call is None or self.call in CALLS
+        if not known or (self.counts_targets and not isinstance(self.recipe.get("ignore_index"), int)):
             raise UsageError("the plan does not record how its loss is divided", hint=_AGAIN)
         if self.divisor == "class weights" and not self.recipe.get("is_module"):
             raise UsageError(
@@ -61,7 +62,7 @@ class Choices:
     @property
     def divisor(self) -> str:
         """What the loss's mean divides by: see `workload.recipes.Divisor`."""
-        return str(self.recipe["divisor"])
+        return str(self.recipe.get("divisor"))
 
     @property
     def call(self) -> str | None:
@@ -82,7 +83,7 @@ class Choices:
     @property
     def ignore_index(self) -> int | None:
         """The class that does not count, where that matters."""
-        return int(self.recipe["ignore_index"]) if self.divisor in ("targets", "class weights") else None
+        return self.recipe["ignore_index"] if self.counts_targets else None
 
     @property
     def weighs_terms(self) -> bool:
@@ -93,6 +94,11 @@ class Choices:
     def weighs(self) -> bool:
         """Whether weights are counted, and may be zero."""
         return self.divisor in ("weight", "targets", "class weights")
+
+    @property
+    def counts_targets(self) -> bool:
+        """Whether weights are those of the targets that are not ignored."""
+        return self.divisor in ("targets", "class weights")
 
     @property
     def is_half(self) -> bool:
