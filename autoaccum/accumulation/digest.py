@@ -223,7 +223,6 @@ class Hasher:
 
 def _bytes_of(tensor: Tensor) -> Any:
     values = tensor.detach()
-    values = values.int_repr() if values.is_quantized else values
     values = values.to_dense() if values.layout is not torch.strided else values
     values = values.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return values.view(torch.uint8).numpy()

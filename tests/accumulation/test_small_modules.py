@@ -80,8 +80,11 @@ def test_phases_are_words_of_a_trial() -> None:
 def test_random_states_come_back() -> None:
     module = nn.Linear(2, 2)
     generator: Any = torch.Generator().manual_seed(3)
-    module.__dict__["noise"] = generator
-    assert own_generators([module, module]) == [generator]
+    numpy_generator, old, python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
+    own: Any = {"noise": generator, "new": numpy_generator, "old": old, "python": python}
+    module.__dict__.update(own)
+    assert own_generators([module, module]) == [generator, numpy_generator, old, python]
+    module.__dict__["system"] = random.SystemRandom()
 
     def draw() -> list[float]:
         return [
@@ -89,6 +92,9 @@ def test_random_states_come_back() -> None:
             np.random.rand(),
             float(torch.rand(1)),
             float(torch.rand(1, generator=generator)),
+            numpy_generator.random(),
+            old.rand(),
+            python.random(),
         ]
 
     state = RandomState(generators=own_generators([module]))

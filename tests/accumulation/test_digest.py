@@ -1,0 +1,191 @@
+"""The digest tells every change, and a copy of equal values from none."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.accumulation.digest import attribute_entries, state_digest, state_entries
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def value(model: Any, optimizer: Any) -> None:
+    model[0].weight.data[0, 0] += 1e-7
+
+
+def dtype(model: Any, optimizer: Any) -> None:
+    model[0].weight.data = model[0].weight.data.double()
+
+
+def hook(model: Any, optimizer: Any) -> None:
+    model[0].register_forward_hook(lambda *_: None)
+
+
+def state_dict_hook(model: Any, optimizer: Any) -> None:
+    model.register_state_dict_post_hook(lambda *_: None)
+
+
+def tensor_hook(model: Any, optimizer: Any) -> None:
+    model[0].weight.register_hook(lambda grad: grad)
+
+
+def gradient(model: Any, optimizer: Any) -> None:
+    model[0].weight.grad = torch.zeros(3, 2)
+
+
+def mode(model: Any, optimizer: Any) -> None:
+    model[1].eval()
+
+
+def name(model: Any, optimizer: Any) -> None:
+    model.register_buffer("late", None)
+
+
+def persistence(model: Any, optimizer: Any) -> None:
+    model[1]._non_persistent_buffers_set.add("running_mean")
+
+
+def order(model: Any, optimizer: Any) -> None:
+    model._modules["0"] = model._modules.pop("0")
+
+
+def rate(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def flag(model: Any, optimizer: Any) -> None:
+    optimizer._opt_called = True
+
+
+def step_hook(model: Any, optimizer: Any) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def python_randomness(model: Any, optimizer: Any) -> None:
+    random.random()
+
+
+def numpy_randomness(model: Any, optimizer: Any) -> None:
+    np.random.rand()
+
+
+def torch_randomness(model: Any, optimizer: Any) -> None:
+    torch.rand(1)
+
+
+CHANGES: list[Callable[[Any, Any], None]] = [
+    value,
+    dtype,
+    hook,
+    state_dict_hook,
+    tensor_hook,
+    gradient,
+    mode,
+    name,
+    persistence,
+    order,
+    rate,
+    flag,
+    step_hook,
+    python_randomness,
+    numpy_randomness,
+    torch_randomness,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_is_seen(change: Callable[[Any, Any], None]) -> None:
+    model, optimizer = build()
+    before = state_digest(model, optimizer)
+    assert state_digest(model, optimizer) == before
+    change(model, optimizer)
+    assert state_digest(model, optimizer) != before
+
+
+def test_a_criterion_counts() -> None:
+    model, optimizer = build()
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(2))
+    before = state_digest(model, optimizer, criterion=criterion)
+    assert before != state_digest(model, optimizer)
+    assert criterion.weight is not None
+    criterion.weight.add_(1)
+    assert state_digest(model, optimizer, criterion=criterion) != before
+
+
+def test_equal_values_are_equal_unless_identity_is_asked_for() -> None:
+    model, optimizer = build()
+    twin = copy.deepcopy(model)
+    made = torch.optim.AdamW(twin.parameters())
+    assert state_digest(model, optimizer) == state_digest(twin, made)
+    assert state_entries({"": model}) == state_entries({"": twin})
+    assert state_entries({"": model}, identity=True) == state_entries({"": model}, identity=True)
+    assert state_entries({"": model}, identity=True) != state_entries({"": twin}, identity=True)
+
+
+def test_a_difference_has_a_name() -> None:
+    model, optimizer = build()
+    before = state_entries({"net": model}, optimizer)
+    model[1].running_mean += 1
+    model[0].register_forward_hook(lambda *_: None)
+    after = state_entries({"net": model}, optimizer)
+    assert {key for key in after if before[key] != after[key]} == {
+        "buffer net.1.running_mean",
+        "the hooks of net.0",
+    }
+
+
+def test_tensors_of_every_kind_are_read() -> None:
+    model: Any = nn.Module()
+    kinds = {
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "negative": torch.ones(2, dtype=torch.complex64).conj().imag,
+        "float8": torch.ones(2).to(torch.float8_e4m3fn),
+        "boolean": torch.tensor([True]),
+        "empty": torch.ones(0),
+        "scalar": torch.tensor(1.0),
+        "wide": torch.ones(1).expand(3),
+        "sparse": torch.ones(2, 2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+    }
+    for key, tensor in kinds.items():
+        model.register_buffer(key, tensor)
+    entries = state_entries({"": model})
+    assert entries == state_entries({"": model})
+    assert len({entries[f"buffer {key}"] for key in kinds}) == len(kinds)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_attributes_are_told_as_deep_as_they_are_kept() -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.meter, layer.table, layer.names = Meter(), {"a": [1, {2}]}, ["x"]
+    layer.itself = [layer.names]
+    layer.itself.append(layer.itself)
+    layer.generator, layer.array, layer.mask = torch.Generator(), np.zeros(2), torch.ones(2)
+    before = attribute_entries({"": layer})
+    assert attribute_entries({"": layer}) == before
+    layer.meter.count += 1
+    layer.table["a"][1].add(3)
+    torch.rand(1, generator=layer.generator)
+    layer.array += 1
+    layer.mask[0] = 0
+    layer.late = 1
+    after = attribute_entries({"": layer})
+    changed = {key for key in after if before.get(key) != after[key]}
+    assert changed == {"meter", "table", "generator", "array", "mask", "late"}
+    assert "weight" not in after

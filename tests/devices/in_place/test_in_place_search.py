@@ -1,0 +1,62 @@
+"""The search over trials in place, under a real limit: it ends, on a size that ran, with everything put back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="trials on the CPU need Linux")
+
+SCRIPT = """
+import json
+import torch
+from torch import nn
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.planning.search import search
+from autoaccum.units import MIB, MemorySize
+from autoaccum.workload.weights import resolve_objective
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
+                      nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+optimizer = torch.optim.AdamW(model.parameters())
+sample = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+live = LiveObjects(model=model, batch=sample, objective=resolve_objective(nn.CrossEntropyLoss()), optimizer=optimizer)
+before = state_digest(model, optimizer)
+with InPlaceDevice(live, share=400, memory=MemorySize(bytes=70 * MIB)) as device:
+    inspection = device.inspect()
+    result = search(
+        lambda size: device.trial((size, size)), 400, limit_bytes=device.limit_bytes, least_size=inspection.least_size
+    )
+    again = device.trial((result.largest_fit, result.largest_fit))
+print(json.dumps({
+    "largest_fit": result.largest_fit, "first_fail": result.first_fail, "capped": result.capped,
+    "trials": [(trial.micro_batch, trial.outcome, trial.peak_reserved_bytes) for trial in result.trials],
+    "same": state_digest(model, optimizer) == before, "again": again.outcome, "limit": device.limit_bytes,
+}))
+"""
+
+
+def test_a_search_ends_on_a_size_that_ran() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["same"]
+    assert not found["capped"]
+    ran = {size: peak for size, outcome, peak in found["trials"] if outcome == "ok"}
+    failed = [size for size, outcome, _ in found["trials"] if outcome == "oom"]
+    assert found["largest_fit"] == max(ran)
+    assert found["first_fail"] == found["largest_fit"] + 1
+    assert found["first_fail"] in failed
+    assert 8 < found["largest_fit"] < 200
+    assert all(peak <= found["limit"] for peak in ran.values())
+    assert len(found["trials"]) < 25
