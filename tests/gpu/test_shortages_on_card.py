@@ -119,8 +119,9 @@ def test_the_batch_is_repeated_in_parts_that_fit(phase: Phase, place: torch.devi
 def test_the_retry_is_told(place: torch.device) -> None:
     model = nn.Sequential(nn.Flatten(), Greedy("forward")).to(place)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(), micro_batch=16)
-    with pytest.warns(AccumulationWarning, match="out of memory .forward. with micro-batches of 16"):
+    with pytest.warns(AccumulationWarning, match="out of memory") as told:
         accumulator.step(make_batch())
+    assert str(told[0].message).startswith("out of memory (forward) with micro-batches of 16: nothing was changed")
 
 
 @contextmanager
@@ -153,15 +154,15 @@ def test_activations_beyond_a_real_limit_are_repeated_smaller() -> None:
 @pytest.mark.gpu
 def test_an_update_that_cannot_be_provided_for_is_not_begun() -> None:
     place = torch.device("cuda", 0)
-    model = nn.Linear(4096, 4096, bias=False).to(place)
+    model = nn.Linear(4096, 8192, bias=False).to(place)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=8, recover=False)
-    batch = torch.randn(8, 4096), torch.randn(8, 4096)
+    batch = torch.randn(8, 4096), torch.randn(8, 8192)
     for _ in range(2):
         accumulator.step(batch)
     before = state_digest(model, optimizer)
-    # The gradient takes 64 MiB, the temporaries of the update 64 MiB more: there is room for one of them.
-    with lowered(place, 100 * MIB), pytest.raises(torch.OutOfMemoryError):
+    # The gradient takes 128 MiB, the temporaries of the update 128 MiB more: there is room for one of them.
+    with lowered(place, 200 * MIB), pytest.raises(torch.OutOfMemoryError):
         accumulator.step(batch)
     assert accumulator.phase == "update"
     assert state_digest(model, optimizer) == before

@@ -1,0 +1,232 @@
+"""Trials in children on a card: its limit, its retries, its deaths, and others on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.cuda_memory import CardPeak, card_limit, read_card
+from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB, MemorySize
+
+RETRYING, ASSERTING, BIG = 3, 5, 7
+HELD_BYTES = 2 * GIB
+
+WORKLOAD = f"""
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 10))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 10, (size,))
+
+def loss(model, batch):
+    inputs, targets = batch
+    if inputs.is_cuda and len(inputs) == {RETRYING}:
+        # Freed at once, each is a segment of its own size in the cache: the third finds room only without the others.
+        for mebibytes in (300, 320, 340):
+            torch.empty(mebibytes * 2**20, dtype=torch.uint8, device=inputs.device)
+    if inputs.is_cuda and len(inputs) == {ASSERTING}:
+        targets = targets + 1000
+    if len(inputs) == {BIG}:
+        torch.empty(2**40, dtype=torch.uint8, device=inputs.device)
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+precision = "bf16"
+"""
+
+HOLDER = f"""
+import torch
+held = torch.empty({HELD_BYTES}, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("ready", flush=True)
+input()
+"""
+
+
+def make_device(place: torch.device, reference: str, **options: Any) -> Device:
+    settings = TrialSettings(reference=reference, share=64)
+    if place.type == "cpu":
+        return CpuDevice(settings, **{"memory": MemorySize(bytes=128 * MIB), **options})
+    return CudaDevice(settings, index=place.index, **options)
+
+
+@pytest.fixture
+def reference(write_workload: Callable[[str], str]) -> str:
+    return write_workload(WORKLOAD)
+
+
+@contextmanager
+def another_process() -> Iterator[int]:
+    """A process that holds `HELD_BYTES` of the first card; its pid."""
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PACKAGE_ROOT
+    ) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "ready\n"
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def test_a_device_is_described_as_it_is(place: torch.device, reference: str) -> None:
+    with make_device(place, reference) as device:
+        inspection = device.inspect()
+        described = device.describe()
+    assert described["name"] == str(place)
+    assert 0 < described["limit_bytes"] <= described["free_bytes"] <= described["total_bytes"]
+    assert inspection.update_bytes is not None
+    if place.type == "cuda":
+        check_card(described, inspection.environment)
+
+
+def check_card(described: Any, environment: Any) -> None:
+    card = read_card(0)
+    assert (described["card"], described["uuid"]) == (card.name, card.uuid)
+    assert described["capability"] == list(card.capability)
+    assert described["total_bytes"] == card.total_bytes
+    assert environment["cuda"] == torch.version.cuda
+    assert environment["cudnn"] > 0
+    if described["nvml_missing"] is None:
+        assert described["driver"]
+        assert described["context_bytes"] is None or 50 * MIB < described["context_bytes"] < 3 * GIB
+
+
+def test_a_trial_in_half_precision_tells_its_peaks(place: torch.device, reference: str) -> None:
+    with make_device(place, reference) as device:
+        trial = device.trial((16, 16))
+    assert trial.outcome == "ok", trial.message
+    assert trial.peak_reserved_bytes is not None
+    if place.type == "cuda":
+        assert trial.allocator_retries == 0
+        assert trial.peak_allocated_bytes is not None
+        assert 0 < trial.peak_allocated_bytes <= trial.peak_reserved_bytes <= device.limit_bytes
+
+
+def test_more_than_there_is_says_what_was_asked_for(place: torch.device, reference: str) -> None:
+    with make_device(place, reference) as device:
+        trial = device.trial((BIG, 1))
+        assert (trial.outcome, trial.phase) == ("oom", "forward")
+        assert trial.message is not None
+        assert "asked for 1024.0 GiB more" in trial.message
+        assert device.trial((1, 2)).phase in (None, "forward")  # BatchNorm refuses one sample.
+        assert device.trial((2, 2)).outcome == "ok"
+
+
+def test_every_trial_draws_the_same_numbers(place: torch.device, write_workload: Callable[[str], str]) -> None:
+    reference = write_workload(
+        WORKLOAD + "\nprint_loss = loss\ndef loss(model, batch):\n    value = "
+        "print_loss(model, batch)\n    print(float(value))\n    return value\n"
+    )
+    lines: list[str] = []
+    with make_device(place, reference, on_output=lines.append) as device:
+        for fresh in (False, False, True):
+            assert device.trial((8, 8), fresh=fresh).outcome == "ok"
+    assert len(lines) == 9
+    assert lines[:3] == lines[3:6] == lines[6:]
+
+
+@pytest.mark.gpu
+def test_a_size_that_runs_only_by_retries_is_tight(reference: str) -> None:
+    with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=700 * MIB)) as device:
+        trial = device.trial((RETRYING, RETRYING))
+        assert (trial.outcome, trial.ran) == ("tight", True), trial.message
+        assert trial.allocator_retries is not None
+        assert trial.allocator_retries >= 1
+        after = device.trial((2, 2))
+    assert (after.outcome, after.allocator_retries) == ("ok", 0)
+
+
+@pytest.mark.gpu
+def test_a_device_side_assert_is_an_error_and_ends_its_process(reference: str) -> None:
+    with make_device(torch.device("cuda", 0), reference) as device:
+        assert device.trial((2, 2)).outcome == "ok"
+        trial = device.trial((ASSERTING, 2))
+        assert (trial.outcome, trial.blames) == ("error", "user"), trial.message
+        assert trial.message is not None
+        assert "broke the card's context" in trial.message
+        after = device.trial((2, 2))
+    assert (after.outcome, after.fresh) == ("ok", True)
+
+
+@pytest.mark.gpu
+def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    limit_bytes = torch.cuda.memory_reserved(0) + 64 * MIB
+    peak = CardPeak.start(0)
+    with card_limit(0, limit_bytes):
+        assert torch.cuda.get_per_process_memory_fraction(0) * read_card(0).total_bytes <= limit_bytes + 1
+        assert read_card(0).allowed_bytes == pytest.approx(limit_bytes, abs=2)
+        kept = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        with card_limit(0, 2 * limit_bytes), pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        reading = peak.read()
+    assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(before)
+    assert reading.peak_reserved_bytes <= limit_bytes
+    assert reading.peak_allocated_bytes >= 32 * MIB
+    assert (reading.ooms, reading.retries) == (2, 2)
+    del kept
+    assert torch.empty(256 * MIB, dtype=torch.uint8, device="cuda").nbytes == 256 * MIB
+
+
+@pytest.mark.gpu
+def test_what_another_process_holds_cannot_be_had_and_its_holder_is_named(reference: str) -> None:
+    torch.cuda.empty_cache()
+    place = torch.device("cuda", 0)
+    with make_device(place, reference) as device:
+        alone_bytes = device.limit_bytes
+    with another_process() as pid:
+        with make_device(place, reference) as device:
+            assert device.limit_bytes < alone_bytes - HELD_BYTES // 2
+            others = device.describe()["other_processes"]
+        memory = MemorySize(bytes=alone_bytes)
+        with (
+            make_device(place, reference, memory=memory) as device,
+            pytest.raises(UsageError, match="has free") as seen,
+        ):
+            device.inspect()
+    if others is not None and any(other["pid"] == pid for other in others):
+        assert f"process {pid} holds" in str(seen.value)
+
+
+@pytest.mark.gpu
+def test_an_index_beyond_the_cards_says_which_there_are(reference: str) -> None:
+    device = CudaDevice(TrialSettings(reference=reference, share=4), index=99)
+    with device, pytest.raises(UsageError, match="there is no cuda:99: ") as seen:
+        device.inspect()
+    assert f"cuda:0 ({torch.cuda.get_device_name(0)})" in str(seen.value)
+
+
+@pytest.mark.gpu
+def test_the_last_card_is_taken_by_its_index(reference: str) -> None:
+    index = torch.cuda.device_count() - 1
+    with make_device(torch.device("cuda", index), reference) as device:
+        assert device.trial((4, 4)).outcome == "ok"
+        assert device.describe()["uuid"] == str(torch.cuda.get_device_properties(index).uuid)
+
+
+@pytest.mark.gpu
+def test_expandable_segments_are_recorded_and_limited(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=512 * MIB)) as device:
+        variables = device.inspect().environment["variables"]
+        assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert device.trial((16, 16)).outcome == "ok"
+        assert device.trial((BIG, 2)).outcome == "oom"
