@@ -82,19 +82,20 @@ def next_lines(
     if emitted is not None:
         yield Text(f"train without autoaccum: {emitted} is the step in plain PyTorch")
     yield Text(f"train with it ({_batch_words(plan)}):")
-    yield Text(f"  {accumulator_line(plan)}", "cyan")
+    yield Text(f"  {accumulator_line(plan, kept)}", "cyan")
 
 
-def accumulator_line(plan: Plan) -> str:
-    """The line of Python that trains by the plan."""
+def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
+    """The line of Python that trains by the plan: by the file that keeps it, or by its numbers."""
     loss = "criterion=criterion" if plan.workload.get("loss") == "criterion" else "loss"
-    options = [f"micro_batch={plan.micro_batch}"]
+    numbers = [f"micro_batch={plan.micro_batch}"]
+    if plan.workload.get("reduction") == "sum":
+        numbers.append('reduction="sum"')
+    if plan.workload.get("precision") in ("bf16", "fp16"):
+        numbers.append(f'precision="{plan.workload["precision"]}"')
+    options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
-    if plan.workload.get("reduction") == "sum":
-        options.append('reduction="sum"')
-    if plan.workload.get("precision") in ("bf16", "fp16"):
-        options.append(f'precision="{plan.workload["precision"]}"')
     return f"autoaccum.Accumulator(model, optimizer, {loss}, {', '.join(options)}).step(batch)"
 
 

@@ -79,7 +79,7 @@ def test_a_table_for_a_person(folder: Path) -> None:
     assert "parts        32 + 32 + 32 = 96\n" in done.stdout
     assert "headroom" in done.stdout
     assert "kept in plan.json\n" in done.stdout
-    assert "autoaccum.Accumulator(model, optimizer, criterion=criterion, micro_batch=32).step(batch)" in done.stdout
+    assert "Accumulator(model, optimizer, criterion=criterion, plan=autoaccum.Plan.load('plan.json'))" in done.stdout
     lines = [line.split() for line in done.stderr.splitlines()]
     assert ["40", "ok"] in [line[:2] for line in lines]
     assert sum("ok" in line for line in lines) == len(plan.trials)

@@ -157,6 +157,13 @@ def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
 
 
+def test_a_plan_that_is_kept_is_loaded() -> None:
+    workload = {"weight": "the workload's weight()", "precision": "bf16"}
+    line = accumulator_line(replace(make_plan(), workload=workload), Path("my plan.json"))
+    options = "plan=autoaccum.Plan.load('my plan.json'), weight=weight"
+    assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
+
+
 def test_the_line_that_trains_names_a_criterion_as_the_workload_does() -> None:
     line = accumulator_line(replace(make_plan(), workload={"loss": "criterion"}))
     assert line == "autoaccum.Accumulator(model, optimizer, criterion=criterion, micro_batch=86).step(batch)"
