@@ -1,0 +1,102 @@
+"""Forward in half precision: autocast, and the scaler of fp16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from autoaccum.accumulation.accumulator import Accumulator
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(torch.tanh(self.first(x))))
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    return Net().to(dtype)
+
+
+def batch_of(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 5, dtype=dtype), torch.randint(0, 3, (size,))
+
+
+def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def assert_close(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_bf16_autocast_equals_the_full_batch_to_its_precision() -> None:
+    model = net(torch.float32)
+    other = copy.deepcopy(model)
+    batch = batch_of(8, torch.float32)
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3, precision="bf16")
+    dtypes = []
+    model.last.register_forward_hook(lambda *arguments: dtypes.append(arguments[-1].dtype))
+    accumulator.step(batch)
+    Accumulator(other, sgd(other), CRITERION, micro_batch=8).step(batch)
+    assert set(dtypes) == {torch.bfloat16}
+    assert_close(model, other, 1e-2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_update_is_reported_and_steps_no_scheduler(fused: bool) -> None:
+    model = net(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    accumulator = Accumulator(
+        model, optimizer, CRITERION, micro_batch=3, precision="fp16", scaler=scaler, scheduler=scheduler, clip_norm=1.0
+    )
+    before = copy.deepcopy(model)
+    skipped = 0
+    while not accumulator.step(batch_of(8, torch.float32)).updated:
+        skipped += 1
+        assert scaler.get_scale() == 2.0 ** (40 - skipped)
+        assert scheduler.last_epoch == 0
+        assert_close(model, before, 0.0)
+    assert skipped > 5
+    assert scheduler.last_epoch == 1
+    assert not torch.equal(model.first.weight, before.first.weight)
+
+
+def test_fp16_makes_a_scaler_and_unscales_once() -> None:
+    model = net(torch.float32)
+    other = copy.deepcopy(model)
+    batch = batch_of(8, torch.float32)
+    result = Accumulator(model, sgd(model), CRITERION, micro_batch=3, precision="fp16", clip_norm=0.1).step(batch)
+    expected = Accumulator(other, sgd(other), CRITERION, micro_batch=3, clip_norm=0.1).step(batch)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
+    assert_close(model, other, 1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_users_autocast_around_the_whole_loop_does_not_train_on_stale_weights(precision: Any) -> None:
+    torch.manual_seed(0)
+    model = net(torch.float32)
+    twin = copy.deepcopy(model)
+    batch = batch_of(6, torch.float32)
+    mine = Accumulator(model, sgd(model), CRITERION, micro_batch=2, precision=precision)
+    theirs = Accumulator(twin, sgd(twin), CRITERION, micro_batch=2, precision="bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [mine.step(batch).loss for _ in range(3)]
+        inside = CRITERION(model(batch[0]), batch[1])
+    assert losses == [theirs.step(batch).loss for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(inside, CRITERION(twin(batch[0]), batch[1]))
