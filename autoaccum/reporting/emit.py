@@ -153,7 +153,7 @@ def _imports(choices: Choices) -> Iterator[str]:
     yield "import torch"
     yield "from torch import Tensor, nn"
     if choices.precision == "fp16":
-        yield "from torch.amp import GradScaler"
+        yield "from torch.amp.grad_scaler import GradScaler"
     yield "from torch.optim import Optimizer"
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan as plan_by_trials
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper
 from autoaccum.units import GIB
+from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +141,11 @@ def test_needs_only_torch(written: Path) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-        assert {module for module in modules if module not in standard} <= {"torch", "torch.amp", "torch.optim"}
+        assert {module for module in modules if module not in standard} <= {
+            "torch",
+            "torch.amp.grad_scaler",
+            "torch.optim",
+        }
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert "autoaccum" not in names
@@ -279,10 +285,14 @@ print([train_step(net, optimizer, criterion, batch(size), clip_norm=1.0) for siz
 """
 
 
-def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum(tmp_path: Path) -> None:
+def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_plan(tmp_path: Path) -> None:
     (tmp_path / "workload.py").write_text(FILE, encoding="utf-8")
     plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, device="cpu", max_micro_batch=3)
     assert plan.micro_batches == (3, 3, 2)
+    work = load_workload(str(tmp_path / "workload.py"))
+    model = work.build_model()
+    accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), work.criterion, plan=plan)
+    assert accumulator.step(work.build_batch(8)).micro_batches == (3, 3, 2)
     (tmp_path / "train_step.py").write_text(emit_wrapper(plan), encoding="utf-8")
     code = ALONE.format(folder=str(tmp_path), target=plan.target_batch)
     done = subprocess.run(
