@@ -26,7 +26,7 @@ class Trial:
         peak_reserved_bytes: Peak of what the process held of the device for this; None when nothing was measured.
         allocator_retries: How often the allocator released its cache and tried again; None where it has none.
         seconds: Wall time of the trial, without the start of its process.
-        message: One line on what went wrong.
+        message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
         certain: False when an `oom` was recognised by a text that some bugs share: it counts only if a smaller
             size runs in a fresh process.
