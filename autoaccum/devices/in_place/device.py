@@ -46,9 +46,10 @@ class InPlaceDevice:
     *What the budget means* is the same as on the other devices: all that training takes, live objects included, so
     `limit_bytes` and `peak_bytes` of a plan can be compared. On the CPU that is what the live objects hold
     (`held_bytes`) and what a trial adds to this process; the soft RLIMIT_DATA is lowered to it during a trial and set
-    again afterwards. malloc works as it does in this process, which takes more than in a child of the other devices,
-    and as much as training here will. On a card it is all that PyTorch's allocator in this process holds there, other
-    tensors of yours included; its cached blocks are released first. `.grad` that is there counts, and stays there.
+    again afterwards. As in the children of other devices, malloc gives back what is freed at once (`tight_heap`);
+    training outside of trials may hold more than its peak, since glibc then keeps some. On a card it is all that
+    PyTorch's allocator in this process holds there, other tensors of yours included; its cached blocks are released
+    first. `.grad` that is there counts, and stays where it is.
 
     *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
     `batch`, `loss` and `optimizer` do outside of the model (draw from an iterator, print, count) happens.
@@ -184,7 +185,7 @@ class InPlaceDevice:
     def _inspect(self, place: Place, interruptions: Interruptions) -> Inspection:
         failure: BaseException | None = None
         try:
-            with interruptions.window():
+            with place.measuring(), interruptions.window():
                 return inspect_workload(self._tried.workload, self._share, None, place.meter)
         except BaseException as error:
             failure = error
@@ -203,7 +204,7 @@ class InPlaceDevice:
         release_memory(self._tried.device)
         place.meter.start()
         began = time.perf_counter()
-        with place.meter.limit(held_to), warnings.catch_warnings():
+        with place.measuring(), place.meter.limit(held_to), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
                 with interruptions.window():
@@ -239,5 +240,5 @@ class InPlaceDevice:
 
 def _warm_up(place: Place) -> None:
     place.meter.open()
-    with torch.enable_grad():
+    with torch.enable_grad(), place.measuring():
         warm_up(place.meter.device)

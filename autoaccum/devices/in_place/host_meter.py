@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from autoaccum.devices.in_place.heap import trim_heap
 from autoaccum.devices.process_memory import (
     ProcessMemory,
     check_data_limit,
@@ -26,10 +26,10 @@ _COARSE_BYTES = 512 * KIB
 class InPlaceHostMeter:
     """What this process takes of the host's memory above what it holds already.
 
-    In one process a failed trial leaves its heap in pieces, and Python and C share what glibc keeps. So a trial's
-    limit is what the process holds when it begins, and the room it has: what earlier trials left is not taken off. It
-    might use free pieces of theirs on top, which no limit sees; the peak does, since they were given back to the
-    kernel (`malloc_trim`) and become resident again: what went beyond its room counts as out of memory. What the
+    To be used within `tight_heap`. In one process a failed trial may leave its heap in pieces, and nobody can start
+    anew. So a trial's limit is what the process holds when it begins, and the room it has: what earlier trials left
+    is not taken off. It might use free pieces of theirs on top, which no limit sees; the peak does, since they were
+    given back to the kernel and become resident again: what went beyond its room counts as out of memory. What the
     first job left for good (modules, compiled kernels) is taken off, since a fresh process would need it as well.
 
     VmHWM, the kernel's statistic of this process, is reset for each trial: others who read it see that.
@@ -98,9 +98,3 @@ class InPlaceHostMeter:
         if self._kept_bytes is None:
             self._kept_bytes = kept
         return kept
-
-
-def trim_heap() -> None:
-    """Give free pages of the heap back to the kernel (malloc_trim(3)); other C libraries than glibc have no such."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from autoaccum.devices.base import Trial
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
+from autoaccum.devices.in_place.heap import tight_heap
 from autoaccum.devices.in_place.host_copy import LiveBytes
 from autoaccum.devices.in_place.host_meter import InPlaceHostMeter
 from autoaccum.devices.in_place.threads import check_single_thread
@@ -18,7 +20,7 @@ from autoaccum.devices.reading import Reading
 from autoaccum.units import MemorySize, format_bytes
 
 _PIECES = (
-    "trials ran in this process, which keeps pieces of memory of earlier ones: a size just above may fit in a fresh"
+    "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
     " one; plan through a file for exact ceilings"
 )
 
@@ -40,6 +42,9 @@ class Place(Protocol):
         Raises:
             UsageError: There are some.
         """
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Within, what is freed is given back as far as it must be for a measurement."""
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """The budget in bytes, live objects included, from what the meter's `begin` told.
@@ -68,6 +73,10 @@ class HostPlace:
     def check(self) -> None:
         """Other Python threads would run out of memory, too."""
         check_single_thread()
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """See `tight_heap`."""
+        return tight_heap()
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """Of what is free beside a copy, and what the live objects hold."""
@@ -121,6 +130,10 @@ class CardPlace:
 
     def check(self) -> None:
         """Other threads share a card's limit as they share the card."""
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """PyTorch's allocator keeps its own books."""
+        return nullcontext()
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """Of what is free and what this process's allocator holds, its cache released."""

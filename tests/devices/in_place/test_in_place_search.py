@@ -29,16 +29,15 @@ optimizer = torch.optim.AdamW(model.parameters())
 sample = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
 live = LiveObjects(model=model, batch=sample, objective=resolve_objective(nn.CrossEntropyLoss()), optimizer=optimizer)
 before = state_digest(model, optimizer)
-with InPlaceDevice(live, share=400, memory=MemorySize(bytes=70 * MIB)) as device:
+with InPlaceDevice(live, share=400, memory=MemorySize(bytes=60 * MIB)) as device:
     inspection = device.inspect()
     result = search(
         lambda size: device.trial((size, size)), 400, limit_bytes=device.limit_bytes, least_size=inspection.least_size
     )
-    again = device.trial((result.largest_fit, result.largest_fit))
 print(json.dumps({
     "largest_fit": result.largest_fit, "first_fail": result.first_fail, "capped": result.capped,
     "trials": [(trial.micro_batch, trial.outcome, trial.peak_reserved_bytes) for trial in result.trials],
-    "same": state_digest(model, optimizer) == before, "again": again.outcome, "limit": device.limit_bytes,
+    "same": state_digest(model, optimizer) == before, "limit": device.limit_bytes,
 }))
 """
 
@@ -59,4 +58,4 @@ def test_a_search_ends_on_a_size_that_ran() -> None:
     assert found["first_fail"] in failed
     assert 8 < found["largest_fit"] < 200
     assert all(peak <= found["limit"] for peak in ran.values())
-    assert len(found["trials"]) < 25
+    assert len(found["trials"]) < 16
