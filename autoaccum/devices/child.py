@@ -1,7 +1,8 @@
 """`python -m autoaccum.devices.child REQUESTS REPLIES PARENT`: runs trials and answers on a private pipe.
 
-One line of JSON asks (`load`, then `inspect` or `trial`), one answers. The workload is imported once; every trial
-builds everything anew. Standard output belongs to the workload, so nothing is answered there.
+One line of JSON asks (`load`, then `inspect` or `trial`), one answers; `prepare`, which may come first, has no answer.
+The workload is imported once; every trial builds everything anew. Standard output belongs to the workload, so nothing
+is answered there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def main(arguments: list[str]) -> None:
     child, own_pid = Child(), os.getpid()
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
-            reply = child.answer(json.loads(line))
+            request = json.loads(line)
+            if request["job"] == "prepare":
+                _prepare(request)
+                continue
+            reply = child.answer(request)
             if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
                 os._exit(0)
             _flush()
@@ -66,9 +71,7 @@ class Child:
         In this order, so that a bad file is told at once and the warm-up finds the threads, and the cards, the
         workload chooses. Replies with what the device's meter tells.
         """
-        sys.path[:] = request["sys_path"]
-        os.chdir(request["cwd"])
-        _restore("PYTHONPATH", request["pythonpath"])
+        _look_where(request)
         from autoaccum.devices.meters import make_meter
         from autoaccum.devices.rehearsal import seed_everything
         from autoaccum.workload.loading import load_workload
@@ -120,6 +123,29 @@ class Child:
             return {**reply, **_failure(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
         del rehearsal
         return {**reply, "kept_bytes": _settle(meter)}
+
+
+def _prepare(request: Mapping[str, Any]) -> None:
+    """Import what every workload needs, before there is one; what goes wrong here goes wrong again in `load`.
+
+    Neither threads nor a card are touched, since a workload may choose them: making an optimizer is enough to have
+    PyTorch import what it puts off until the first one is made (torch/_compile.py), half of all it imports.
+    """
+    _look_where(request)
+    with suppress(Exception):
+        import torch
+
+        from autoaccum.devices import inspection, meters, warmup
+
+        del inspection, meters, warmup
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def _look_where(request: Mapping[str, Any]) -> None:
+    """Find modules and files where the parent does."""
+    sys.path[:] = request["sys_path"]
+    os.chdir(request["cwd"])
+    _restore("PYTHONPATH", request["pythonpath"])
 
 
 def _start(meter: Meter) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.devices.spare import SPARE_BYTES, SpareChild
 from autoaccum.devices.worker import Worker
+from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MemorySize
 
 if TYPE_CHECKING:
@@ -21,7 +25,9 @@ class ChildDevice(ABC):
     """Runs one child at a time, and sets the budget when the first one has loaded the workload.
 
     A child is kept while its trials succeed and give back what they took (to `least_kept_bytes` or 1 % of the
-    budget); after any failure the next trial has a fresh one.
+    budget); after any failure the next trial has a fresh one. While a job runs, a spare child gets ready for the next
+    one that needs a fresh process, as long as the host has the memory beside the budget. The budget is read before
+    there is a spare.
 
     Args:
         settings: What all trials have in common.
@@ -46,6 +52,7 @@ class ChildDevice(ABC):
         self._reserve = reserve
         self._on_output = on_output
         self._worker: Worker | None = None
+        self._spare: SpareChild | None = None
         self._limit_bytes: int | None = None
         self.resets_peak = True
 
@@ -84,7 +91,9 @@ class ChildDevice(ABC):
             DoesNotFitError: Two samples already run out of what is there.
             NotMeasuredError: Its process died or hung.
         """
-        inspection = self._use_worker().inspect()
+        worker = self._use_worker()
+        self._keep_spare()
+        inspection = worker.inspect()
         self._end_if_spoilt()
         return inspection
 
@@ -104,15 +113,19 @@ class ChildDevice(ABC):
             NotMeasuredError: A process cannot be started, or does not get as far as a trial.
         """
         worker = self._use_worker(fresh=fresh or not self.resets_peak)
+        self._keep_spare()
         trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
         self._end_if_spoilt()
         return trial
 
     def close(self) -> None:
         """End every process of this device's own. Idempotent; another question would start a new one."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
+        spare, self._spare = self._spare, None
+        try:
+            self._end_worker()
+        finally:
+            if spare is not None:
+                spare.end()
 
     def __enter__(self) -> Self:
         """Nothing is started before the first question."""
@@ -127,16 +140,34 @@ class ChildDevice(ABC):
     def _use_worker(self, *, fresh: bool = False) -> Worker:
         """The process at hand, or a new one; with the first one the budget is set."""
         if self._worker is not None and (not self._worker.alive or (fresh and self._worker.jobs > 0)):
-            self.close()
+            self._end_worker()
         if self._worker is None:
-            self._worker = Worker(self._settings, self.name, on_output=self._on_output)
+            spare, self._spare = self._spare, None
+            process = None if spare is None else spare.take()
+            self._worker = Worker(self._settings, self.name, on_output=self._on_output, process=process)
             self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._worker.facts)
         return self._worker
 
+    def _keep_spare(self) -> None:
+        """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
+        if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= SPARE_BYTES:
+            with suppress(NotMeasuredError):
+                self._spare = SpareChild(self._on_output)
+
+    @property
+    def _host_budget_bytes(self) -> int:
+        """What trials may take of the host's memory, as far as it is limited."""
+        return 0
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
     def _end_if_spoilt(self) -> None:
         """A process that keeps what a trial took would leave less to the next."""
         tolerated = max(self.least_kept_bytes, int(self.limit_bytes * _KEPT_SHARE))
         if self._worker is not None and self._worker.kept_bytes > tolerated:
-            self.close()
+            self._end_worker()

@@ -87,6 +87,10 @@ class CpuDevice(ChildDevice):
             else "VmHWM, never reset",
         }
 
+    @property
+    def _host_budget_bytes(self) -> int:
+        return self.limit_bytes
+
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._host = read_host_memory()
         return choose_budget(self._host, self._memory, self._reserve)

@@ -142,8 +142,7 @@ class ChildProcess:
         kills_before = count_oom_kills()
         began = time.monotonic()
         try:
-            with suppress(BrokenPipeError):
-                _write(self._requests, json.dumps(request).encode() + b"\n")
+            self.tell(request)
             return self._receive(limit_seconds, kills_before)
         except ChildDied as death:
             self.end()
@@ -152,6 +151,15 @@ class ChildProcess:
         except BaseException:
             self.end()
             raise
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Send a request that has no reply, and do not wait; a child that is gone is noticed when it is asked."""
+        with suppress(BrokenPipeError):
+            _write(self._requests, json.dumps(request).encode() + b"\n")
+
+    def has_died(self) -> bool:
+        """Whether it has ended, by itself or by `end`."""
+        return self._ended or self._death() is not None
 
     def end(self, *, grace_seconds: float = 0.0) -> None:
         """End it and everything it started; before that, let it leave by itself for `grace_seconds`. Idempotent."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.recording import LONGER, record_death, record_reply
+from autoaccum.devices.spare import start_child, where_to_import
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 
-_MODULE = "autoaccum.devices.child"
 _LEAVE_SECONDS = 5.0
 _LEAST_LOAD_SECONDS = 300.0
 """Importing PyTorch from a cold disk must not fail by a short limit on trials."""
@@ -26,6 +24,7 @@ class Worker:
         settings: What all its trials have in common.
         device: `cpu` or `cuda:N`.
         on_output: Gets each line the workload prints; None: it goes to stderr.
+        process: A child that `spare.start_child` has started; None: a new one.
 
     Attributes:
         jobs: How many inspections and trials it has run.
@@ -40,11 +39,16 @@ class Worker:
     """
 
     def __init__(
-        self, settings: TrialSettings, device: str = "cpu", *, on_output: Callable[[str], None] | None = None
+        self,
+        settings: TrialSettings,
+        device: str = "cpu",
+        *,
+        on_output: Callable[[str], None] | None = None,
+        process: ChildProcess | None = None,
     ) -> None:
         self._settings = settings
         self._device = device
-        self._process = ChildProcess(_MODULE, on_output=on_output)
+        self._process = process or start_child(on_output)
         self.jobs = 0
         self.kept_bytes = 0
         request = {
@@ -52,9 +56,7 @@ class Worker:
             "device": device,
             "reference": settings.reference,
             "precision": settings.precision,
-            "cwd": os.getcwd(),  # noqa: PTH109
-            "sys_path": sys.path,
-            "pythonpath": os.environ.get("PYTHONPATH"),
+            **where_to_import(),
         }
         limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
         self.facts: Mapping[str, Any] = self._ask(request, "loading the workload", limit)

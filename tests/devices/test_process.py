@@ -70,6 +70,27 @@ def test_answers_and_leaves(start: Start) -> None:
     assert not is_running(child.pid)
 
 
+def test_what_is_told_is_heard_before_what_is_asked_and_has_no_reply(start: Start) -> None:
+    child = start(
+        "heard = globals().setdefault('all_heard', []); heard.append(request['n'])\n"
+        "if request['n'] == 3: answer(heard=heard)"
+    )
+    for number in (1, 2):
+        child.tell({"n": number})
+    assert child.ask({"n": 3}, 10) == {"heard": [1, 2, 3]}
+
+
+def test_tells_whether_it_has_died_without_being_asked(start: Start) -> None:
+    child = start("os._exit(4)")
+    assert not child.has_died()
+    child.tell({})
+    assert wait_until_gone(child.pid)
+    assert child.has_died()
+    child.tell({})
+    child.end()
+    assert child.has_died()
+
+
 def test_lives_in_a_session_and_a_group_of_its_own_with_an_empty_stdin(start: Start) -> None:
     child = start("answer(session=os.getsid(0), group=os.getpgid(0), stdin=sys.stdin.read())")
     assert child.ask({}, 10) == {"session": child.pid, "group": child.pid, "stdin": ""}
