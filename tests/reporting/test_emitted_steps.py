@@ -176,6 +176,11 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": two_terms,
         "weight": lambda b: {"class": (b["y"] != -100).sum(), "size": len(b["x"])},
     },
+    "terms of targets": {
+        "batch": as_dict,
+        "loss": lambda m, b: {"a": token_loss(m, b), "b": 0.1 * token_loss(m, b)},
+        "weight": lambda b: dict.fromkeys("ab", (b["y"] != -100).sum()),
+    },
     "terms, one weight": {
         "batch": as_dict,
         "loss": lambda m, b: {"a": m(b["x"]).mean(), "b": m(b["x"]).square().mean()},
@@ -282,7 +287,7 @@ def test_the_plan_s_numbers_are_its_constants(emit: Any) -> None:
     assert [len(x) for x, _ in parts] == [86, 85, 85]
 
 
-@pytest.mark.parametrize("case", ["targets", "class weights", "a weight", "terms"])
+@pytest.mark.parametrize("case", ["targets", "class weights", "a weight", "terms", "terms of targets"])
 def test_a_part_without_weight_is_left_out_and_nothing_is_no_update(case: str, emit: Any) -> None:
     work = workload(case)
     module = emit(work, target=6, ceiling=2)
