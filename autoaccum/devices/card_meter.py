@@ -54,7 +54,8 @@ class CardMeter:
     def begin(self) -> Mapping[str, Any]:
         """The card's report: what it is, what is free of it, and who holds the rest."""
         memory = read_card(self._index)
-        now = None if memory.uuid is None else read_nvml(memory.uuid)
+        name = choose_name(memory.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        now = None if name is None else read_nvml(name)
         self._base_bytes = memory.reserved_bytes
         report = report_card(
             memory, self._cards_before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend()
@@ -91,6 +92,18 @@ class CardMeter:
         before = self._base_bytes if self._settled_bytes is None else self._settled_bytes
         self._settled_bytes = now if self._settled_bytes is None else self._settled_bytes
         return now - before
+
+
+def choose_name(uuid: str | None, visible: str | None) -> str | None:
+    """What NVML is asked for: a slice by the name CUDA_VISIBLE_DEVICES gives it, else the card's uuid.
+
+    CUDA shows a process one MIG slice at most, and what uuid PyTorch tells for it depends on the driver.
+
+    >>> choose_name("ffc79498-8ff3-c2dc-3b0d-fafd804516ae", "MIG-90443af0-2fe6-57fb-86fe-54186d5a6581")
+    'MIG-90443af0-2fe6-57fb-86fe-54186d5a6581'
+    """
+    first = (visible or "").split(",")[0].strip()
+    return first if first.startswith("MIG-") else uuid
 
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:

@@ -104,8 +104,11 @@ def _own_process(now: Nvml, earlier: Nvml | None, own_pid: int) -> CardProcess |
 
 
 def _others(now: Nvml, earlier: Nvml | None, own: CardProcess | None) -> tuple[CardProcess, ...] | None:
-    """All but the own process; where that is not known, those that were there before it."""
-    if now.processes is None:
+    """All but the own process; where that is not known, those that were there before it.
+
+    Of a card that is cut into slices, NVML tells the processes of all of them: those on other slices hold nothing here.
+    """
+    if now.processes is None or (now.mig and now.slice is None):
         return None
     if own is not None:
         return tuple(process for process in now.processes if process != own)

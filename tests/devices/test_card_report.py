@@ -83,6 +83,15 @@ def test_a_difference_that_makes_no_sense_is_not_told() -> None:
     assert report_card(MEMORY, [BEFORE], after(used_bytes=None), own_pid=OWN).context_bytes is None
 
 
+def test_processes_on_a_card_that_is_cut_may_be_on_other_slices() -> None:
+    own = CardProcess(pid=OWN, used_bytes=400 * MIB)
+    whole = dataclasses.replace(after(FOREIGN, own), mig=True)
+    assert report_card(MEMORY, [BEFORE], whole, own_pid=OWN).others is None
+    piece = dataclasses.replace(whole, slice="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    report = report_card(MEMORY, [BEFORE], piece, own_pid=OWN)
+    assert (report.others, report.slice) == ((FOREIGN,), "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+
+
 def test_without_permission_processes_are_unknown_and_the_rest_is_told() -> None:
     now = dataclasses.replace(after(), processes=None)
     report = report_card(MEMORY, [dataclasses.replace(BEFORE, processes=None)], now, own_pid=OWN)

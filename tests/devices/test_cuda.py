@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card import CardMemory
-from autoaccum.devices.card_meter import check_allocator
+from autoaccum.devices.card_meter import check_allocator, choose_name
 from autoaccum.devices.card_report import CardReport
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
 from autoaccum.devices.nvml import CardProcess
@@ -141,6 +141,22 @@ def test_allocators_that_can_be_limited(backend: str) -> None:
 def test_allocators_that_cannot(environment: dict[str, str], backend: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_allocator(environment, backend)
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        (None, "abc"),
+        ("", "abc"),
+        ("1,0", "abc"),
+        ("GPU-xyz", "abc"),
+        ("MIG-xyz", "MIG-xyz"),
+        ("MIG-GPU-xyz/3/0,MIG-GPU-xyz/4/0", "MIG-GPU-xyz/3/0"),
+    ],
+)
+def test_a_slice_is_asked_for_by_the_name_that_made_it_visible(visible: str | None, name: str) -> None:
+    assert choose_name("abc", visible) == name
+    assert choose_name(None, visible) == (None if name == "abc" else name)
 
 
 @pytest.mark.without_gpu
