@@ -45,8 +45,9 @@ class InPlaceDevice:
 
     *What the budget means* is the same as on the other devices: all that training takes, live objects included, so
     `limit_bytes` and `peak_bytes` of a plan can be compared. On the CPU that is what the live objects hold
-    (`held_bytes`) and what a trial adds to this process; the soft RLIMIT_DATA is lowered to it during a trial and set
-    again afterwards. As in the children of other devices, malloc gives back what is freed at once (`tight_heap`);
+    (`held_bytes`) and what a trial adds to this process, told by its peak. The soft RLIMIT_DATA is lowered during a
+    trial, some way above the budget, and set again afterwards (see `InPlaceHostMeter` for why). As in the children of
+    other devices, malloc gives back what is freed at once (`tight_heap`);
     training outside of trials may hold more than its peak, since glibc then keeps some. On a card it is all that
     PyTorch's allocator in this process holds there, other tensors of yours included; its cached blocks are released
     first. `.grad` that is there counts, and stays where it is.

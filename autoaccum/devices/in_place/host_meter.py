@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.heap import trim_heap
 from autoaccum.devices.process_memory import (
     ProcessMemory,
@@ -17,20 +18,25 @@ from autoaccum.devices.process_memory import (
     reset_peak,
 )
 from autoaccum.devices.reading import Reading
-from autoaccum.units import KIB
+from autoaccum.units import MIB
 
-_COARSE_BYTES = 512 * KIB
-"""The kernel adds up resident pages per processor: a peak may be off by as much."""
+_LEAST_SLACK_BYTES = 256 * MIB
+_SLACK_SHARE = 0.5
+_FREE_SHARE = 0.8
 
 
 class InPlaceHostMeter:
     """What this process takes of the host's memory above what it holds already.
 
-    To be used within `tight_heap`. In one process a failed trial may leave its heap in pieces, and nobody can start
-    anew. So a trial's limit is what the process holds when it begins, and the room it has: what earlier trials left
-    is not taken off. It might use free pieces of theirs on top, which no limit sees; the peak does, since they were
-    given back to the kernel and become resident again: what went beyond its room counts as out of memory. What the
-    first job left for good (modules, compiled kernels) is taken off, since a fresh process would need it as well.
+    To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
+    refuse at the budget, is set above it: by half of it or 256 MiB, but at most 80 % of what else is free. Libraries
+    do not survive every refusal (oneDNN's backward of a convolution ends the process by SIGSEGV where a small block
+    is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
+    is a large tensor that is refused, which PyTorch answers with an exception.
+
+    A limit counts from what the process holds when a trial begins: what earlier trials left in pieces is not taken
+    off, and counts again where it is used again. What the first job left for good (modules, compiled kernels) is
+    taken off, since a fresh process would need it as well.
 
     VmHWM, the kernel's statistic of this process, is reset for each trial: others who read it see that.
 
@@ -69,9 +75,12 @@ class InPlaceHostMeter:
         self._before = read_process_memory()
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """RLIMIT_DATA at what is held now, and what of the budget is left beside the live objects."""
+        """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
         self._room_bytes = max(0, budget_bytes - self._held_bytes - (self._kept_bytes or 0))
-        return data_limit(self._before.data_bytes + self._room_bytes)
+        spare_bytes = max(0, read_host_memory().free_bytes - self._room_bytes)
+        slack_bytes = max(_LEAST_SLACK_BYTES, int(self._room_bytes * _SLACK_SHARE))
+        slack_bytes = min(slack_bytes, int(spare_bytes * _FREE_SHARE))
+        return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
 
     def read(self) -> Reading:
         """The peak since `start`, live objects included; None where it could not be reset and was not passed."""
@@ -83,11 +92,10 @@ class InPlaceHostMeter:
         )
 
     def excess(self, reading: Reading) -> int:
-        """By how much a trial that ran went beyond its room, in free pieces or in shared memory; 0 when it did not."""
+        """By how much a trial went beyond its budget; 0 when it did not."""
         if reading.peak_reserved_bytes is None:
             return 0
-        excess = reading.peak_reserved_bytes - self._held_bytes - self._room_bytes
-        return excess if excess > _COARSE_BYTES else 0
+        return max(0, reading.peak_reserved_bytes - self._held_bytes - self._room_bytes)
 
     def settle(self) -> int:
         """What the last job did not give back, in resident bytes; that of the first job is remembered."""

@@ -92,18 +92,18 @@ class HostPlace:
             "total_bytes": self._host.total_bytes,
             "free_bytes": self._host.free_bytes,
             "bound": self._host.bound,
-            "enforced_by": "RLIMIT_DATA above VmData before each trial, in this process",
+            "enforced_by": "the peak, and RLIMIT_DATA some way above, in this process",
             "peak": "what live objects hold, and VmHWM above what was resident before, and what is untouched",
         }
 
     def judge(self, trial: Trial, reading: Reading) -> Trial:
-        """Out of memory where the peak says more than the limit could see."""
+        """Out of memory where the peak went beyond the budget."""
         excess = self.meter.excess(reading)
         if not (trial.ran and excess):
             return trial
         message = (
-            f"micro-batch {trial.micro_batch} ran, but held {format_bytes(reading.peak_reserved_bytes or 0)}:"
-            f" {format_bytes(excess)} more than it may, in pieces that earlier trials left or in shared memory"
+            f"micro-batch {trial.micro_batch} held {format_bytes(reading.peak_reserved_bytes or 0)},"
+            f" {format_bytes(excess)} more than it may"
         )
         return Trial(
             parts=trial.parts,

@@ -129,10 +129,20 @@ def test_the_whole_share_is_one_micro_batch_per_update(device: Device) -> None:
 def test_an_impossible_size_is_out_of_memory_and_does_no_harm(device: Device) -> None:
     trial = device.trial((SHARE,))
     assert (trial.outcome, trial.ran, trial.blames) == ("oom", False, None)
-    assert trial.phase in ("forward", "backward")
+    assert trial.phase in ("forward", "backward", "update")
+    assert trial.certain
     assert trial.message is not None
     assert f"micro-batch {SHARE}" in trial.message
     assert device.trial((1, 1)).outcome == "ok"
+
+
+def test_a_size_just_too_large_runs_to_its_end_and_is_out_of_memory(device: Device) -> None:
+    trial = device.trial((800, 800))
+    assert (trial.outcome, trial.phase, trial.certain) == ("oom", "update", True)
+    assert trial.peak_reserved_bytes is not None
+    assert BUDGET_BYTES < trial.peak_reserved_bytes < 2 * BUDGET_BYTES
+    assert trial.message is not None
+    assert "MiB more than it may" in trial.message
 
 
 def test_a_trial_can_have_a_budget_of_its_own(device: Device) -> None:

@@ -190,10 +190,10 @@ class Wide(nn.Module):
 class Greedy(torch.optim.SGD):
     def step(self, closure=None):
         self.param_groups[0]["params"][0].data.zero_()
-        torch.ones(200 * MIB)
+        torch.ones(4096 * MIB)
 
 def greedy_batch(size):
-    return torch.ones(200 * MIB)
+    return torch.ones(4096 * MIB)
 
 def pairs(size):
     return torch.randn(size, 64), torch.randint(0, 3, (size,))
@@ -204,13 +204,13 @@ class GreedyBackward(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(context, grad):
-        return grad + torch.ones(200 * MIB).sum()
+        return grad + torch.ones(4096 * MIB).sum()
 
 def backward_loss(model, batch):
     return GreedyBackward.apply(nn.functional.cross_entropy(model(batch[0]), batch[1]))
 
 def greedy_optimizer(params):
-    torch.ones(200 * MIB)
+    torch.ones(4096 * MIB)
 
 model = Wide()
 live = torch.optim.AdamW(model.parameters())
@@ -220,7 +220,7 @@ live.step()
 before, soft = state_digest(model, live), resource.getrlimit(resource.RLIMIT_DATA)
 found = []
 for batch, loss, optimizer, parts in (
-    (pairs, nn.CrossEntropyLoss(), live, (20000, 20000)),
+    (pairs, nn.CrossEntropyLoss(), live, (200000, 200000)),
     (pairs, backward_loss, live, (4, 4)),
     (greedy_batch, nn.CrossEntropyLoss(), live, (4, 4)),
     (pairs, nn.CrossEntropyLoss(), greedy_optimizer, (4, 4)),
@@ -251,4 +251,4 @@ def test_real_shortages() -> None:
     assert [one["phase"] for one in found[1:]] == ["backward", "batch", "optimizer", "update"]
     assert all(one["same"] and one["limit"] for one in found)
     assert all("DefaultCPUAllocator" in one["message"] for one in found[1:])
-    assert all(one["peak"] < 200 * 2**20 for one in found)
+    assert all(one["peak"] < 700 * 2**20 for one in found)
