@@ -22,9 +22,17 @@ _LIMITED = ("native", "cudaMallocAsync")
 
 
 class CardMeter:
-    """What this process takes of card `index`; make it before anything here uses CUDA (see `devices.cuda`)."""
+    """What this process takes of one card (see `devices.cuda` for what counts).
 
-    def __init__(self, index: int) -> None:
+    Make it before anything here uses CUDA: NVML's look at the cards before the context is what tells its size.
+
+    Args:
+        index: Of the card, among those that are visible.
+        make_current: Whether `open` takes the card for the one that `cuda` without an index means.
+    """
+
+    def __init__(self, index: int, *, make_current: bool = False) -> None:
+        self._make_current = make_current
         self.device = torch.device("cuda", index)
         self._index = index
         self._cards_before = read_all_cards()
@@ -33,7 +41,7 @@ class CardMeter:
         self._peak: CardPeak | None = None
 
     def open(self) -> None:
-        """Make a context on the card and take it for the one that `cuda` means.
+        """Make a context on the card.
 
         Raises:
             UsageError: It is not among the visible ones, or an allocator is chosen that keeps to no limit.
@@ -43,7 +51,8 @@ class CardMeter:
             names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
             check_index(self._index, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
             check_allocator(os.environ, torch.cuda.get_allocator_backend())
-            torch.cuda.set_device(self._index)
+            if self._make_current:
+                torch.cuda.set_device(self._index)
             torch.cuda.synchronize(self._index)
         except RuntimeError as error:
             raise NotMeasuredError(

@@ -43,7 +43,7 @@ class Meter(Protocol):
 
 
 def make_meter(device: str) -> Meter:
-    """The meter of the device called `device`: `cpu` or `cuda:N`."""
+    """The meter a child has for the device called `device`: `cpu` or `cuda:N`."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         from autoaccum.devices.host_meter import HostMeter
@@ -51,4 +51,4 @@ def make_meter(device: str) -> Meter:
         return HostMeter()
     from autoaccum.devices.card_meter import CardMeter
 
-    return CardMeter(int(index))
+    return CardMeter(int(index), make_current=True)
