@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from autoaccum.cli.parameters import count, seconds
 from autoaccum.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoaccum.planning.events import Event
 
 
 @click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
@@ -52,6 +56,7 @@ def command(
     from autoaccum.planning.files import check_output, write_text
     from autoaccum.planning.planner import plan
     from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.emit import check_emittable, emit_wrapper
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.plan_table import print_plan
     from autoaccum.reporting.progress import Progress
@@ -60,27 +65,25 @@ def command(
         if file is not None:
             check_output(file, force=force)
     if emit is not None:
-        from autoaccum.reporting.emit import check_emittable
-
         _check_apart(emit, output, workload)
         check_emittable(world_size=request["world_size"])
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
         on_output = progress.pass_on if stderr.can_redraw else None
         began = time.monotonic()
-        found = plan(workload, on_event=progress.tell, on_output=on_output, **request)
-    kept, emitted = (None if file is None else Path(file) for file in (output, emit))
+        found = plan(workload, on_event=_listener(progress.tell, emit), on_output=on_output, **request)
+    kept = emitted = None
     offer: dict[str, Any] = {"command": _words(), "name": _free_name(), "seconds": time.monotonic() - began}
     try:
-        if kept is not None:
-            found.save(kept, force=force)
-        if emitted is not None:
-            from autoaccum.reporting.emit import emit_wrapper
-
-            write_text(emitted, emit_wrapper(found), force=force)
+        if output is not None:
+            found.save(output, force=force)
+            kept = Path(output)
+        if emit is not None:
+            write_text(Path(emit), emit_wrapper(found, module=Path(emit).stem), force=force)
+            emitted = Path(emit)
     except BaseException:
         # The trials took their time: what they found is shown even where it cannot be kept.
-        print_plan(stderr, found, **offer)
+        print_plan(stderr, found, kept=kept, **offer)
         raise
     if as_json:
         for warning in found.warnings:
@@ -90,6 +93,21 @@ def command(
     if not quiet:
         stderr.print()
     print_plan(make_console(), found, kept=kept, emitted=emitted, **offer)
+
+
+def _listener(tell: Callable[[Event], None], emit: str | None) -> Callable[[Event], None]:
+    """Tell on; what cannot be emitted is refused as soon as the workload is known, before any trial."""
+    if emit is None:
+        return tell
+    from autoaccum.planning.events import Inspected
+    from autoaccum.reporting.emit import check_emittable
+
+    def listen(event: Event) -> None:
+        tell(event)
+        if isinstance(event, Inspected):
+            check_emittable(precision=event.inspection.precision, recipe=event.inspection.recipe)
+
+    return listen
 
 
 def _check_apart(emit: str, output: str | None, workload: str) -> None:

@@ -131,3 +131,15 @@ def test_what_cannot_be_written_is_said_before_any_trial(
     assert len(result.stderr.splitlines()) == 1
     assert (folder / "model.py").read_text() == MODEL
     assert [path.name for path in folder.iterdir()] == ["model.py"]
+
+
+def test_a_batch_that_cannot_be_written_down_costs_no_trial(folder: Path) -> None:
+    strange = "\nclass Pair(tuple):\n    pass\n\nclass Box:\n    def __init__(self, x): self.x = x\n"
+    strange += "criterion = None\ndef batch(size): return {(1, 2): torch.randn(size, 64), 'y': torch.zeros(size)}\n"
+    strange += "def loss(model, batch): return model(batch[1, 2]).square().mean()\n"
+    (folder / "model.py").write_text(MODEL + strange)
+    done = run(folder, "--emit", "train_step.py")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "ok" not in done.stderr
+    assert not (folder / "train_step.py").exists()
+    assert "--emit" in done.stderr.splitlines()[-1] or "Accumulator" in done.stderr.splitlines()[-1]
