@@ -22,14 +22,14 @@ from autoaccum.units import MIB
 
 _LEAST_SLACK_BYTES = 256 * MIB
 _SLACK_SHARE = 0.5
-_FREE_SHARE = 0.8
+_FREE_SHARE = 0.5
 
 
 class InPlaceHostMeter:
     """What this process takes of the host's memory above what it holds already.
 
     To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
-    refuse at the budget, is set above it: by half of it or 256 MiB, but at most 80 % of what else is free. Libraries
+    refuse at the budget, is set above it: by half of it or 256 MiB, but at most half of what else is free. Libraries
     do not survive every refusal (oneDNN's backward of a convolution ends the process by SIGSEGV where a small block
     is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
     is a large tensor that is refused, which PyTorch answers with an exception.

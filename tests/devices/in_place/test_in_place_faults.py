@@ -220,7 +220,7 @@ live.step()
 before, soft = state_digest(model, live), resource.getrlimit(resource.RLIMIT_DATA)
 found = []
 for batch, loss, optimizer, parts in (
-    (pairs, nn.CrossEntropyLoss(), live, (200000, 200000)),
+    (pairs, nn.CrossEntropyLoss(), live, (100000, 100000)),
     (pairs, backward_loss, live, (4, 4)),
     (greedy_batch, nn.CrossEntropyLoss(), live, (4, 4)),
     (pairs, nn.CrossEntropyLoss(), greedy_optimizer, (4, 4)),
