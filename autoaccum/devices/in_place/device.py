@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -47,7 +48,7 @@ class InPlaceDevice:
     `limit_bytes` and `peak_bytes` of a plan can be compared. On the CPU that is what the live objects hold
     (`held_bytes`) and what a trial adds to this process, told by its peak. The soft RLIMIT_DATA is lowered during a
     trial, some way above the budget, and set again afterwards (see `InPlaceHostMeter` for why). As in the children of
-    other devices, malloc gives back what is freed at once (`tight_heap`);
+    other devices, malloc gives back what is freed at once, until `close` (`tight_heap`);
     training outside of trials may hold more than its peak, since glibc then keeps some. On a card it is all that
     PyTorch's allocator in this process holds there, other tensors of yours included; its cached blocks are released
     first. `.grad` that is there counts, and stays where it is.
@@ -86,6 +87,7 @@ class InPlaceDevice:
         self._live = count_live_bytes(self._tried.roots, self._tried.optimizer, is_live=self._tried.is_live)
         self._keeper = StateKeeper(self._tried)
         self._started: tuple[Place, int] | None = None
+        self._resources = ExitStack()
 
     @property
     def name(self) -> str:
@@ -150,7 +152,9 @@ class InPlaceDevice:
         return dataclasses.replace(trial, limit_bytes=limit_bytes)
 
     def close(self) -> None:
-        """Nothing stays: every trial has put back what it changed."""
+        """Let the heap keep again what is freed; every trial has put back what it changed. Idempotent."""
+        self._started = None
+        self._resources.close()
 
     def __enter__(self) -> InPlaceDevice:
         """Nothing is started before the first question."""
@@ -172,21 +176,24 @@ class InPlaceDevice:
         check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
         place = make_place(self._tried.device, self._live)
         place.check()
-        self._keeper.run(lambda _: _warm_up(place))
-        budget_bytes = place.choose_budget(place.meter.begin(), self._memory, self._reserve)
-        if budget_bytes <= self._live.held_bytes:
-            raise UsageError(
-                f"a budget of {format_bytes(budget_bytes)} is less than the {format_bytes(self._live.held_bytes)}"
-                " that model and optimizer hold already",
-                hint="raise --memory, which counts them in",
-            )
+        with ExitStack() as resources:
+            resources.enter_context(place.measuring())
+            self._keeper.run(lambda _: _warm_up(place))
+            budget_bytes = place.choose_budget(place.meter.begin(), self._memory, self._reserve)
+            if budget_bytes <= self._live.held_bytes:
+                raise UsageError(
+                    f"a budget of {format_bytes(budget_bytes)} is less than the"
+                    f" {format_bytes(self._live.held_bytes)} that model and optimizer hold already",
+                    hint="raise --memory, which counts them in",
+                )
+            self._resources = resources.pop_all()
         self._started = (place, budget_bytes)
         return self._started
 
     def _inspect(self, place: Place, interruptions: Interruptions) -> Inspection:
         failure: BaseException | None = None
         try:
-            with place.measuring(), interruptions.window():
+            with interruptions.window():
                 return inspect_workload(self._tried.workload, self._share, None, place.meter)
         except BaseException as error:
             failure = error
@@ -205,7 +212,7 @@ class InPlaceDevice:
         release_memory(self._tried.device)
         place.meter.start()
         began = time.perf_counter()
-        with place.measuring(), place.meter.limit(held_to), warnings.catch_warnings():
+        with place.meter.limit(held_to), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
                 with interruptions.window():
@@ -241,5 +248,5 @@ class InPlaceDevice:
 
 def _warm_up(place: Place) -> None:
     place.meter.open()
-    with torch.enable_grad(), place.measuring():
+    with torch.enable_grad():
         warm_up(place.meter.device)
