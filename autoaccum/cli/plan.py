@@ -56,16 +56,21 @@ def command(
     from autoaccum.planning.files import check_output, write_text
     from autoaccum.planning.planner import plan
     from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.emit import check_emittable, emit_wrapper
+    from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.plan_table import print_plan
     from autoaccum.reporting.progress import Progress
 
-    for file in (output, emit):
+    for option, file in (("-o", output), ("--emit", emit)):
         if file is not None:
             check_output(file, force=force)
+            _check_apart(option, file, workload)
     if emit is not None:
-        _check_apart(emit, output, workload)
+        if output is not None and Path(emit).resolve() == Path(output).resolve():
+            raise UsageError(
+                f"-o and --emit both name {emit}", hint="the plan is JSON, the step Python: take two names"
+            )
+        module_name(emit)
         check_emittable(world_size=request["world_size"])
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
@@ -79,7 +84,7 @@ def command(
             found.save(output, force=force)
             kept = Path(output)
         if emit is not None:
-            write_text(Path(emit), emit_wrapper(found, module=Path(emit).stem), force=force)
+            write_text(Path(emit), emit_wrapper(found, module=module_name(emit)), force=force)
             emitted = Path(emit)
     except BaseException:
         # The trials took their time: what they found is shown even where it cannot be kept.
@@ -110,13 +115,12 @@ def _listener(tell: Callable[[Event], None], emit: str | None) -> Callable[[Even
     return listen
 
 
-def _check_apart(emit: str, output: str | None, workload: str) -> None:
-    """Refuse to write two things into one file, or over the workload that is being planned."""
-    target = Path(emit).resolve()
-    if output is not None and target == Path(output).resolve():
-        raise UsageError(f"-o and --emit both name {emit}", hint="the plan is JSON, the wrapper Python: take two names")
-    if target == Path(workload.rpartition(":")[0] or workload).resolve():
-        raise UsageError(f"--emit names the workload itself, {emit}", hint="choose another name")
+def _check_apart(option: str, file: str, workload: str) -> None:
+    """Refuse to write over the workload that is being planned."""
+    source = workload.rpartition(":")[0] or workload
+    sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))
+    if Path(file).resolve() in (path.resolve() for path in sources):
+        raise UsageError(f"{option} names the workload itself, {file}", hint="choose another name")
 
 
 def _words() -> list[str]:
@@ -132,8 +136,12 @@ def _words() -> list[str]:
         if isinstance(parameter, click.Argument):
             words.append(f"./{value}" if value.startswith("-") else value)
         else:
-            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+            words += [parameter.opts[0]] if value is True else [parameter.opts[0], _word(value)]
     return words
+
+
+def _word(value: Any) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _program() -> list[str]:

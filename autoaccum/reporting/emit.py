@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from autoaccum.accumulation.schedule import format_parts
@@ -17,6 +21,7 @@ from autoaccum.units import format_bytes
 _DIGITS_OF_DIGEST = 12
 _LONGEST_PARTS = 60
 _LONGEST_LINE = 120
+_TAKEN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
 
 
 def check_emittable(*, world_size: int = 1, precision: str = "fp32", recipe: Mapping[str, Any] | None = None) -> None:
@@ -39,6 +44,23 @@ def check_emittable(*, world_size: int = 1, precision: str = "fp32", recipe: Map
         Choices(precision, accumulates=True, recipe=recipe)
 
 
+def module_name(path: str) -> str:
+    """The name by which the file at `path` is imported.
+
+    Raises:
+        UsageError: It cannot be imported, or would be in place of what a training imports itself.
+    """
+    file = PurePath(path)
+    name = file.stem
+    importable = name.isidentifier() and not keyword.iskeyword(name)
+    if file.suffix == ".py" and importable and name not in _TAKEN:
+        return name
+    why = f"would hide the module {name}" if name in _TAKEN and importable else "cannot be imported under that name"
+    other = re.sub(r"\W", "_", name) if file.suffix == ".py" and not importable else name
+    other = other if other.isidentifier() and not keyword.iskeyword(other) and other not in _TAKEN else "train_step"
+    raise UsageError(f"the emitted {file.name} {why}", hint=f"take a name such as {other}.py")
+
+
 def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     """The text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
 
@@ -47,7 +69,7 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
 
     Args:
         plan: The plan.
-        module: The file's name without `.py`, for the example in its docstring.
+        module: What `module_name` gives for its file, for the example in its docstring.
 
     Raises:
         UsageError: The plan is for several ranks, comes from a version of autoaccum that did not record how the loss
@@ -77,7 +99,7 @@ def _docstring(plan: Plan, choices: Choices, module: str) -> Iterator[str]:
     yield ""
     yield from _wrapped(_origin(plan))
     yield ""
-    yield f"    from {module if module.isidentifier() else 'train_step'} import train_step"
+    yield f"    from {module} import train_step"
     yield ""
     if choices.precision == "fp16":
         yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'
@@ -106,7 +128,11 @@ def _origin(plan: Plan) -> str:
         f"{plan.target_batch} samples an update"
         + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
         + f" on {card} with {format_bytes(plan.limit_bytes)}. "
-        + ("" if plan.warnings else "It gives the full batch's gradient, to rounding. ")
+        + (
+            ""
+            if plan.warnings
+            else "It gives the full batch's gradient, to rounding (of a model with dropout, under the masks drawn). "
+        )
         + "Nothing here recovers from running out of memory: that is only in autoaccum.Accumulator."
     )
 

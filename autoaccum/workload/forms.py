@@ -2,13 +2,15 @@
 
 A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `array` (rows to cut,
 stays where it is), `value` (of all samples, stays where it is), `other` (nothing that could be written down), or a
-container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, `{"namedtuple": {name: form}}`,
-`{"dataclass": {name: form}}`, or `{"samples": form}`, a list with one entry of that form for each sample.
+container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, `{"mapping": {name: form}}` (of a class
+that is made from a dict), `{"namedtuple": {name: form}}`, `{"dataclass": {name: form}}`, or `{"samples": form}`, a list
+with one entry of that form for each sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ from autoaccum.workload.batches import is_samples
 from autoaccum.workload.plain_names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
+_DICTS = (dict, OrderedDict, defaultdict)
 
 
 def describe_form(batch: Any, size: int) -> Form:
@@ -47,9 +50,22 @@ def _entry(form: Form) -> Form:
     return "value" if form == "array" else form
 
 
+def _mapping(node: Mapping[str, Any], forms: dict[str, Form]) -> Form:
+    """A dict where one can stand for it; else one of its class, such as those that give their items as attributes."""
+    if type(node) in _DICTS:
+        return {"dict": forms}
+    build: Any = type(node)
+    try:
+        made = build(dict(node))
+        is_made_of_them = type(made) is type(node) and all(made[name] is node[name] for name in node)
+    except Exception:  # It is the user's class, which may raise anything.
+        return "other"
+    return {"mapping": forms} if is_made_of_them and len(made) == len(node) else "other"
+
+
 def _container(node: Any, children: list[tuple[str, Any]], forms: list[Form]) -> Form:
     if isinstance(node, Mapping):
-        return {"dict": dict(zip(node, forms, strict=True))} if all(map(is_plain_name, node)) else "other"
+        return _mapping(node, dict(zip(node, forms, strict=True))) if all(map(is_plain_name, node)) else "other"
     names = [step.removeprefix(".") for step, _ in children]
     if nests.is_dataclass(node):
         fields = dataclasses.fields(node)
@@ -57,4 +73,4 @@ def _container(node: Any, children: list[tuple[str, Any]], forms: list[Form]) ->
         return {"dataclass": dict(zip(names, forms, strict=True))} if is_made_of_them else "other"
     if nests.is_namedtuple(node):
         return {"namedtuple": dict(zip(names, forms, strict=True))}
-    return {"list" if isinstance(node, list) else "tuple": forms}
+    return {type(node).__name__: forms} if type(node) in (list, tuple) else "other"

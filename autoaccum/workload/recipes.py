@@ -32,7 +32,7 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
         "divisor": find_divisor(objective, batch),
         "ignore_index": None if criterion is None else criterion.ignore_index,
         "call": None if criterion is None else criterion.call,
-        "is_module": criterion is not None and isinstance(criterion.function, nn.Module),
+        "is_module": criterion is not None and _is_bare_module(criterion.function),
         "terms": [] if list(terms) == ["loss"] else list(terms),
         "weights": list(weight) if isinstance(weight, dict) else [],
         "batch": describe_form(batch, batch_size(batch)),
@@ -57,6 +57,11 @@ def _counted(criterion: Criterion, targets: Any) -> Divisor:
     if criterion.divisor != "targets" or not isinstance(targets, Tensor) or targets.is_floating_point():
         return "samples"
     return "class weights" if criterion.has_class_weights else "targets"
+
+
+def _is_bare_module(function: Any) -> bool:
+    """Whether it is a module with its buffers under their own names, which a compiled one has not."""
+    return isinstance(function, nn.Module) and not hasattr(function, "_orig_mod")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -53,7 +53,7 @@ def test_few_trials_are_marked(folder: Path) -> None:
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)
     assert "the largest that ran before the limit on trials ended the search\n" in done.stdout
-    assert "the limit of 2 trials ended the search: sizes above" in " ".join(done.stdout.split())
+    assert "the limit of 2 trials ended the search: no size above" in " ".join(done.stdout.split())
 
 
 def test_little_time_is_marked(folder: Path) -> None:
@@ -115,7 +115,10 @@ def test_the_training_step_is_written_beside_the_plan(folder: Path) -> None:
     [
         (["--emit", "model.py"], "model.py is already there: add --force to overwrite it"),
         (["--emit", "model.py", "--force"], "--emit names the workload itself, model.py: choose another name"),
-        (["--emit", "same", "-o", "./same"], "-o and --emit both name same: the plan is JSON, the wrapper Python"),
+        (["--emit", "same", "-o", "./same"], "-o and --emit both name same: the plan is JSON, the step Python"),
+        (["-o", "model.py", "--force"], "-o names the workload itself, model.py: choose another name"),
+        (["--emit", "my step.py"], "the emitted my step.py cannot be imported under that name"),
+        (["--emit", "torch.py"], "would hide the module torch"),
         (["--emit", "nowhere/step.py"], "there is no folder"),
         (["--emit", "."], ". is a folder"),
         (["--emit", "step.py", "--world-size", "2"], "--world-size"),
@@ -131,6 +134,17 @@ def test_what_cannot_be_written_is_said_before_any_trial(
     assert len(result.stderr.splitlines()) == 1
     assert (folder / "model.py").read_text() == MODEL
     assert [path.name for path in folder.iterdir()] == ["model.py"]
+
+
+@pytest.mark.parametrize("workload", ["model", "model:MODEL", "model.py:MODEL", "./model.py"])
+def test_the_workload_is_never_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, workload: str) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "link.py").symlink_to(folder / "model.py")
+    for words in (["-o", "model.py"], ["--emit", "link.py"]):
+        result = CliRunner().invoke(main, ["plan", workload, "--target-batch", "8", "--force", *words])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{words[0]} names the workload itself, {words[1]}: choose another name" in result.stderr
+    assert (folder / "model.py").read_text() == MODEL
 
 
 def test_a_batch_that_cannot_be_written_down_costs_no_trial(folder: Path) -> None:

@@ -20,7 +20,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan as plan_by_trials
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.emit import check_emittable, emit_wrapper
+from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.units import GIB
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
@@ -39,6 +39,8 @@ FORMS: dict[str, Any] = {
     "deep": {"list": [{"dict": {"image_embeddings": {"tuple": ["tensor", LABELS]}, "offsets": "array"}}, LABELS]},
     "dataclass": {"dataclass": {"x": "tensor", "y": "tensor", "name": "value"}},
     "named tuple": {"namedtuple": {"x": "tensor", "y": "tensor"}},
+    "mapping": {"mapping": {"x": "tensor", "y": "tensor"}},
+    "long mapping": {"tuple": [{"mapping": {"x": "tensor", "offsets": "array", "name": "value"}}, "tensor"]},
     "objects": {"tuple": ["tensor", {"samples": LABELS}]},
 }
 
@@ -163,7 +165,6 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "train_step(model, optimizer, criterion, batch)" in found
     assert "The plan warned" not in found
     assert "    from my_step import train_step" in emit_wrapper(a_plan, module="my_step")
-    assert "    from train_step import train_step" in emit_wrapper(a_plan, module="my-step")
     card = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA H200", "total_bytes": 139 * GIB}
     warned = dataclasses.replace(a_plan, device=card, warnings=("BatchNorm in bn1: not exact",))
     text = emit_wrapper(with_recipe(warned, "fp16"))
@@ -171,6 +172,31 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "The plan warned:\n\n- BatchNorm in bn1: not exact\n" in text
     assert 'scaler = torch.amp.GradScaler("cuda")' in text
     assert "gradient, to rounding" not in text
+
+
+@pytest.mark.parametrize("path", ["train_step.py", "some/folder of mine/größe.py", "_x1.py", "match.py"])
+def test_a_name_to_import(path: str) -> None:
+    assert f"from {module_name(path)} import" == f"from {Path(path).stem} import"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("my step.py", "the emitted my step.py cannot be imported under that name: take a name such as my_step.py"),
+        ("a/my-step.py", "the emitted my-step.py cannot be imported under that name: take a name such as my_step.py"),
+        ("class.py", "the emitted class.py cannot be imported under that name: take a name such as train_step.py"),
+        ("1.py", "the emitted 1.py cannot be imported under that name: take a name such as train_step.py"),
+        ("step", "the emitted step cannot be imported under that name: take a name such as step.py"),
+        ("step.txt", "the emitted step.txt cannot be imported under that name: take a name such as step.py"),
+        (".py", "the emitted .py cannot be imported under that name: take a name such as train_step.py"),
+        ("torch.py", "the emitted torch.py would hide the module torch: take a name such as train_step.py"),
+        ("math.py", "the emitted math.py would hide the module math: take a name such as train_step.py"),
+    ],
+)
+def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        module_name(path)
+    assert str(caught.value) == says
 
 
 def test_a_plan_that_was_kept_gives_the_same_file(a_plan: Plan) -> None:
@@ -234,7 +260,7 @@ def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:
         ({"batch": {"dict": {f"{'x' * 80}{i}": "tensor" for i in range(3)}}, "call": None}, "cannot be cut and moved"),
         (
             {"divisor": "class weights", "is_module": False},
-            r"write it as a module, such as nn\.CrossEntropyLoss\(weight",
+            r"give a plain module, such as nn\.CrossEntropyLoss\(weight",
         ),
         ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, and the loss is one number"),
     ],
@@ -249,7 +275,7 @@ def test_a_function_with_class_weights_is_refused(make_plan_of: Any) -> None:
         return F.cross_entropy(outputs, targets, weight=weight)
 
     bound = functools.partial(F.cross_entropy, weight=torch.ones(3))
-    with pytest.raises(UsageError, match="class weights bound to it"):
+    with pytest.raises(UsageError, match="class weights are bound to a function or within a compiled module"):
         emit_wrapper(make_plan_of(workload(criterion=bound), 18, 6))
     assert "share = len" in emit_wrapper(make_plan_of(workload(criterion=criterion), 18, 6))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,15 @@ class Record:
     x: Tensor
     y: Tensor
     name: str = "for all"
+
+
+class ByAttribute(UserDict[str, Any]):
+    """As the batches of Hugging Face's tokenizers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError
+        return self.data[name]
 
 
 class Net(nn.Module):
@@ -194,6 +203,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a named tuple": {"batch": lambda n: Pair(*real(n)), "loss": lambda m, b: F.mse_loss(m(b.x), b.y)},
     "a named tuple and a criterion": {"batch": lambda n: Pair(*real(n)), "criterion": nn.MSELoss()},
     "a dataclass": {"batch": lambda n: Record(*real(n)), "loss": lambda m, b: F.mse_loss(m(b.x), b.y)},
+    "a mapping of its own": {
+        "batch": lambda n: ByAttribute(as_dict(n)),
+        "loss": lambda m, b: F.cross_entropy(m(b.x), b.y),
+        "weight": lambda b: (b.y != -100).sum(),
+    },
+    "a mapping of inputs": {
+        "batch": lambda n: (ByAttribute(x=x_of(n), mask=x_of(n)), labels(n)),
+        "criterion": nn.CrossEntropyLoss(),
+    },
     "lists of objects": {"batch": objects, "loss": object_loss},
     "many tensors": {
         "batch": lambda n: tuple(x_of(n) for _ in range(5)),

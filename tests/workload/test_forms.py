@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,33 @@ from autoaccum.workload.forms import describe_form
 
 Point = namedtuple("Point", ["x", "y"])
 X = torch.zeros(3, 2)
+
+
+class ByAttribute(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class Counted(dict[str, Any]):
+    """Not made from a dict alone."""
+
+    def __init__(self, count: int, **items: Any) -> None:
+        super().__init__(**items)
+        if not isinstance(count, int):
+            raise TypeError("count")
+
+
+class Doubled(UserDict[str, Any]):
+    """Not made of what it holds."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value * 2)
+
+
+class Pair(tuple[Tensor, ...]):
+    """A class of its own."""
 
 
 @dataclass
@@ -37,6 +64,12 @@ class Derived:
         ([X, X], {"list": ["tensor", "tensor"]}),
         ({"x": X, "scale": torch.ones(()), "n": 3}, {"dict": {"x": "tensor", "scale": "scalar", "n": "value"}}),
         (OrderedDict(x=X), {"dict": {"x": "tensor"}}),
+        (defaultdict(X.clone, x=X), {"dict": {"x": "tensor"}}),
+        (UserDict(x=X), {"mapping": {"x": "tensor"}}),
+        (ByAttribute(x=X, n=1), {"mapping": {"x": "tensor", "n": "value"}}),
+        (Counted(1, x=X), "other"),
+        (Doubled(x=X), "other"),
+        (Pair((X, X)), "other"),
         (({"ids": X}, X), {"tuple": [{"dict": {"ids": "tensor"}}, "tensor"]}),
         ((X, (224, 224)), {"tuple": ["tensor", "value"]}),
         ((X, ["a", "b", "c"]), {"tuple": ["tensor", {"samples": "value"}]}),

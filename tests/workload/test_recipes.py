@@ -53,6 +53,8 @@ def test_what_a_criterion_tells() -> None:
     assert (found["ignore_index"], found["call"], found["is_module"]) == (7, "one", True)
     found = recipe({"criterion": functools.partial(functional.cross_entropy, ignore_index=2)})
     assert (found["ignore_index"], found["is_module"]) == (2, False)
+    compiled = torch.compile(nn.CrossEntropyLoss(weight=torch.ones(4)), backend="eager")
+    assert recipe({"criterion": compiled})["is_module"] is False
     assert recipe({"criterion": nn.GaussianNLLLoss()}, REAL)["call"] == "mean and variance"
     fixed = functools.partial(functional.gaussian_nll_loss, var=torch.ones(1))
     assert recipe({"criterion": fixed}, REAL)["call"] == "one"

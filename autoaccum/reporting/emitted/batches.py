@@ -89,6 +89,8 @@ def changed(form: Form, name: str, change: Change) -> Code:
         return _changed_samples(content, name, change)
     if _is_untouched(form, change):
         return name
+    if kind == "mapping":
+        return Brackets(f"type({name})(", (("", changed({"dict": content}, name, change)),), ")")
     if kind == "dict":
         alike = {"tensor"} if change == "cut" else {"tensor", "scalar"}
         each = f"{{k: {_changed_leaf('tensor', 'v', change)} for k, v in {name}.items()}}"
@@ -114,7 +116,7 @@ def rows_in(form: Form, name: str) -> str | None:
     kind, content = _container(form)
     if kind == "samples":
         return name
-    step = {"dict": '["{0}"]', "tuple": "[{0}]", "list": "[{0}]"}.get(kind, ".{0}")
+    step = {"dict": '["{0}"]', "mapping": '["{0}"]', "tuple": "[{0}]", "list": "[{0}]"}.get(kind, ".{0}")
     inner = content.items() if isinstance(content, Mapping) else enumerate(content)
     return next((found for key, part in inner if (found := rows_in(part, name + step.format(key)))), None)
 
@@ -201,6 +203,7 @@ def _container(form: Mapping[str, Any]) -> tuple[str, Any]:
         "tuple": isinstance(content, list | tuple),
         "list": isinstance(content, list | tuple),
         "dict": isinstance(content, Mapping) and all(map(is_plain_name, content)),
+        "mapping": isinstance(content, Mapping) and all(map(is_plain_name, content)),
         "dataclass": isinstance(content, Mapping) and all(map(str.isidentifier, content)),
         "namedtuple": isinstance(content, Mapping) and all(map(str.isidentifier, content)),
     }

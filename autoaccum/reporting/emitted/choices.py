@@ -45,8 +45,9 @@ class Choices:
             raise UsageError("the plan does not record how its loss is divided", hint=_AGAIN)
         if self.divisor == "class weights" and not self.recipe.get("is_module"):
             raise UsageError(
-                "the criterion is a function with class weights bound to it, which the emitted file could not read",
-                hint="write it as a module, such as nn.CrossEntropyLoss(weight=...)",
+                "the criterion's class weights are bound to a function or within a compiled module, where the emitted "
+                "file could not read them",
+                hint="give a plain module, such as nn.CrossEntropyLoss(weight=...)",
             )
         if self.recipe.get("weights") and not self.has_terms:
             raise UsageError(

@@ -218,7 +218,9 @@ def _named(choices: Choices) -> Iterator[str]:
 def _given(form: Form) -> str:
     """How the model is given its inputs: several by position, named ones by name."""
     kind = next(iter(form)) if isinstance(form, Mapping) else ""
-    return {"tuple": "*inputs", "list": "*inputs", "namedtuple": "*inputs", "dict": "**inputs"}.get(kind, "inputs")
+    if kind in ("tuple", "list", "namedtuple"):
+        return "*inputs"
+    return "**inputs" if kind in ("dict", "mapping") else "inputs"
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
