@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoaccum.devices.base import Trial
+from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.search import SearchStopped
 from autoaccum.units import MIB, format_bytes
 
@@ -26,7 +27,7 @@ def find_least(trial: Callable[[int], Trial], *, limit_bytes: int, peak_bytes: i
 
     Returns:
         The least budget in bytes under which it ran, and a sentence on what ended the search early, if anything did: a
-        limit, or a trial that failed by something else than its budget.
+        limit, or a trial that failed by something else than its budget: the schedule is proved without it.
     """
     runs, fails = limit_bytes, 0
     step = max(_RESOLUTION_BYTES, int(_FIRST_STEP_SHARE * limit_bytes))
@@ -42,6 +43,8 @@ def find_least(trial: Callable[[int], Trial], *, limit_bytes: int, peak_bytes: i
                 fails = budget
             step *= 2
             budget = _next(runs, fails, limit_bytes, step)
+    except NotMeasuredError as error:
+        return runs, f"the search for the least budget ended at {format_bytes(budget)}: {error.message}"
     except SearchStopped as stop:
         return runs, f"{stop} ended the search for the least budget: it may run with less than that"
     return runs, None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
-from autoaccum.devices.base import Device, Inspection
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.planning.allowance import Allowance
 from autoaccum.planning.confirmation import confirm, inspection_need
 from autoaccum.planning.events import Inspected, Listener, Loading
@@ -80,7 +80,8 @@ def plan(
         max_micro_batch: Try no larger size, in samples.
         max_trials: The search ends after as many trials; its confirmation comes on top.
         time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
-            confirmed, which may take longer; the plan is marked by `stopped`.
+            confirmed, which may take longer; the plan is marked by `stopped`. The check of the workload before the
+            search counts, but only `trial_limit` ends it.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %.
         trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.
@@ -151,7 +152,7 @@ def plan_on(
         fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
     )
     found = confirm(runner, request, result, inspection, device.limit_bytes, tell)
-    least_bytes, least_notes = _find_least(runner, device, found.proof.parts) if request.least else (None, ())
+    least_bytes, least_notes = _find_least(runner, device, found.proof) if request.least else (None, ())
     cautions = inspection.warnings
     if found.schedule.iter_size > 1:
         cautions += inspection.accumulation_warnings
@@ -178,11 +179,10 @@ def plan_on(
     )
 
 
-def _find_least(runner: Runner, device: Device, parts: tuple[int, ...]) -> tuple[int, tuple[str, ...]]:
+def _find_least(runner: Runner, device: Device, proof: Trial) -> tuple[int, tuple[str, ...]]:
     """The least budget, and a sentence if the search for it ended early."""
-    proof = next(trial for trial in reversed(runner.trials) if trial.parts == parts and trial.ran)
     found, ended = find_least(
-        partial(runner.try_budget, parts), limit_bytes=device.limit_bytes, peak_bytes=peak_bytes(proof)
+        partial(runner.try_budget, proof.parts), limit_bytes=device.limit_bytes, peak_bytes=peak_bytes(proof)
     )
     return found, () if ended is None else (ended,)
 

@@ -173,18 +173,28 @@ class Plan:
             for name, value in same.items()
             if getattr(self, name) != value
         ]
-        ran = {trial.micro_batch for trial in self.trials if trial.ran}
-        if self.kind == "measured":
-            unproved = sorted({self.micro_batch, self.largest_fit} - ran)
-            found += [f"no trial ran at size {size}" for size in unproved]
-        if self.largest_fit < self.micro_batch:
-            found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
         if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
             found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
+        if self.kind == "measured":
+            found += self._unproved()
+        if self.capped and self.stopped is not None:
+            found.append(f"the limit on {self.stopped} stopped a search that is capped")
+        if self.largest_fit < self.micro_batch:
+            found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
         if self.limit_bytes < 1:
             found.append(f"limit_bytes is {self.limit_bytes}")
         if (self.peak_bytes or 0) < 0:
             found.append(f"peak_bytes is {self.peak_bytes}")
+        return found
+
+    def _unproved(self) -> list[str]:
+        """What no trial has run, each within the budget it is claimed for."""
+        ran = [trial for trial in self.trials if trial.ran]
+        sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
+        found = [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
+        budgets = {trial.limit_bytes for trial in ran if trial.micro_batch == self.micro_batch}
+        if self.least_bytes not in budgets | {None, self.limit_bytes}:
+            found.append(f"least_bytes is {self.least_bytes}, and no trial ran within that")
         return found
 
 

@@ -31,7 +31,9 @@ class Need:
 def trial_error(trial: Trial) -> AutoaccumError:
     """The error to raise for a trial whose outcome is `error`: the workload's fault, or the measurement's."""
     where = f" in {trial.phase}" if trial.phase else ""
-    message = f"micro-batch {trial.micro_batch} failed{where}: {trial.message or 'no message'}"
+    message = trial.message or "no message"
+    if not message.startswith((f"micro-batch {trial.micro_batch}:", f"micro-batch {trial.micro_batch},")):
+        message = f"micro-batch {trial.micro_batch} failed{where}: {message}"
     if trial.blames == "user":
         return WorkloadError(message, user_traceback=trial.traceback)
     return NotMeasuredError(message)
@@ -108,7 +110,7 @@ def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
     if first_fail == largest_fit + 1:
         return f"{limit} ended the search before {first_fail}, which did not fit, was tried in a fresh process"
     fails = "" if first_fail is None else f" and below {first_fail}"
-    return f"{limit} ended the search: sizes above {largest_fit}{fails} were not tried, larger ones may fit"
+    return f"{limit} ended the search: no size above {largest_fit}{fails} ran to its end, larger ones may fit"
 
 
 def peak_bytes(trial: Trial) -> int | None:

@@ -132,6 +132,12 @@ def test_the_design_names_its_fields(a_plan: Plan) -> None:
         ({"trials": ()}, "no trial ran at size 86"),
         ({"limit_bytes": 0}, "limit_bytes is 0"),
         ({"peak_bytes": -1}, "peak_bytes is -1"),
+        ({"least_bytes": GIB}, None),
+        ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
+        ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
+        ({"least_bytes": GIB - 1}, f"least_bytes is {GIB - 1}, and no trial ran within that"),
+        ({"stopped": "time"}, None),
+        ({"stopped": "time", "capped": True}, "the limit on time stopped a search that is capped"),
     ],
 )
 def test_contradictions_are_refused(a_plan: Plan, change: dict[str, Any], text: str | None) -> None:
@@ -163,6 +169,10 @@ def changed(plan: Plan, **changes: Any) -> str:
         ({"peak_bytes": True}, "is damaged: peak_bytes is True, not a whole number"),
         ({"kind": "guessed"}, "is damaged: kind is 'guessed', not one of measured, predicted"),
         ({"kind": ["measured"]}, "is damaged: kind is ['measured'], not one of"),
+        ({"stopped": "x"}, "is damaged: stopped is 'x', not one of time, trials"),
+        ({"stopped": False}, "is damaged: stopped is False, not one of time, trials"),
+        ({"least_bytes": 1.5}, "is damaged: least_bytes is 1.5, not a whole number"),
+        ({"least_bytes": 10**15}, "contradicts itself: least_bytes is 1000000000000000, limit_bytes"),
         ({"micro_batches": 3}, "is damaged: micro_batches is 3, not a list"),
         ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1] is '85', not a whole number"),
         ({"ranks": [[256], 1]}, "is damaged: ranks[1] is 1, not a list"),
@@ -195,6 +205,28 @@ def test_refuses_what_is_no_json(text: str) -> None:
 def test_refuses_what_is_foreign(text: str) -> None:
     with pytest.raises(PlanFileError, match="is not a plan: it has no"):
         Plan.from_json(text)
+
+
+def test_a_plan_from_before_its_newer_fields(a_plan: Plan) -> None:
+    record = json.loads(a_plan.to_json())
+    del record["stopped"], record["least_bytes"]
+    for trial in record["trials"]:
+        del trial["limit_bytes"], trial["timed_out"]
+    assert Plan.from_json(json.dumps(record)) == a_plan
+
+
+def test_a_least_budget_is_proved_by_its_own_trial(a_plan: Plan) -> None:
+    proof = replace(a_plan.trials[-1], limit_bytes=900 * MIB)
+    other = replace(proof, parts=(1,), limit_bytes=800 * MIB)
+    late = Trial(parts=(86, 85), outcome="error", timed_out=True, limit_bytes=700 * MIB)
+    trials = (*a_plan.trials, proof, other, late)
+    plan = replace(a_plan, least_bytes=900 * MIB, trials=trials)
+    assert Plan.from_json(plan.to_json()) == plan
+    for size in (800, 700):
+        with pytest.raises(UsageError, match="and no trial ran within that"):
+            replace(plan, least_bytes=size * MIB)
+    with pytest.raises(UsageError, match="no trial ran at size 86"):
+        replace(plan, trials=tuple(replace(trial, limit_bytes=900 * MIB) for trial in a_plan.trials))
 
 
 def test_missing_field(a_plan: Plan) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.verdicts import Need, does_not_fit
+from autoaccum.planning.verdicts import Need, does_not_fit, trial_error
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB
@@ -327,7 +327,7 @@ def test_a_stopped_search_gives_the_largest_that_ran(ceiling: int, after: int, s
         return
     assert (result.stopped, result.capped) == ("trials", False)
     assert f"the limit of {after} trials ended the search" in result.warnings[0]
-    assert f"sizes above {result.largest_fit}" in result.warnings[0]
+    assert f"no size above {result.largest_fit}" in result.warnings[0]
     assert result.first_fail is None or result.first_fail > ceiling
 
 
@@ -386,6 +386,14 @@ def test_an_error_stops_at_once(
     assert sum(size >= at for size in ran) == 1
     if isinstance(seen.value, WorkloadError):
         assert seen.value.user_traceback == "File model.py, line 3"
+
+
+def test_a_message_that_names_the_micro_batch_is_not_told_twice() -> None:
+    for message in ("micro-batch 7: the trial's process was ended after 6 s", "micro-batch 7, forward raised KeyError"):
+        trial = Trial(parts=(7, 7), outcome="error", phase="forward", message=message, blames="user")
+        assert str(trial_error(trial)) == message
+    other = Trial(parts=(7, 7), outcome="error", phase="forward", message="micro-batch 70 is no good")
+    assert str(trial_error(other)) == "micro-batch 7 failed in forward: micro-batch 70 is no good"
 
 
 # --- memory that is not monotone ------------------------------------------------------------------------------------

@@ -96,7 +96,10 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(257, 100, world_size=2), "on every rank, `batch` holds its share of 128 or 129 samples"),
         (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
         (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the"),
-        (make_plan(least_bytes=700 * MIB), "least budget 700 MiB, where the schedule still ran\n"),
+        (
+            make_plan(limit_bytes=700 * MIB, peak_bytes=1, least_bytes=700 * MIB),
+            "least budget 700 MiB, where the schedule still ran\n",
+        ),
         (make_plan(device={"name": "cpu", "in_place": True}), "device       cpu, in this process\n"),
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(device={**CARD, "used_by_others_bytes": None}), "device       cuda:1, NVIDIA GeForce RTX 3090\n"),
