@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from autoaccum.errors import UsageError
 from autoaccum.units import format_bytes
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
+_T = TypeVar("_T", str, int)
 _DRIVERS = 0.02
 """By how much the total memory of one card differs among drivers; a slice of it differs by more."""
 
@@ -118,7 +119,7 @@ def check_plan(plan: PlanLike, model: nn.Module, optimizer: Optimizer, objective
     What the plan does not record is not compared; how many ranks there are does not matter to a micro-batch.
 
     Raises:
-        UsageError: Names all that differs.
+        UsageError: Names all that differs, or what in the plan is damaged.
     """
     planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision)
     different = differences(planned, here)
@@ -131,19 +132,24 @@ def check_plan(plan: PlanLike, model: nn.Module, optimizer: Optimizer, objective
 
 
 def planned_facts(plan: PlanLike) -> Facts:
-    """What the plan was made for, as far as it records that."""
+    """What the plan was made for, as far as it records that.
+
+    Raises:
+        UsageError: It records something that is no such fact.
+    """
     workload, device = plan.workload, plan.device
-    source = workload.get("weight")
+    source = _recorded(workload, "weight", str)
+    kind = _recorded(device, "kind", str)
     return Facts(
-        model=workload.get("model"),
-        parameters=workload.get("parameters"),
-        parameter_bytes=workload.get("parameter_bytes"),
-        optimizer=workload.get("optimizer"),
-        precision=workload.get("precision"),
-        loss=None if source is None else _loss_words(str(workload.get("reduction", "mean")), str(source)),
-        kind=device.get("kind"),
-        card=device.get("card"),
-        total_bytes=device.get("total_bytes") if device.get("kind") == "cuda" else None,
+        model=_recorded(workload, "model", str),
+        parameters=_recorded(workload, "parameters", int),
+        parameter_bytes=_recorded(workload, "parameter_bytes", int),
+        optimizer=_recorded(workload, "optimizer", str),
+        precision=_recorded(workload, "precision", str),
+        loss=None if source is None else _loss_words(_recorded(workload, "reduction", str) or "mean", source),
+        kind=kind,
+        card=_recorded(device, "card", str),
+        total_bytes=_recorded(device, "total_bytes", int) if kind == "cuda" else None,
     )
 
 
@@ -186,6 +192,14 @@ def storage_bytes(parameters: Iterable[Tensor]) -> int:
     dense = [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
     places = {(tensor.data_ptr(), tensor.numel()): tensor.nbytes for tensor in dense}
     return sum(places.values())
+
+
+def _recorded(record: Mapping[str, Any], name: str, kind: type[_T]) -> _T | None:
+    """A fact of a plan, whose file checks no more than that there are records of workload and device."""
+    value = record.get(name)
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value
+    raise UsageError(f"the plan is damaged: {name} is {value!r}", hint="plan again with `autoaccum plan`")
 
 
 def _known_bytes(parameters: Sequence[Tensor]) -> int | None:

@@ -105,6 +105,39 @@ def test_the_precision_is_the_plan_s() -> None:
     accumulator(plan_of(precision="bf16"), precision="bf16")
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("workload", "parameters", "75"),
+        ("workload", "parameters", [75]),
+        ("workload", "parameter_bytes", True),
+        ("workload", "model", {"a": 1}),
+        ("workload", "weight", 3),
+        ("workload", "optimizer", 3),
+        ("device", "kind", {"a": 1}),
+        ("device", "card", 3),
+    ],
+)
+def test_a_damaged_plan_is_said_to_be_so(where: str, name: str, value: Any) -> None:
+    plan = plan_of()
+    record = {**getattr(plan, where), name: value}
+    damaged = replace(plan, workload=record) if where == "workload" else replace(plan, device=record)
+    with pytest.raises(UsageError, match=rf"the plan is damaged: {name} is .*: plan again with `autoaccum plan`"):
+        accumulator(Plan.from_json(damaged.to_json()))
+
+
+def test_a_damaged_card_is_said_to_be_so() -> None:
+    with pytest.raises(UsageError, match="the plan is damaged: total_bytes is 'x'"):
+        accumulator(Planned(device={**CARD, "total_bytes": "x"}))
+
+
+def test_a_compiled_model_is_the_model_it_compiles() -> None:
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager")
+    others = torch.optim.AdamW(model.parameters()), resolve_objective(nn.MSELoss()), "fp32"
+    assert facts_here(compiled, *others) == facts_here(model, *others)
+
+
 def squares(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0])).square().sum()
 
