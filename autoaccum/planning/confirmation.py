@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.errors import DoesNotFitError, NotMeasuredError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.events import Listener, Scheduled
 from autoaccum.planning.request import Request
 from autoaccum.planning.runner import Runner
@@ -38,14 +38,16 @@ def confirm(
 
     Raises:
         WorkloadError, NotMeasuredError: Its trial failed by the workload's fault, or by the measurement's.
-        DoesNotFitError: No schedule runs, or only one with parts too small to be trained.
+        DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts are a UsageError
+            where the search was told to go no further, and a NotMeasuredError where a limit stopped it.
     """
     accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
     ceiling, largest_fit = result.largest_fit, result.largest_fit
     doubts: list[str] = []
     while True:
         schedule = request.schedule(ceiling)
-        _check_least(schedule, ceiling, inspection.least_size)
+        if schedule.smallest_part < inspection.least_size:
+            raise _too_small(schedule, ceiling, inspection.least_size, result)
         tell(Scheduled(schedule, ceiling))
         trial = runner.confirm(schedule)
         if trial.outcome == "error":
@@ -75,11 +77,15 @@ def inspection_need(inspection: Inspection) -> Need:
     )
 
 
-def _check_least(schedule: Schedule, ceiling: int, least_size: int) -> None:
-    """Refuse parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
-    if schedule.smallest_part < least_size:
-        raise DoesNotFitError(
-            f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
-            f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}",
-            hint=f"take a target batch that micro-batches of {least_size} to {ceiling} add up to, or more memory",
-        )
+def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
+    """The error for parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
+    message = (
+        f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
+        f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
+    )
+    hint = f"take a target batch that micro-batches of {least_size} to {ceiling} add up to"
+    if ceiling == result.largest_fit and result.stopped is not None:
+        return NotMeasuredError(message, hint=f"{hint}, or allow the search more {result.stopped}")
+    if ceiling == result.largest_fit and result.capped:
+        return UsageError(message, hint=f"{hint}, or allow larger ones")
+    return DoesNotFitError(message, hint=f"{hint}, or more memory")

@@ -169,6 +169,17 @@ def test_no_part_is_smaller_than_can_be_trained() -> None:
         run(ScriptedDevice(lambda size: "oom", least_size=2), 7)
 
 
+def test_parts_too_small_are_a_clear_no_only_where_memory_ended_the_search() -> None:
+    with pytest.raises(NotMeasuredError, match="leave one of 1, .* or allow the search more trials"):
+        run(ScriptedDevice(least_size=2), 7, max_trials=1)
+    with pytest.raises(UsageError, match="at most 2 leave one of 1, .* or allow larger ones"):
+        run(ScriptedDevice(least_size=2), 7, max_micro_batch=2)
+    with pytest.raises(UsageError, match="5 samples in micro-batches of at most 2 leave one of 1"):
+        run(ScriptedDevice(least_size=2), 5, world_size=4)
+    with pytest.raises(DoesNotFitError, match="at most 2 leave one of 1, .* or more memory"):
+        run(ScriptedDevice(confirms=lambda size: "ok" if size <= 2 else "oom", least_size=2), 7, max_micro_batch=3)
+
+
 def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> None:
     device = ScriptedDevice()
     assert run(device, 1).trials[-1].fresh
