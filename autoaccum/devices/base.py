@@ -34,6 +34,7 @@ class Trial:
         blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
         limit_bytes: The budget it was held to, where that is another than the plan's.
         timed_out: Whether it is an `error` only because it took too long, and was ended.
+        crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
     """
 
     parts: tuple[int, ...]
@@ -50,6 +51,7 @@ class Trial:
     blames: Literal["user", "measurement"] | None = None
     limit_bytes: int | None = None
     timed_out: bool = False
+    crashed: bool = False
 
     @property
     def micro_batch(self) -> int:

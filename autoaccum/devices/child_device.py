@@ -18,16 +18,16 @@ from autoaccum.units import MemorySize
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_KEPT_SHARE = 0.01
+_KEPT_SHARE, _KEPT_BY_FIRST_SHARE = 0.01, 0.05
 
 
 class ChildDevice(ABC):
     """Runs one child at a time, and sets the budget when the first one has loaded the workload.
 
     A child is kept while its trials succeed and give back what they took (to `least_kept_bytes` or 1 % of the
-    budget); after any failure the next trial has a fresh one. While a job runs, a spare child gets ready for the next
-    one that needs a fresh process, as long as the host has the memory beside the budget. The budget is read before
-    there is a spare.
+    budget, the first of them 5 %); after any failure the next trial has a fresh one. While a job runs, a spare child
+    gets ready for the next one that needs a fresh process, as long as the host has the memory beside the budget. The
+    budget is read before there is a spare.
 
     Args:
         settings: What all trials have in common.
@@ -113,7 +113,8 @@ class ChildDevice(ABC):
             NotMeasuredError: A process cannot be started, or does not get as far as a trial.
         """
         worker = self._use_worker(fresh=fresh or not self.resets_peak)
-        self._keep_spare()
+        if not fresh or limit_bytes is not None:  # The confirmation is the last trial, as a rule.
+            self._keep_spare()
         trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
         self._end_if_spoilt()
         return trial
@@ -167,7 +168,12 @@ class ChildDevice(ABC):
             worker.end()
 
     def _end_if_spoilt(self) -> None:
-        """A process that keeps what a trial took would leave less to the next."""
-        tolerated = max(self.least_kept_bytes, int(self.limit_bytes * _KEPT_SHARE))
-        if self._worker is not None and self._worker.kept_bytes > tolerated:
+        """A process that keeps what a trial took would leave less to the next.
+
+        What the first job keeps is mostly what every process needs once: modules, compiled kernels.
+        """
+        if self._worker is None:
+            return
+        share = _KEPT_BY_FIRST_SHARE if self._worker.jobs == 1 else _KEPT_SHARE
+        if self._worker.kept_bytes > max(self.least_kept_bytes, int(self.limit_bytes * share)):
             self._end_worker()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB, MemorySize, format_bytes
+
+_LEAST_ROOM_BYTES = 256 * MIB
 
 
 class CpuDevice(ChildDevice):
@@ -32,9 +35,13 @@ class CpuDevice(ChildDevice):
     (`peak_allocated_bytes`) is not told: the CPU allocator keeps no count.
 
     *The processes*: a child is kept while its trials succeed and give back what they took (to 2 MiB or 1 % of the
-    budget); after any failure the next trial has a fresh one. A used process has up to a few MiB less than a fresh one
-    (what its first trial left), never more: a size that ran in it runs in a fresh one; one that just did not may.
-    From one fresh process to the next the memory left to a trial differs by some 100 KiB.
+    budget, the first of them 5 %); after any failure the next trial has a fresh one. A used process has up to a few
+    MiB less than a fresh one (what its first trial left), never more: a size that ran in it runs in a fresh one; one
+    that just did not may. From one fresh process to the next the memory left to a trial differs by some 100 KiB.
+
+    *A crash*: some libraries do not survive a refusal (oneDNN's backward of a convolution, torch 2.13: SIGSEGV). So
+    what ends a trial by a fault in native code is tried once more with half as much memory again: if it runs then, or
+    is refused in an orderly way, memory was what it lacked, else the fault is an error.
 
     Args:
         settings: What all trials have in common.
@@ -86,6 +93,40 @@ class CpuDevice(ChildDevice):
             if self.resets_peak
             else "VmHWM, never reset",
         }
+
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        """As `ChildDevice.trial`; after a crash, what it means is found out by a second one.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As there.
+        """
+        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
+        if not trial.crashed:
+            return trial
+        roomy_bytes = self._more_than(self.limit_bytes if limit_bytes is None else limit_bytes)
+        again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, limit_seconds=limit_seconds)
+        if not again.ran and again.outcome != "oom":
+            return trial
+        ending = "runs" if again.ran else "is refused more"
+        return dataclasses.replace(
+            trial,
+            outcome="oom",
+            blames=None,
+            message=f"{trial.message}, and {ending} within {format_bytes(roomy_bytes)}: memory was refused to a "
+            "library that does not survive it",
+        )
+
+    def _more_than(self, limit_bytes: int) -> int:
+        """Half as much again, or 256 MiB more, but never more than half of what else is free."""
+        spare_bytes = max(0, read_host_memory().free_bytes - limit_bytes) // 2
+        return limit_bytes + min(max(limit_bytes // 2, _LEAST_ROOM_BYTES), spare_bytes)
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -51,13 +51,15 @@ class ChildDied(Exception):
         kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed the pipe or
             wrote something else than an answer there, and was ended.
         out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
+        number: The signal's, where the kind is "signal".
         seconds: From the request until its end was noticed.
     """
 
-    def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False) -> None:
+    def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False, number: int | None = None) -> None:
         super().__init__(text)
         self.kind = kind
         self.out_of_memory = out_of_memory
+        self.number = number
         self.seconds = 0.0
 
 
@@ -266,7 +268,7 @@ def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildD
     name = {int(known): known.name for known in signal.Signals}.get(number, f"signal {number}")
     if number == signal.SIGKILL and count_oom_kills() > kills_before:
         return ChildDied("signal", "was killed by the kernel (SIGKILL) for lack of memory", out_of_memory=True)
-    return ChildDied("signal", f"was ended by {name}")
+    return ChildDied("signal", f"was ended by {name}", number=number)
 
 
 def _stderr() -> int:

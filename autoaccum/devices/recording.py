@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from autoaccum.devices.reading import Reading
 from autoaccum.units import format_bytes
 
 LONGER = "raise --trial-limit"
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 def record_reply(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str, Any]) -> Trial:
@@ -55,7 +57,13 @@ def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
     if timed_out:
         message += f": {LONGER}"
     return Trial(
-        outcome="error", message=message, blames="measurement", seconds=death.seconds, timed_out=timed_out, **about
+        outcome="error",
+        message=message,
+        blames="measurement",
+        seconds=death.seconds,
+        timed_out=timed_out,
+        crashed=death.number in _FAULTS,
+        **about,
     )
 
 

@@ -20,8 +20,6 @@ from autoaccum.planning.verdicts import (
     trial_error,
 )
 
-_CLOSE = 0.9
-
 Stop = Literal["time", "trials"]
 """Which limit ended a search before it knew the largest size."""
 
@@ -82,8 +80,8 @@ def search(
         limit_bytes: The budget of every trial.
         need: What is known of the memory any size needs, for the message.
         least_size: The smallest size that can be trained at all, in samples.
-        fresh_trial: The same in a process that has run no trial; used close to the limit. None where trials share
-            one process: a doubtful failure then counts once a smaller size has run after it.
+        fresh_trial: The same in a process that has run no trial, for what leftovers may have decided. None where all
+            trials share one process: a doubtful failure then counts once a smaller size has run after it.
 
     Raises:
         UsageError: `cap` is less than `least_size`.
@@ -104,7 +102,7 @@ def search(
             raise does_not_fit(state.trials[0], limit_bytes, need)
         _close_in(state, cap, limit_bytes)
         while state.first_fail_is_stale:
-            state.run(state.largest_fit + 1, close=True)
+            state.run(state.largest_fit + 1, fresh=True)
             _close_in(state, cap, limit_bytes)
         state.settle_doubts()
     except SearchStopped as raised:
@@ -146,8 +144,7 @@ def _close_in(state: _State, cap: int, limit_bytes: int) -> None:
             tried=len(state.trials),
         )
         size = min(guess.size, cap)
-        may_fail = guess.promised is not None and size >= _CLOSE * guess.promised
-        state.run(size, close=may_fail or state.first_fail is not None)
+        state.run(size)
         surprise = guess.surprise(size <= state.largest_fit, surprise)
 
 
@@ -158,9 +155,9 @@ class _State:
         self._trial, self._fresh_trial = trial, fresh_trial
         self.trials: list[Trial] = []
 
-    def run(self, size: int, *, close: bool = False) -> Trial:
-        """Run a trial; one close to the limit in a process without leftovers of others."""
-        trial = (self._fresh_trial or self._trial)(size) if close else self._trial(size)
+    def run(self, size: int, *, fresh: bool = False) -> Trial:
+        """Run a trial; what ran beside leftovers of others runs without them, what failed may be tried again."""
+        trial = (self._fresh_trial or self._trial)(size) if fresh else self._trial(size)
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
@@ -199,7 +196,7 @@ class _State:
         least = min(doubts, key=lambda t: t.micro_batch)
         if not self._is_settled(least):
             # After a failed trial the next process is a fresh one, so that this trial can settle it.
-            self.run(self.largest_fit, close=True)
+            self.run(self.largest_fit, fresh=True)
         if not self._is_settled(least):
             raise doubtful(least)
 

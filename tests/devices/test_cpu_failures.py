@@ -34,6 +34,12 @@ MISBEHAVING = """
         for _ in range(48):
             kept[-1].write(bytes(2**20))
 
+    def delicate():
+        try:
+            torch.empty(100 * 2**20, dtype=torch.uint8)
+        except RuntimeError:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
     DEEDS = {
         3: lambda: os.kill(os.getpid(), signal.SIGKILL),
         4: lambda: os._exit(7),
@@ -43,6 +49,8 @@ MISBEHAVING = """
         10: lambda: kept.append(torch.ones(16, 2**20, dtype=torch.uint8)),
         11: lambda: nn.Linear(3, 3)(torch.ones(4)),
         12: lambda: forked or forked.append(os.fork()),
+        13: delicate,
+        14: lambda: os.kill(os.getpid(), signal.SIGSEGV),
     }
 
     def loss(model, batch):
@@ -76,6 +84,24 @@ def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, messag
     trial = device.trial((size, size))
     assert (trial.outcome, trial.blames, trial.message) == ("error", "measurement", message)
     assert trial.seconds > 0
+
+
+def test_a_crash_where_memory_was_refused_is_out_of_memory(device: CpuDevice) -> None:
+    trial = device.trial((13, 13))
+    assert (trial.outcome, trial.crashed, trial.certain, trial.blames) == ("oom", True, True, None)
+    assert trial.message == (
+        "micro-batch 13: the trial's process was ended by SIGSEGV, and runs within 296 MiB: memory was refused to a "
+        "library that does not survive it"
+    )
+    assert trial.peak_reserved_bytes is None
+    assert device.trial((1, 1)).fresh is False, "the process that ran with more memory is as good as any"
+
+
+def test_a_crash_whatever_the_memory_is_an_error(device: CpuDevice) -> None:
+    trial = device.trial((14, 14))
+    assert (trial.outcome, trial.crashed, trial.blames) == ("error", True, "measurement")
+    assert trial.message == "micro-batch 14: the trial's process was ended by SIGSEGV"
+    assert device.trial((1, 1)).fresh
 
 
 def test_a_copy_that_the_workload_forks_does_not_answer(write_workload: Any) -> None:
