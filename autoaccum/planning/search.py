@@ -103,7 +103,7 @@ def search(
         _close_in(state, cap, limit_bytes)
         while state.first_fail_is_stale:
             state.run(state.largest_fit + 1, fresh=True)
-            _close_in(state, cap, limit_bytes)
+            _close_in(state, cap, limit_bytes, fresh=True)
         state.settle_doubts()
     except SearchStopped as raised:
         stop = raised
@@ -131,7 +131,7 @@ def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
         yield stop_warning(str(stop), state.largest_fit, state.first_fail)
 
 
-def _close_in(state: _State, cap: int, limit_bytes: int) -> None:
+def _close_in(state: _State, cap: int, limit_bytes: int, *, fresh: bool = False) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
     while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
@@ -144,7 +144,7 @@ def _close_in(state: _State, cap: int, limit_bytes: int) -> None:
             tried=len(state.trials),
         )
         size = min(guess.size, cap)
-        state.run(size)
+        state.run(size, fresh=fresh)
         surprise = guess.surprise(size <= state.largest_fit, surprise)
 
 
