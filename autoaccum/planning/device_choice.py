@@ -61,7 +61,7 @@ def check_device(name: str) -> None:
     Raises:
         UsageError: As in `make_device`.
     """
-    if not _DEVICE.fullmatch(name):
+    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
         raise UsageError(f"there is no device {name!r}", hint="take auto, cpu, cuda or cuda:N")
     if not name.startswith("cuda"):
         return

@@ -67,7 +67,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
     """
     precision = _check_precision(settings.precision)
     trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
-    memory, reserve = _size(settings.memory), _size(settings.reserve)
+    memory, reserve = _size(settings.memory, "memory"), _size(settings.reserve, "reserve")
     given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
     if workload is None:
         return _in_place(_live_objects(parts, given, settings, precision), settings, memory, reserve)
@@ -148,12 +148,19 @@ def _check_precision(precision: str | None) -> Precision | None:
     return cast("Precision | None", precision)
 
 
-def _size(size: str | MemorySize | None) -> MemorySize | None:
-    return parse_size(size) if isinstance(size, str) else size
+def _size(size: str | MemorySize | None, what: str) -> MemorySize | None:
+    if size is None or isinstance(size, MemorySize):
+        return size
+    if isinstance(size, str):
+        return parse_size(size)
+    raise UsageError(f"{what} is {size!r}", hint='write its unit too, such as "10GiB" or "80%"')
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def _listed(names: list[str]) -> str:

@@ -405,12 +405,17 @@ def test_ctrl_c_closes_the_device(use_device: Any) -> None:
         ({"trial_limit": 0}, "the trial limit is 0"),
         ({"trial_limit": float("nan")}, "the trial limit is nan"),
         ({"memory": "lots"}, "'lots' is not a memory size"),
+        ({"memory": 5}, "memory is 5: write its unit too"),
+        ({"reserve": 0.1}, "reserve is 0.1: write its unit too"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
+        ({"device": None}, "there is no device None: take auto, cpu, cuda or cuda:N"),
+        ({"optimizer": list}, "optimizer is the class list, and the workload is a file"),
+        ({"workload": 3}, "the workload is an int: give one"),
     ],
 )
 def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as seen:
-        plan("model.py", **{"target_batch": 8, **arguments})
+        plan(**{"workload": "model.py", "target_batch": 8, **arguments})
     assert text in str(seen.value)
 
 

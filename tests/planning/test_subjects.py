@@ -57,7 +57,7 @@ def test_a_workload_made_in_code_is_tried_in_place() -> None:
         (None, live(batch=None), "model and criterion given, batch missing"),
         (None, live(criterion=None), "model and batch given, loss missing"),
         (None, {**PARTS, "loss": nn.MSELoss()}, "loss given, model and batch missing"),
-        (3, PARTS, "the workload is a int"),
+        (3, PARTS, "the workload is an int"),
         (nn.Linear(4, 2), PARTS, "the workload is a Linear"),
     ],
 )
