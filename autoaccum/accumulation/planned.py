@@ -17,6 +17,9 @@ from autoaccum.units import format_bytes
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 _T = TypeVar("_T", str, int)
+_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+"""What a plan of a wrapped model records as its name; the model within, which is compared here, it does not know."""
+
 _DRIVERS = 0.02
 """By how much the total memory of one card differs among drivers; a slice of it differs by more."""
 
@@ -140,8 +143,9 @@ def planned_facts(plan: PlanLike) -> Facts:
     workload, device = plan.workload, plan.device
     source = _recorded(workload, "weight", str)
     kind = _recorded(device, "kind", str)
+    model = _recorded(workload, "model", str)
     return Facts(
-        model=_recorded(workload, "model", str),
+        model=None if model in _WRAPPERS else model,
         parameters=_recorded(workload, "parameters", int),
         parameter_bytes=_recorded(workload, "parameter_bytes", int),
         optimizer=_recorded(workload, "optimizer", str),

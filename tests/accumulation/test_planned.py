@@ -138,6 +138,15 @@ def test_a_compiled_model_is_the_model_it_compiles() -> None:
     assert facts_here(compiled, *others) == facts_here(model, *others)
 
 
+@pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
+def test_a_plan_of_a_wrapped_model_is_one_of_the_model(wrap: Any) -> None:
+    plan = plan_of()
+    recorded = {**plan.workload, "model": type(wrap(Net())).__name__}
+    accumulator(replace(plan, workload=recorded))
+    with pytest.raises(UsageError, match=r"the plan is for 75 parameters; here is 10[0-9] parameters"):
+        accumulator(replace(plan, workload=recorded), Net(width=11))
+
+
 def squares(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0])).square().sum()
 
