@@ -41,6 +41,11 @@ class TemporariesRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch(storage)
         return out
 
+    @property
+    def alive_bytes(self) -> int:
+        """What the storages hold that were created within and are alive."""
+        return sum(self._blocks[index][1] * (1 if born else -1) for index, born in self._events)
+
     def largest_set(self) -> list[Block]:
         """The blocks that were alive together when they were most, of those that are dead by now."""
         survivors = {index for index, _ in self._events} - {index for index, born in self._events if not born}

@@ -92,6 +92,7 @@ class Inspection:
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
+        sample_bytes: What the activations of one sample take until its backward; None when that is not known.
         recipe: What a training step written by hand must know of loss and batch: see `workload.recipes`.
         warnings: Sentences for the plan.
         accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
@@ -111,6 +112,7 @@ class Inspection:
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0
+    sample_bytes: int | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()

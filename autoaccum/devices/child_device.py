@@ -113,8 +113,7 @@ class ChildDevice(ABC):
             NotMeasuredError: A process cannot be started, or does not get as far as a trial.
         """
         worker = self._use_worker(fresh=fresh or not self.resets_peak)
-        if not fresh or limit_bytes is not None:  # The confirmation is the last trial, as a rule.
-            self._keep_spare()
+        self._keep_spare()
         trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
         self._end_if_spoilt()
         return trial

@@ -68,8 +68,12 @@ class HostMeter:
         )
 
     def settle(self) -> int:
-        """What the last job did not give back, in resident bytes."""
+        """What the last job did not give back: resident bytes, and of the first job untouched ones as well.
+
+        Those count against the limit of every later job, and nobody makes up for them.
+        """
         now = read_process_memory()
-        before = self._settled or self._base or self._before
-        self._settled = self._settled or now
-        return now.anonymous_bytes - before.anonymous_bytes
+        if self._settled is not None:
+            return now.anonymous_bytes - self._settled.anonymous_bytes
+        before, self._settled = self._base or self._before, now
+        return max(now.anonymous_bytes - before.anonymous_bytes, now.data_bytes - before.data_bytes)

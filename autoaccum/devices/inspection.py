@@ -13,6 +13,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.accumulation.planned import storage_bytes
+from autoaccum.devices.activations import count_sample_bytes
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
@@ -63,6 +64,7 @@ def inspect_workload(
         update_bytes = meter.read().peak_reserved_bytes
         accumulator.step_parts([batch, batch])
     objective = workload.objective
+    sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
@@ -82,6 +84,7 @@ def inspect_workload(
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
+        sample_bytes=sample_bytes,
         recipe=describe_recipe(objective, model, workload.build_batch(min(_FORM_SAMPLES, share)), first.terms),
         warnings=tuple(check_weighting(workload)),
         accumulation_warnings=tuple(said),

@@ -74,6 +74,7 @@ def inspection_need(inspection: Inspection) -> Need:
         least_bytes=inspection.parameter_bytes,
         update_bytes=inspection.update_bytes,
         update_samples=inspection.update_samples,
+        sample_bytes=inspection.sample_bytes,
     )
 
 

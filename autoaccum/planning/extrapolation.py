@@ -19,6 +19,8 @@ _FAR_ENOUGH = 0.02
 _FLAT_JUMP, _JUMP = 16, 64
 _LEAN = 0.35
 _SURPRISED = 3.0
+_BACKWARD_SHARE, _BACKWARD_DOUBT = 0.2, 0.15
+"""What backward takes beside the activations, as a share of these, and how far off that may be."""
 _PATIENCE = 14
 
 
@@ -68,6 +70,7 @@ def next_size(
     *,
     surprise: float = 1.0,
     tried: int = 0,
+    sample_bytes: int | None = None,
 ) -> Guess:
     """The size to try next, above `largest_fit` and below `first_fail`.
 
@@ -78,6 +81,8 @@ def next_size(
         limit_bytes: The budget of a trial.
         surprise: What `Guess.surprise` gave after the last guess; 1 at first.
         tried: How many trials there were; after many, peaks are no guide and the bracket is halved.
+        sample_bytes: What the activations of one sample take, where that is known: memory grows by no less. The
+            earliest peaks hide that where the update needs more than a small micro-batch does.
 
     >>> next_size({1: 30, 4: 60}, 4, None, 1000).size in range(60, 99)
     True
@@ -91,10 +96,19 @@ def next_size(
         return Guess(_between(middle, largest_fit, first_fail))
     # With a floor of at least 0 bytes, memory cannot grow faster than the size does.
     safe = int(_SAFE_SHARE * largest_fit * limit_bytes / max(peaks[largest_fit], 1))
-    if len(peaks) == 1:
+    line = _steepest(sorted(peaks.items())) if len(peaks) > 1 else None
+    if sample_bytes and (line is None or line.slope < sample_bytes):
+        gap = max(limit_bytes - peaks[largest_fit], 0) / (sample_bytes * (1 + _BACKWARD_SHARE))
+        if first_fail is None or largest_fit + gap < first_fail:
+            size = _likely(
+                largest_fit + gap, max(_BACKWARD_DOUBT * gap, 0.3) * surprise, float(largest_fit), first_fail
+            )
+            return Guess(
+                _between(max(min(size, _JUMP * largest_fit), safe), largest_fit, first_fail), largest_fit + gap
+            )
+    if line is None:
         wish = _FIRST_STEP if first_fail is None else _geometric(largest_fit, first_fail)
         return Guess(_between(max(wish, safe), largest_fit, first_fail))
-    line = _steepest(sorted(peaks.items()))
     promised, doubt = line.promise(limit_bytes)
     size = _halving(line, promised, doubt * surprise, safe, largest_fit, first_fail)
     size = max(size, safe) if size < 0.9 * safe else size
@@ -113,6 +127,11 @@ def _halving(line: _Line, promised: float, doubt: float, safe: int, largest_fit:
         doubt = max(doubt, min(promised - first_fail, first_fail - largest_fit))
         if line.flat or line.noise >= _NOISE_UNKNOWN:
             return round(low + (first_fail - low) / 2)
+    return _likely(centre, doubt, low, first_fail)
+
+
+def _likely(centre: float, doubt: float, low: float, first_fail: int | None) -> int:
+    """The size below and above which the ceiling is about as likely, between `low` and `first_fail`."""
     below = _cumulative((low - centre) / doubt)
     above = 1.0 if first_fail is None else _cumulative((first_fail - centre) / doubt)
     quantile = below + (above - below) * _LEAN

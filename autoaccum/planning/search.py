@@ -78,7 +78,7 @@ def search(
         trial: Runs one trial at a size in samples, or raises SearchStopped.
         cap: The largest size worth trying, in samples.
         limit_bytes: The budget of every trial.
-        need: What is known of the memory any size needs, for the message.
+        need: What is known of the memory any size needs, for the message and for the first steps.
         least_size: The smallest size that can be trained at all, in samples.
         fresh_trial: The same in a process that has run no trial, for what leftovers may have decided. None where all
             trials share one process: a doubtful failure then counts once a smaller size has run after it.
@@ -100,10 +100,10 @@ def search(
     try:
         if not state.run(least_size).ran:
             raise does_not_fit(state.trials[0], limit_bytes, need)
-        _close_in(state, cap, limit_bytes)
+        _close_in(state, cap, limit_bytes, need)
         while state.first_fail_is_stale:
             state.run(state.largest_fit + 1, fresh=True)
-            _close_in(state, cap, limit_bytes, fresh=True)
+            _close_in(state, cap, limit_bytes, need, fresh=True)
         state.settle_doubts()
     except SearchStopped as raised:
         stop = raised
@@ -131,7 +131,7 @@ def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
         yield stop_warning(str(stop), state.largest_fit, state.first_fail)
 
 
-def _close_in(state: _State, cap: int, limit_bytes: int, *, fresh: bool = False) -> None:
+def _close_in(state: _State, cap: int, limit_bytes: int, need: Need | None, *, fresh: bool = False) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
     while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
@@ -142,6 +142,7 @@ def _close_in(state: _State, cap: int, limit_bytes: int, *, fresh: bool = False)
             limit_bytes,
             surprise=surprise,
             tried=len(state.trials),
+            sample_bytes=None if need is None else need.sample_bytes,
         )
         size = min(guess.size, cap)
         state.run(size, fresh=fresh)

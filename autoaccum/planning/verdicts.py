@@ -21,11 +21,13 @@ class Need:
     Attributes:
         least_bytes: What any size holds: the parameters.
         update_bytes: The peak of one update of `update_samples` samples that nothing limited; None: not measured.
+        sample_bytes: What the activations of one sample take; None: not measured.
     """
 
     least_bytes: int = 0
     update_bytes: int | None = None
     update_samples: int = 0
+    sample_bytes: int | None = None
 
 
 def trial_error(trial: Trial) -> AutoaccumError:

@@ -74,12 +74,13 @@ def wait_until(condition: Any) -> bool:
     return bool(condition())
 
 
-def test_a_fresh_trial_runs_in_the_spare_which_is_replaced_by_the_next_job(device: CpuDevice, settings: TrialSettings) -> None:
+def test_a_fresh_trial_runs_in_the_spare_which_is_replaced(
+    device: CpuDevice, settings: TrialSettings
+) -> None:
     assert device.trial((1, 1)).fresh
     first = spare_of(device).pid
     assert device.trial((1, 1), fresh=True).fresh
     assert loads(settings)[-1][0] == str(first)
-    assert device.trial((1, 1)).outcome == "ok"
     second = spare_of(device).pid
     assert second != first
     assert {first, second} <= children_of(os.getpid())
