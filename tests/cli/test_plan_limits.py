@@ -52,8 +52,9 @@ def test_few_trials_are_marked(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)
-    assert "the largest that ran before the limit on trials ended the search\n" in done.stdout
-    assert "the limit of 2 trials ended the search: no size above" in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert f"largest fit {plan.largest_fit}, the largest that ran before the limit on trials ended the search" in said
+    assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
 
 
 def test_little_time_is_marked(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_help_of_plan_names_every_option() -> None:
         ("plan m.py --target-batch 8 --max-micro-batch 0", "'--max-micro-batch': 0 is too small"),
         ("plan m.py --target-batch 8 --memry 3", "no such option '--memry'"),
         ("plan m.py --target-batch 8 --trial-limit soon", "'--trial-limit'"),
-        ("plan m.py --target-batch 8 --trial-limit 0", "the trial limit is 0"),
+        ("plan m.py --target-batch 8 --trial-limit 0", "'--trial-limit': '0' is not a number of seconds above 0"),
         ("plan m.py --target-batch 8 --equal --world-size 3", "take 6 or 9"),
         ("plan m.py --target-batch 8 --memory 10", "'10' is not a memory size"),
         ("plan m.py --target-batch 8 --precision fp8", "there is no precision 'fp8'"),
