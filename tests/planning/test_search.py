@@ -118,6 +118,28 @@ def test_at_most_eight_trials_for_a_ceiling_of_a_thousand(share: float) -> None:
     assert len(result.trials) <= 8
 
 
+@pytest.mark.parametrize("ceiling", [5, 20, 37, 100, 300, 1000])
+@pytest.mark.parametrize("floor", [0.2, 0.5])
+@pytest.mark.parametrize("beside", [0.05, 0.2, 0.35])
+def test_what_a_sample_takes_saves_trials_where_the_update_hides_it(ceiling: int, floor: float, beside: float) -> None:
+    """`beside`: what backward takes beside the activations, as a share of these."""
+    base = 0.15 * LIMIT
+    slope = (LIMIT - base) / (ceiling + 0.5)
+    trial = scripted(lambda n: "ok" if n <= ceiling else "oom", lambda n: int(max(floor * LIMIT, base + slope * n)))
+    told = search(trial, NO_CAP, limit_bytes=LIMIT, need=Need(sample_bytes=int(slope / (1 + beside))))
+    assert (told.largest_fit, told.first_fail) == (ceiling, ceiling + 1)
+    assert len(told.trials) <= min(8, len(search(trial, NO_CAP, limit_bytes=LIMIT).trials) + 1)
+
+
+@settings(deadline=None)
+@given(ceiling=st.integers(1, 3000), share=st.floats(0.0, 0.9), sample_bytes=st.integers(0, 4 * LIMIT))
+def test_what_a_sample_takes_may_be_wrong(ceiling: int, share: float, sample_bytes: int) -> None:
+    result = search(linear(ceiling, share), NO_CAP, limit_bytes=LIMIT, need=Need(sample_bytes=sample_bytes))
+    check(result, NO_CAP)
+    assert result.largest_fit == ceiling
+    assert len(result.trials) <= 30
+
+
 # --- what it may never do -------------------------------------------------------------------------------------------
 
 
