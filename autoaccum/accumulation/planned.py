@@ -159,7 +159,7 @@ def planned_facts(plan: PlanLike) -> Facts:
 
 def facts_here(model: nn.Module, optimizer: Optimizer, objective: Objective, precision: str) -> Facts:
     """What is here, in the plan's terms."""
-    own, device = _unwrapped(model), model_device(model)
+    own, device = unwrapped(model), model_device(model)
     parameters = list(own.parameters())
     card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return Facts(
@@ -211,7 +211,7 @@ def _known_bytes(parameters: Sequence[Tensor]) -> int | None:
     return storage_bytes(parameters) if all(type(p.detach()) is Tensor for p in parameters) else None
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The module that torch.compile, DataParallel or DistributedDataParallel was given."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:

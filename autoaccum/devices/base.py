@@ -132,8 +132,11 @@ class Device(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """What the plan records about the device: name, kind, total and free bytes, how limits are enforced."""
 
-    def inspect(self) -> Inspection:
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load and check the workload, without a limit on memory.
+
+        Args:
+            limit_seconds: As in `trial`; loading has a limit of its own.
 
         Raises:
             WorkloadError: The workload is not usable.

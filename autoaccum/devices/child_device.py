@@ -82,7 +82,7 @@ class ChildDevice(ABC):
         assert self._limit_bytes is not None
         return self._limit_bytes
 
-    def inspect(self) -> Inspection:
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load and check the workload, without a limit on memory.
 
         Raises:
@@ -93,7 +93,7 @@ class ChildDevice(ABC):
         """
         worker = self._use_worker()
         self._keep_spare()
-        inspection = worker.inspect()
+        inspection = worker.inspect(limit_seconds)
         self._end_if_spoilt()
         return inspection
 

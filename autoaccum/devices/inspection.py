@@ -12,7 +12,7 @@ from torch import nn
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.notices import AccumulationWarning
-from autoaccum.accumulation.planned import storage_bytes
+from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.devices.activations import count_sample_bytes
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
@@ -72,7 +72,7 @@ def inspect_workload(
     return Inspection(
         name=workload.name,
         digest=workload.digest,
-        model=type(model).__name__,
+        model=type(unwrapped(model)).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=storage_bytes(parameters),
         precision=workload.precision,

@@ -11,7 +11,7 @@ from autoaccum.devices.process import ChildDied
 from autoaccum.devices.reading import Reading
 from autoaccum.units import format_bytes
 
-LONGER = "raise --trial-limit"
+_LONGER = "raise --trial-limit"
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
@@ -55,7 +55,7 @@ def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
         return Trial(outcome="oom", message=message, seconds=death.seconds, **about)
     timed_out = death.kind == "limit"
     if timed_out:
-        message += f": {LONGER}"
+        message += f": {_LONGER}"
     return Trial(
         outcome="error",
         message=message,

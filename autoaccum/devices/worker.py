@@ -8,7 +8,7 @@ from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.process import ChildDied, ChildProcess
-from autoaccum.devices.recording import LONGER, record_death, record_reply
+from autoaccum.devices.recording import record_death, record_reply
 from autoaccum.devices.spare import start_child, where_to_import
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 
@@ -71,15 +71,16 @@ class Worker:
         """Whether it can run another job."""
         return self._process.alive
 
-    def inspect(self) -> Inspection:
-        """Run the job `inspect`.
+    def inspect(self, limit_seconds: float | None = None) -> Inspection:
+        """Run the job `inspect`, in `limit_seconds` if that is less than the settings' limit on trials.
 
         Raises:
             WorkloadError: The workload is not usable.
             DoesNotFitError: Two samples run the machine out of memory.
             NotMeasuredError: The process died or took too long.
         """
-        reply = self._ask(self._request("inspect"), "checking the workload", self._settings.trial_limit_seconds)
+        seconds = min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
+        reply = self._ask(self._request("inspect"), "checking the workload", seconds)
         self.kept_bytes = reply["kept_bytes"]
         fields = dict(reply["inspection"])
         sentences = {name: tuple(fields[name]) for name in ("warnings", "accumulation_warnings")}
@@ -136,7 +137,7 @@ def _death_error(death: ChildDied, doing: str) -> AutoaccumError:
     message = f"{doing}: its process {death}"
     if death.out_of_memory:
         return DoesNotFitError(message, hint="it needs more memory than the machine has free")
-    return NotMeasuredError(message, hint=LONGER if death.kind == "limit" else None)
+    return NotMeasuredError(message, hint="raise the limit on time" if death.kind == "limit" else None)
 
 
 def _failure_error(failure: Mapping[str, Any], device: str) -> AutoaccumError:

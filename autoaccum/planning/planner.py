@@ -22,6 +22,9 @@ from autoaccum.planning.subjects import Settings, Subject, find_subject
 from autoaccum.planning.verdicts import peak_bytes
 from autoaccum.units import MemorySize
 
+_LEAST_CHECK_SECONDS = 60.0
+"""What the check of the workload may take under any limit on time: without it there is no plan."""
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -81,7 +84,7 @@ def plan(
         max_trials: The search ends after as many trials; its confirmation comes on top.
         time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
             confirmed, which may take longer; the plan is marked by `stopped`. The check of the workload before the
-            search counts, but only `trial_limit` ends it.
+            search counts; it may take a minute whatever the limit.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %.
         trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.
@@ -140,7 +143,8 @@ def plan_on(
     runner = Runner(device, request, tell, Allowance(request.max_trials, request.time_limit, began=began))
     tell(Loading(subject.reference))
     asked = time.monotonic()
-    inspection = device.inspect()
+    limit = request.time_limit
+    inspection = device.inspect(limit_seconds=None if limit is None else max(limit, _LEAST_CHECK_SECONDS))
     runner.proof_seconds = time.monotonic() - asked
     tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
     result = search(

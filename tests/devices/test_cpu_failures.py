@@ -14,6 +14,7 @@ import pytest
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB, MemorySize
 
 MISBEHAVING = """
@@ -174,3 +175,11 @@ device.trial((6, 6))
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_check_that_hangs_is_ended_in_time(write_workload: Any) -> None:
+    hanging = MISBEHAVING.replace('print("a loss of", len(batch[0]))', "time.sleep(60)")
+    settings = TrialSettings(reference=write_workload(hanging), share=20, trial_limit_seconds=600)
+    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB)) as device, pytest.raises(NotMeasuredError) as seen:
+        device.inspect(limit_seconds=1.0)
+    assert str(seen.value) == ("checking the workload: its process was ended after 1 s: raise the limit on time")

@@ -74,9 +74,7 @@ def wait_until(condition: Any) -> bool:
     return bool(condition())
 
 
-def test_a_fresh_trial_runs_in_the_spare_which_is_replaced(
-    device: CpuDevice, settings: TrialSettings
-) -> None:
+def test_a_fresh_trial_runs_in_the_spare_which_is_replaced(device: CpuDevice, settings: TrialSettings) -> None:
     assert device.trial((1, 1)).fresh
     first = spare_of(device).pid
     assert device.trial((1, 1), fresh=True).fresh

@@ -60,7 +60,7 @@ class ScriptedDevice:
     def describe(self) -> Mapping[str, Any]:
         return {"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
 
-    def inspect(self) -> Inspection:
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         if self._fails:
             raise self._fails
         return Inspection(

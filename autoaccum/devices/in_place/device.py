@@ -116,8 +116,8 @@ class InPlaceDevice:
             "host_copy_bytes": self._live.copy_bytes,
         }
 
-    def inspect(self) -> Inspection:
-        """Check the workload by an update from a small batch, without a limit; everything is put back.
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """Check the workload by an update from a small batch, without any limit; everything is put back.
 
         Raises:
             WorkloadError: It is not usable.
