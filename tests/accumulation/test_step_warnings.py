@@ -7,19 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_training import CRITERION, batch_of, sgd
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-
-CRITERION = nn.CrossEntropyLoss()
-
-
-def batch_of(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 5, dtype=dtype), torch.randint(0, 3, (size,))
-
-
-def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def counting_model() -> Iterator[nn.Module]:

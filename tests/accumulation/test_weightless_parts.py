@@ -6,35 +6,12 @@ import math
 from typing import Any
 
 import torch
+from small_training import CRITERION, batch_of, net, sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-
-CRITERION = nn.CrossEntropyLoss()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.last(torch.tanh(self.first(x))))
-
-
-def net(dtype: torch.dtype = torch.float64) -> Net:
-    return Net().to(dtype)
-
-
-def batch_of(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 5, dtype=dtype), torch.randint(0, 3, (size,))
-
-
-def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 class Forbidden(nn.Module):
