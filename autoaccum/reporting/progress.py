@@ -31,6 +31,7 @@ class Progress:
         self._live: Status | None = None
         self._schedule: Schedule | None = None
         self._seeks_least = False
+        self._tried: set[tuple[int, ...]] = set()
 
     def __enter__(self) -> Progress:
         return self
@@ -65,7 +66,12 @@ class Progress:
             self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
         elif isinstance(event, TrialFinished):
             self._stop()
-            self._print(trial_line(event.trial, confirming=event.confirming))
+            line = trial_line(event.trial, confirming=event.confirming)
+            if not event.confirming and event.trial.limit_bytes is None:
+                if event.trial.fresh and event.trial.parts in self._tried:
+                    line.append("  once more, in a fresh process", "dim")
+                self._tried.add(event.trial.parts)
+            self._print(line)
 
     def pass_on(self, line: str) -> None:
         """A line the workload printed, above the live one."""

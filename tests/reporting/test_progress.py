@@ -76,6 +76,16 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
     assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
 
 
+def test_a_size_that_is_tried_again_says_why() -> None:
+    file = io.StringIO()
+    progress = Progress(make_console(file=file, width=80))
+    for number, trial in enumerate((OOM, replace(OOM, fresh=True)), start=1):
+        progress.tell(TrialFinished(number, trial, False))
+    first, second = file.getvalue().splitlines()
+    assert first.endswith("  in backward")
+    assert second.endswith("  in backward  once more, in a fresh process")
+
+
 def test_a_trial_that_took_too_long_is_no_riddle() -> None:
     line = trial_line(Trial(parts=(8, 8), outcome="error", seconds=60.0, timed_out=True)).plain
     assert line == "          8  error            -    60.0 s  took too long"
