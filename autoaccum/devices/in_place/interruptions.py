@@ -1,4 +1,4 @@
-"""Ctrl-C while live objects train: it takes effect within a trial, and waits while they are put back."""
+"""Ctrl-C and other signals while live objects train: they strike within a trial, and wait while all is put back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_SIGNALS = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
+"""Those whose handlers end a run, or a call that takes too long, by an exception."""
 
 
 class Interruptions:
-    """Within it SIGINT, and SIGTERM where Python handles it, wait for its end, except in a `window`.
+    """Within it signals (`_SIGNALS`) that Python handles wait for its end, except in a `window`.
 
     A window is closed by the first signal it lets through, so that a second one cannot strike while the first is
     being dealt with. Only the main thread hears signals; elsewhere this does nothing.
 
     Attributes:
-        delivered: Whether a window let a signal through.
+        delivered: Whether a signal has ended what ran: its handler did not return.
     """
 
     def __init__(self) -> None:
@@ -62,14 +64,18 @@ class Interruptions:
         if not self._is_open:
             self._waiting[number] = frame
             return
-        self._is_open = False
-        self.delivered = True
-        self._handlers[number](number, frame)
-        self._is_open = True  # The handler went on.
+        self._handle(number, frame)
 
     def _deliver(self) -> None:
         while self._waiting:
-            number, frame = self._waiting.popitem()
-            self.delivered = True
-            self._is_open = False
+            self._handle(*self._waiting.popitem())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Let the handler decide: one that raises closes the window, one that returns leaves it as it was."""
+        was_open, self._is_open = self._is_open, False
+        try:
             self._handlers[number](number, frame)
+        except BaseException:
+            self.delivered = True
+            raise
+        self._is_open = was_open

@@ -1,4 +1,4 @@
-"""Modules and generators that the user's functions reach: a teacher in a closure, a generator in a global."""
+"""Modules and generators that the user's functions and hooks reach: a teacher in a closure, an average in a hook."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 
 _DEPTH = 3
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_LISTED = ("param_groups", "state", "defaults")
 
 
-def find_reachable(functions: Iterable[Any]) -> tuple[dict[str, nn.Module], list[Generator]]:
+def find_reachable(
+    functions: Iterable[Any], held: Iterable[tuple[str, Any]] = ()
+) -> tuple[dict[str, nn.Module], list[Generator]]:
     """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
 
     Not found: what is deep in other objects, or reached by names that are put together at run time.
+
+    Args:
+        functions: The user's.
+        held: More of them, or anything that may lead there, by name: see `find_held`.
     """
     modules: dict[str, nn.Module] = {}
     generators: dict[int, Generator] = {}
     seen: set[int] = set()
     waiting = [("criterion" if isinstance(function, nn.Module) else "", function, 0) for function in functions]
+    waiting += [(name, node, 0) for name, node in held]
     while waiting:
         name, node, depth = waiting.pop()
         if id(node) in seen:
@@ -35,6 +46,28 @@ def find_reachable(functions: Iterable[Any]) -> tuple[dict[str, nn.Module], list
         elif depth < _DEPTH:
             waiting.extend((inner or name, value, depth + 1) for inner, value in _inside(node))
     return modules, list(generators.values())
+
+
+def find_held(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """What a model and its optimizer keep in Python, by name: hooks, and attributes that are not registered."""
+    for path, module in model.named_modules():
+        yield from _kept(vars(module), _REGISTERED, f"{path}." if path else "")
+    for parameter in model.parameters():
+        yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
+    if optimizer is not None:
+        yield from _kept(vars(optimizer), _LISTED, "optimizer.")
+
+
+def _kept(attributes: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in attributes.items():
+        if name.endswith("_hooks"):
+            yield from (("hook", hook) for hook in _values(value))
+        elif name not in known and not isinstance(value, (bool, int, float, str, Tensor)):
+            yield f"{prefix}{name}", value
+
+
+def _values(mapping: Any) -> list[Any]:
+    return list(mapping.values()) if isinstance(mapping, Mapping) else []
 
 
 def _inside(node: Any) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.randomness import Generator, own_generators
 from autoaccum.accumulation.validation import check_model, check_optimizer
-from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.devices.in_place.reach import find_held, find_reachable
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.workload.spec import Workload
@@ -125,7 +125,7 @@ def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
         workload = subject
         model, functions = subject.model, (subject.batch, subject.optimizer, subject.model)
         optimizer = None
-    roots, generators = _find_roots(model, workload.objective, functions)
+    roots, generators = _find_roots(model, optimizer, workload.objective, functions)
     live = isinstance(subject, LiveObjects)
     return Tried(workload=workload, device=place, roots=roots, generators=generators, optimizer=optimizer, is_live=live)
 
@@ -162,14 +162,15 @@ def _choose_device(asked: str) -> torch.device:
 
 
 def _find_roots(
-    model: Any, objective: Objective, functions: tuple[Any, ...]
+    model: Any, optimizer: Optimizer | None, objective: Objective, functions: tuple[Any, ...]
 ) -> tuple[dict[str, nn.Module], list[Generator]]:
-    """The model, the criterion, and modules that the user's functions hold or name, such as a teacher."""
+    """The model, the criterion, and modules that the user's functions and hooks hold or name, such as a teacher."""
     roots: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else {}
     known = {id(module) for root in roots.values() for module in root.modules()}
     criterion = None if objective.criterion is None else objective.criterion.function
     used: tuple[Callable[..., Any] | None, ...] = (objective.loss_function, objective.weight_function, criterion)
-    modules, generators = find_reachable([*used, *functions])
+    held = find_held(model, optimizer) if isinstance(model, nn.Module) else ()
+    modules, generators = find_reachable([*used, *functions], held)
     for name, module in modules.items():
         if id(module) not in known:
             roots[f"<{name}>"] = module

@@ -286,6 +286,40 @@ def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> No
     witness.check()
 
 
+@pytest.mark.parametrize("held", ["forward hook", "tensor hook", "optimizer hook", "list", "patched forward"])
+def test_modules_that_only_hooks_and_attributes_reach_come_back(held: str, live_device: Any, pairs: Any) -> None:
+    model: Any = plain()
+    average: Any = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = model.forward
+
+    def follow(*_: Any) -> None:
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.data.lerp_(theirs.data + 1.0, 0.5)
+
+    def patched(inputs: Tensor) -> Any:
+        follow()
+        return forward(inputs)
+
+    def listed(model: Any, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), model.teachers[0](batch[0]))
+
+    if held == "forward hook":
+        model.register_forward_hook(follow)
+    elif held == "tensor hook":
+        next(model.parameters()).register_post_accumulate_grad_hook(follow)
+    elif held == "optimizer hook":
+        optimizer.register_step_post_hook(follow)
+    elif held == "patched forward":
+        model.forward = patched
+    else:
+        model.teachers = [average]
+    witness = Witness(average, None)
+    device = live_device(model, pairs, listed if held == "list" else None, optimizer=optimizer)
+    assert device.trial((2, 2)).outcome == "ok"
+    witness.check()
+
+
 def test_torch_s_flags_come_back(live_device: Any, pairs: Any) -> None:
     def change(model: nn.Module, batch: Any) -> Tensor:
         torch.backends.cudnn.benchmark = True

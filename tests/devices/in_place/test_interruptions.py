@@ -50,8 +50,40 @@ def test_a_handler_that_goes_on_leaves_the_window_open() -> None:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
             assert len(calls) == 2
+            assert not interruptions.ended(ValueError())
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_goes_on_before_a_window_leaves_it_open() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Interruptions() as interruptions:
+            signal.raise_signal(signal.SIGUSR1)
+            with pytest.raises(KeyboardInterrupt), interruptions.window():
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_is_only_noted_leaves_a_shortage_an_outcome(live_device: Any, pairs: Any) -> None:
+    """As of a scheduler that announces the end of a job (SIGUSR1), whose handler sets a flag."""
+    noted: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) == 4:
+            signal.raise_signal(signal.SIGUSR1)
+            raise MemoryError
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: noted.append(1))
+    try:
+        device = live_device(nn.Linear(6, 3), pairs, loss)
+        assert device.trial((4,)).outcome == "oom"
+        assert device.trial((2,)).outcome == "ok"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert noted == [1]
 
 
 def test_an_error_without_a_signal_is_none() -> None:
@@ -94,6 +126,48 @@ def test_ctrl_c_puts_everything_back_and_goes_on(where: str, real: bool, live_de
         assert state_digest(model, optimizer) == before
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert torch.is_grad_enabled()
+
+
+class TooLongError(Exception):
+    pass
+
+
+def give_up(*_: Any) -> None:
+    raise TooLongError
+
+
+def test_an_alarm_ends_a_trial_and_waits_while_everything_is_put_back(
+    live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    strikes_in_loss = [True]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if strikes_in_loss[0]:
+            signal.raise_signal(signal.SIGALRM)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    device = live_device(model, pairs, loss, optimizer=optimizer)
+    assert device.limit_bytes
+    before, restore = state_digest(model, optimizer), LiveState.restore
+    handler = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with pytest.raises(TooLongError):
+            device.trial((2, 2))
+        assert state_digest(model, optimizer) == before
+        strikes_in_loss[0] = False
+
+        def strike(self: LiveState) -> None:
+            signal.raise_signal(signal.SIGALRM)
+            restore(self)
+
+        monkeypatch.setattr(LiveState, "restore", strike)
+        with pytest.raises(TooLongError):
+            device.trial((2, 2))
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert state_digest(model, optimizer) == before
 
 
 def test_ctrl_c_while_everything_is_put_back_waits(
