@@ -55,10 +55,7 @@ class CardMeter:
                 torch.cuda.set_device(self._index)
             torch.cuda.synchronize(self._index)
         except RuntimeError as error:
-            raise NotMeasuredError(
-                f"CUDA does not start on {self.device} ({str(error).splitlines()[0]})",
-                hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
-            ) from error
+            raise start_error(self.device, error) from error
 
     def begin(self) -> Mapping[str, Any]:
         """The card's report: what it is, what is free of it, and who holds the rest."""
@@ -101,6 +98,14 @@ class CardMeter:
         before = self._base_bytes if self._settled_bytes is None else self._settled_bytes
         self._settled_bytes = now if self._settled_bytes is None else self._settled_bytes
         return now - before
+
+
+def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
+    """What is said where CUDA does not start."""
+    return NotMeasuredError(
+        f"CUDA does not start on {device} ({(str(error).splitlines() or [type(error).__name__])[0]})",
+        hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
+    )
 
 
 def choose_name(uuid: str | None, visible: str | None) -> str | None:

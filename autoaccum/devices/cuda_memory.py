@@ -49,7 +49,7 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
     `torch.OutOfMemoryError` where releasing its cache does not help. A lower limit that is set already stays. The
     one from before is set again at the end, unless the context is dead: then nobody can use the card any more.
     """
-    before = torch.cuda.get_per_process_memory_fraction(index)
+    before = settable_fraction(torch.cuda.get_per_process_memory_fraction(index))
     _, driver_bytes = torch.cuda.mem_get_info(index)
     # Newer releases take the fraction of the properties' total, older ones of the driver's.
     total_bytes = max(driver_bytes, torch.cuda.get_device_properties(index).total_memory)
@@ -62,6 +62,15 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
         except RuntimeError as error:
             if not is_context_dead(error):
                 raise
+
+
+def settable_fraction(told: float) -> float:
+    """A fraction that PyTorch told, as one it takes back: cudaMallocAsync without a limit tells 2**64 bytes of a card.
+
+    >>> settable_fraction(2**64 / 24e9)
+    1.0
+    """
+    return min(1.0, told)
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:

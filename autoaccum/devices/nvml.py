@@ -126,15 +126,15 @@ def parse_card(answers: Mapping[str, Any]) -> Nvml:
     is_slice = bool(known("is_slice"))
     mig_mode = known("mig_mode")
     return Nvml(
-        uuid=known("uuid") or "",
-        driver=known("driver"),
+        uuid=_text(known("uuid")) or "",
+        driver=_text(known("driver")),
         cards=known("cards"),
         total_bytes=_number(memory, "total"),
         free_bytes=_number(memory, "free"),
         used_bytes=_number(memory, "used"),
         reserved_bytes=_number(memory, "reserved"),
         mig=True if is_slice else None if mig_mode is None else bool(mig_mode[0]),
-        slice=known("name") if is_slice else None,
+        slice=_text(known("name")) if is_slice else None,
         processes=_processes(known("compute"), known("compute_v2"), known("graphics")),
     )
 
@@ -155,11 +155,18 @@ def _number(struct: Any, field: str) -> int | None:
     return None if value is None or value == _NOT_AVAILABLE else int(value)
 
 
+def _text(value: str | bytes | None) -> str | None:
+    """Texts as such: older releases of pynvml give bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def _ask(library: Any, question: Callable[..., Any], *arguments: Any) -> Any | NvmlMissing:
     try:
         return question(*arguments)
-    except (library.NVMLError, library.NVMLLibraryMismatchError) as error:
+    except (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError)) as error:
         return NvmlMissing(str(error))
+    except (AttributeError, TypeError) as error:  # An older pynvml, without that function or argument.
+        return NvmlMissing(f"this pynvml does not ask it: {error}")
 
 
 @contextmanager

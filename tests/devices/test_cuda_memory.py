@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.cuda_memory import card_limit, memory_fraction, read_card
+from autoaccum.devices.cuda_memory import card_limit, memory_fraction, read_card, settable_fraction
 from autoaccum.units import GIB, MIB
 
 TOTALS = st.integers(MIB, 1024 * GIB)
@@ -33,6 +33,14 @@ def test_beyond_the_card_is_all_of_it_and_below_nothing_is_nothing() -> None:
     assert memory_fraction(25 * GIB, 24 * GIB) == 1.0
     assert memory_fraction(-1, 24 * GIB) == 0.0
     assert isinstance(memory_fraction(0, 24 * GIB), float)
+
+
+@given(limit=st.integers(0, 2**64 - 1), total=TOTALS)
+def test_whatever_fraction_an_allocator_tells_can_be_set_again(limit: int, total: int) -> None:
+    """Both allocators tell their limit over the card's total; that of cudaMallocAsync is 2**64 - 1 until one is set."""
+    fraction = settable_fraction(limit / total)
+    assert 0.0 <= fraction <= 1.0
+    assert limit > total or fraction == limit / total
 
 
 @pytest.mark.without_gpu

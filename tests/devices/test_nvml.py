@@ -165,6 +165,36 @@ def test_every_question_is_put_whatever_the_others_gave() -> None:
     assert all(isinstance(answer, NvmlMissing) for answer in answers.values())
 
 
+class Older:
+    """As pynvml 11.4 and nvidia-ml-py 12.535: fewer functions, errors and arguments, and bytes for texts."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> bytes:  # noqa: N802
+        return b"GPU-abc"
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+        return b"470.1"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(total=24 * GIB, free=15 * GIB, used=9 * GIB)
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Any:  # noqa: N802
+        raise self.NVMLError("Not Supported")
+
+
+def test_an_older_pynvml_tells_less() -> None:
+    library = Older()
+    assert find_card(library, "abc") == NvmlMissing("no card MIG-abc: Not Found")
+    card = parse_card(ask_card(library, "handle"))
+    assert (card.uuid, card.driver, card.mig, card.processes) == ("GPU-abc", "470.1", None, None)
+    assert (card.used_bytes, card.reserved_bytes) == (9 * GIB, None)
+
+
 def test_the_questions_are_ones_the_real_library_has() -> None:
     pynvml = pytest.importorskip("pynvml")
     asked: dict[str, bool] = {}

@@ -141,7 +141,9 @@ def test_every_trial_draws_the_same_numbers(place: torch.device, write_workload:
 
 
 @pytest.mark.gpu
-def test_a_size_that_runs_only_by_retries_is_tight(reference: str) -> None:
+def test_a_size_that_runs_only_by_retries_is_tight(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)  # Expandable segments grow instead.
     with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=700 * MIB)) as device:
         trial = device.trial((RETRYING, RETRYING))
         assert (trial.outcome, trial.ran) == ("tight", True), trial.message
@@ -191,12 +193,12 @@ def test_what_another_process_holds_cannot_be_had_and_its_holder_is_named(refere
     torch.cuda.empty_cache()
     place = torch.device("cuda", 0)
     with make_device(place, reference) as device:
-        alone_bytes = device.limit_bytes
+        alone_bytes, free_bytes = device.limit_bytes, device.describe()["free_bytes"]
     with another_process() as pid:
         with make_device(place, reference) as device:
             assert device.limit_bytes < alone_bytes - HELD_BYTES // 2
             others = device.describe()["other_processes"]
-        memory = MemorySize(bytes=alone_bytes)
+        memory = MemorySize(bytes=free_bytes)  # The budget leaves 2 % of it, more than is held of a large card.
         with (
             make_device(place, reference, memory=memory) as device,
             pytest.raises(UsageError, match="has free") as seen,
@@ -228,5 +230,15 @@ def test_expandable_segments_are_recorded_and_limited(reference: str, monkeypatc
     with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=512 * MIB)) as device:
         variables = device.inspect().environment["variables"]
         assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert device.trial((16, 16)).outcome == "ok"
+        assert device.trial((BIG, 2)).outcome == "oom"
+
+
+@pytest.mark.gpu
+def test_cuda_s_own_allocator_is_limited_and_given_back(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=512 * MIB)) as device:
+        assert device.describe()["allocator"] == "cudaMallocAsync"
         assert device.trial((16, 16)).outcome == "ok"
         assert device.trial((BIG, 2)).outcome == "oom"

@@ -55,8 +55,8 @@ class StateKeeper:
             return result
 
     def _put_back(self, state: LiveState) -> NotMeasuredError | None:
-        release_memory(self._tried.device)
         try:
+            release_memory(self._tried.device)  # Raises where a card's context is dead.
             state.restore()
             changed, lost = state.differences()
         except Exception as error:

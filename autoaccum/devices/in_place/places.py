@@ -122,9 +122,12 @@ class CardPlace:
     weakness = None
 
     def __init__(self, device: torch.device) -> None:
-        from autoaccum.devices.card_meter import CardMeter
+        from autoaccum.devices.card_meter import CardMeter, start_error
 
-        torch.get_device_module("cuda").init()
+        try:
+            torch.get_device_module("cuda").init()
+        except (RuntimeError, AssertionError) as error:  # No driver that works; a build without CUDA.
+            raise start_error(device, error) from error
         self._report: Any = None
         self.meter = CardMeter(torch.cuda.current_device() if device.index is None else device.index)
 

@@ -158,7 +158,9 @@ def _choose_device(asked: str) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     _, _, index = asked.partition(":")
-    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+    if not index:  # Where CUDA does not start, the device itself tells.
+        index = str(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return torch.device("cuda", int(index))
 
 
 def _find_roots(

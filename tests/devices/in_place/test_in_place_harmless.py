@@ -320,6 +320,19 @@ def test_modules_that_only_hooks_and_attributes_reach_come_back(held: str, live_
     witness.check()
 
 
+def test_a_dead_context_is_told_as_what_could_not_be_undone(
+    live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    device = live_device(plain(), pairs)
+    assert device.limit_bytes
+    monkeypatch.setattr("autoaccum.devices.in_place.keeper.release_memory", fail)
+    with pytest.raises(NotMeasuredError, match=r"could not be undone \(RuntimeError: CUDA error: device-side assert"):
+        device.trial((2, 2))
+
+
 def test_torch_s_flags_come_back(live_device: Any, pairs: Any) -> None:
     def change(model: nn.Module, batch: Any) -> Tensor:
         torch.backends.cudnn.benchmark = True

@@ -17,7 +17,7 @@ from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, place
 from autoaccum.devices.in_place.host_copy import LiveBytes, check_host_copy, count_live_bytes
 from autoaccum.devices.in_place.reach import find_reachable
 from autoaccum.devices.in_place.threads import check_single_thread
-from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, KIB, MIB, MemorySize
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
@@ -226,3 +226,15 @@ def test_a_workload_trains_its_own_copy_and_the_shared_criterion_comes_back() ->
         tried.inspect()
         assert tried.trial((4, 4)).outcome == "ok"
     assert all(torch.equal(value, before[name]) for name, value in template.state_dict().items())
+
+
+@pytest.mark.without_gpu
+@pytest.mark.parametrize("place", ["cuda", "cuda:1"])
+def test_a_card_that_cannot_be_started_is_told(place: str) -> None:
+    """As behind a driver that is too old, which only CUDA itself can tell."""
+    workload = Workload(model=lambda: nn.Linear(1, 1), batch=torch.zeros, criterion=nn.MSELoss())
+    with (
+        InPlaceDevice(workload, share=1, device=place) as device,
+        pytest.raises(NotMeasuredError, match=r"CUDA does not start on cuda:\d \(.+\): nvidia-smi"),
+    ):
+        device.inspect()
