@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 
 _DEPTH = 3
+_PLAIN = (bool, int, float, str, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LISTED = ("param_groups", "state", "defaults")
 
@@ -39,12 +41,13 @@ def find_reachable(
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, nn.Module):
-            modules[name if name not in modules else f"{name} {len(modules)}"] = node
-        elif isinstance(node, GENERATORS):
-            generators[id(node)] = node
-        elif depth < _DEPTH:
-            waiting.extend((inner or name, value, depth + 1) for inner, value in _inside(node))
+        with suppress(Exception):  # Raised by code of the node's own: a dead proxy, a lazy object.
+            if isinstance(node, nn.Module):
+                modules[name if name not in modules else f"{name} {len(modules)}"] = node
+            elif isinstance(node, GENERATORS):
+                generators[id(node)] = node
+            elif depth < _DEPTH:
+                waiting.extend([(inner or name, value, depth + 1) for inner, value in _inside(node)])
     return modules, list(generators.values())
 
 
@@ -62,7 +65,7 @@ def _kept(attributes: Mapping[str, Any], known: tuple[str, ...], prefix: str) ->
     for name, value in attributes.items():
         if name.endswith("_hooks"):
             yield from (("hook", hook) for hook in _values(value))
-        elif name not in known and not isinstance(value, (bool, int, float, str, Tensor)):
+        elif name not in known and type(value) not in _PLAIN:
             yield f"{prefix}{name}", value
 
 

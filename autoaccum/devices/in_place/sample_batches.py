@@ -59,7 +59,7 @@ class SampleBatches:
         self._sample = sample
 
     def __call__(self, size: int) -> Any:
-        """One batch of `size` samples; a change to it does not reach the sample batch."""
+        """One batch of `size` samples; neither a change to it nor a gradient reaches the sample batch."""
         times, rest = divmod(size, self._size)
         # Views of their own: what is the same object in all parts counts as belonging to all samples.
         parts = [split_batch(self._sample, [self._size])[0] for _ in range(times)]
@@ -84,11 +84,12 @@ def make_batches(batch: Any) -> Callable[[int], Any]:
 def _owned(node: Any, shared: set[int]) -> Any:
     """`node` with a copy of each tensor or array whose memory is the sample's, or stands there twice."""
     if nests.is_leaf(node):
-        address = _address(node)
+        leaf = node.detach().requires_grad_() if isinstance(node, Tensor) and node.requires_grad else node
+        address = _address(leaf)
         if address in shared:
-            return node.clone() if isinstance(node, Tensor) else node.copy()
+            return _copied(leaf)
         shared.add(address)
-        return node
+        return leaf
     children = nests.children(node)
     if children is None:
         return node
@@ -96,6 +97,10 @@ def _owned(node: Any, shared: set[int]) -> Any:
     if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
         return node
     return nests.rebuild(node, owned)
+
+
+def _copied(leaf: Tensor | np.ndarray[Any, Any]) -> Tensor | np.ndarray[Any, Any]:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
 
 
 def _addresses(node: Any) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
 from autoaccum.devices.in_place.host_copy import LiveBytes, check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.devices.in_place.reach import find_held, find_reachable
 from autoaccum.devices.in_place.threads import check_single_thread
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, KIB, MIB, MemorySize
@@ -108,6 +109,28 @@ def test_modules_and_generators_of_functions_are_found() -> None:
     assert {id(module) for module in modules.values()} == {id(one) for one in (TEACHER, inner, bound, kept)}
     assert {"TEACHER", "inner", "teacher"} <= set(modules)
     assert {id(one) for one in generators} == {id(generator), id(numpy_generator)}
+
+
+class Unwilling(dict[str, Any]):
+    def __len__(self) -> int:
+        raise RuntimeError("not to be looked into")
+
+
+def test_what_fails_when_it_is_looked_into_is_left_alone() -> None:
+    inner: Any = nn.Linear(1, 1)
+    holder = SimpleNamespace()
+    event = threading.Event()
+    dead = weakref.proxy(event)
+
+    def closing(model: nn.Module, batch: Any, unwilling: Any = holder) -> Any:
+        return inner, dead
+
+    holder.unwilling = Unwilling()
+    model: Any = nn.Linear(1, 1)
+    model.unwilling, model.dead, model.listed = Unwilling(), dead, [dead, TEACHER]
+    del event
+    modules, _ = find_reachable([closing], find_held(model, None))
+    assert {id(module) for module in modules.values()} == {id(inner), id(TEACHER)}
 
 
 def test_live_bytes_are_counted_before_anything_is_copied() -> None:

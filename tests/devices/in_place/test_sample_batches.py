@@ -127,3 +127,16 @@ def test_running_out_of_memory_comes_as_it_is() -> None:
 def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         make_batches(batch)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_no_gradient_reaches_a_sample_that_requires_one(size: int) -> None:
+    """As of a gradient penalty: what depends on the inputs' gradient still finds inputs that require it."""
+    inputs, scale = torch.ones(3, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    make = make_batches((inputs, torch.ones(3, 2) * scale))
+    for _ in range(2):
+        batch = make(size)
+        assert all(tensor.requires_grad and tensor.is_leaf for tensor in batch)
+        torch.autograd.backward([tensor.sum() for tensor in batch])
+    assert inputs.grad is None
+    assert scale.grad is None
