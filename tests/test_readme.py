@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,33 @@ def test_the_training_loop_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exec(block("accumulator.step(batch)"), names)
     assert names["result"].samples == 5  # type: ignore[attr-defined]
     assert not torch.equal(model.weight, before)
+
+
+LIVE = """
+import torch
+from torch import nn
+
+model = nn.Linear(4, 2)
+before = model.weight.detach().clone()
+batch = torch.randn(8, 4), torch.randint(0, 2, (8,))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+criterion = nn.CrossEntropyLoss()
+
+{block}
+assert sum(plan.micro_batches) == plan.target_batch == 256
+assert torch.equal(model.weight, before)
+assert not optimizer.state
+"""
+
+
+def test_what_is_there_already_is_planned_as_it_is() -> None:
+    """In a process of its own: pytest's has threads, which a limit on its memory would reach."""
+    script = LIVE.format(block=block("autoaccum.plan(model=model"))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_and_scripts_it_names_are_there() -> None:
+    named = re.findall(r"`(?:python )?((?:autoaccum|tests|examples)/[\w/.]*)", README)
+    assert {"tests/benchmarks/peers.py", "tests/gpu/", "autoaccum/planning/"} <= set(named)
+    assert [name for name in named if not (ROOT / name).exists()] == []
