@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from contenders.launch import BENCHMARKS, compete
 from contenders.records import Result, Task
-from contenders.table import NAMES, format_table, verdicts
+from contenders.table import NAMES, describe_ceilings, format_table, verdicts
 
 from autoaccum.units import MIB, format_bytes, parse_size
 
@@ -57,7 +57,7 @@ def main() -> None:
         return
     print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
     print(format_table(results), end="\n\n")
-    for sentence in [*describe_conditions(results), *verdicts(results)]:
+    for sentence in [*describe_conditions(results), *describe_ceilings(results), *verdicts(results)]:
         print(f"- {sentence}")
 
 

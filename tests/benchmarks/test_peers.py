@@ -15,7 +15,7 @@ import torch
 from contenders import launch
 from contenders.counting import Counter
 from contenders.records import Result, Search, Task, Training, read_search, read_training, write_answer
-from contenders.table import format_table, verdicts
+from contenders.table import describe_ceilings, format_table, verdicts
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
@@ -43,6 +43,19 @@ def result(contender: str, size: int, seconds: float, parts: tuple[int, ...], **
 OWN = result("by_autoaccum", 40, 10, (32, 32, 32))
 LIGHTNING = result("by_lightning", 38, 20, (38, 38))
 ACCELERATE = result("by_accelerate", 35, 50, (35, 35))
+
+
+PLANNED = replace(
+    result("by_autoaccum", 32, 10, (32, 32, 32)),
+    search=replace(OWN.search, size=32, largest=40),
+    training_largest=Training(micro_batches=((40, 40, 16),) * 2),
+)
+
+
+def test_a_plan_that_divides_evenly_shows_what_fits_and_whether_that_trains() -> None:
+    assert "| 32 (fits: 40) | yes, 2 updates |" in format_table([PLANNED])
+    assert describe_ceilings([OWN, LIGHTNING]) == []
+    assert describe_ceilings([PLANNED]) == ["net: autoaccum's 40 that fit, in updates of 40 + 40 + 16: yes, 2 updates"]
 
 
 def test_answers_survive_the_way_through_their_file(tmp_path: Path) -> None:
@@ -80,7 +93,9 @@ def test_the_table_says_who_failed_and_how() -> None:
         ),
         ([OWN, replace(LIGHTNING, search=Search(size=48, largest=48, seconds=16))], "trains: no; .*; 0.62 .*: no$"),
         ([OWN, replace(LIGHTNING, search=Search(size=48, largest=48, seconds=20), training=None)], "trains: yes"),
-        ([replace(OWN, training_largest=Training(failure="out of memory")), LIGHTNING], "trains: no"),
+        ([replace(OWN, training=Training(failure="out of memory")), LIGHTNING], "trains: no"),
+        ([PLANNED, LIGHTNING], "trains: yes"),
+        ([replace(PLANNED, training_largest=Training(failure="out of memory")), LIGHTNING], "trains: no"),
         ([replace(OWN, training=LIGHTNING.training), LIGHTNING], "exact effective batch: no"),
         ([replace(OWN, search=Search(failure="it does not fit")), LIGHTNING], "nothing to compare"),
         ([OWN, replace(LIGHTNING, search=Search(failure="it does not fit"))], "nothing to compare"),

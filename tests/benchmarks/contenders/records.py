@@ -105,9 +105,13 @@ class Result:
     training_largest: Training | None = None
 
     @property
-    def largest_trains(self) -> bool:
-        """Whether the largest size it named makes all its updates."""
-        run = self.training_largest or self.training
+    def largest_trained(self) -> int:
+        """The largest size it named that made all its updates; 0 when none did."""
+        runs = ((self.search.size, self.training), (self.search.largest, self.training_largest))
+        return max((size for size, run in runs if size and self.made_all(run)), default=0)
+
+    def made_all(self, run: Training | None) -> bool:
+        """Whether a training run came to its end."""
         return run is not None and run.failure is None and len(run.micro_batches) == self.updates
 
     @property

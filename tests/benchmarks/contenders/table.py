@@ -12,7 +12,7 @@ HEADER = (
     "contender",
     "trials",
     "seconds until known",
-    "largest size",
+    "chosen size",
     "trains",
     "micro-batches",
     "samples per update",
@@ -64,13 +64,28 @@ def verdicts(results: Iterable[Result]) -> list[str]:
     return [_verdict(model, list(group)) for model, group in groupby(results, key=lambda result: result.model)]
 
 
+def describe_ceilings(results: Iterable[Result]) -> list[str]:
+    """Where a plan divides the target evenly: whether the size that fits trains too, with the rest of the target."""
+    return [
+        f"{result.model}: {NAMES[result.contender]}'s {result.search.largest} that fit, in updates of "
+        f"{_whole_and_rest(result)}: {_trains(result.training_largest, result.updates)}"
+        for result in results
+        if result.training_largest is not None
+    ]
+
+
+def _whole_and_rest(result: Result) -> str:
+    size = result.search.largest or 1
+    full, rest = divmod(result.target, size)
+    return format_parts([size] * full + ([rest] if rest else []))
+
+
 def _verdict(model: str, results: Sequence[Result]) -> str:
     own = next((result for result in results if result.contender == "by_autoaccum"), None)
     peers = [result for result in results if result.contender != "by_autoaccum" and result.search.size is not None]
     if own is None or own.search.size is None or not peers:
         return f"{model}: nothing to compare"
-    sizes = [peer.search.largest or 0 for peer in peers if peer.largest_trains]
-    is_largest = own.largest_trains and (own.search.largest or 0) >= max(sizes, default=0)
+    is_largest = 0 < own.largest_trained >= max(peer.largest_trained for peer in peers)
     fastest = min(peers, key=lambda peer: peer.search.total_seconds)
     share = own.search.total_seconds / fastest.search.total_seconds
     return (
@@ -93,8 +108,8 @@ def _row(result: Result) -> tuple[str, ...]:
         name,
         str(len(search.attempts)),
         _seconds(result),
-        str(search.largest),
-        _trains(result.training_largest or training, result.updates),
+        str(search.size) if search.largest in (None, search.size) else f"{search.size} (fits: {search.largest})",
+        _trains(training, result.updates),
         format_parts(parts),
         samples + exact,
     )
