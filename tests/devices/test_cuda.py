@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -82,14 +81,17 @@ def test_a_card_with_nothing_free_names_them_too() -> None:
         choose_card_budget(full)
 
 
+OWN_PID = 99
+
+
 @pytest.mark.parametrize(
     ("change", "holders"),
     [
         ({"others": ()}, ""),
         ({"others": (CardProcess(pid=7, used_bytes=None),)}, "; process 7 holds some"),
         (
-            {"others": (CardProcess(pid=7, used_bytes=None), CardProcess(pid=os.getpid(), used_bytes=GIB))},
-            f"; process {os.getpid()} (this one) holds 1.0 GiB, process 7 holds some",
+            {"others": (CardProcess(pid=7, used_bytes=None), CardProcess(pid=OWN_PID, used_bytes=GIB))},
+            f"; process {OWN_PID} (this one) holds 1.0 GiB, process 7 holds some",
         ),
         (
             {"others": None, "nvml_missing": "NVML Shared Library Not Found"},
@@ -104,7 +106,7 @@ def test_a_card_with_nothing_free_names_them_too() -> None:
     ],
 )
 def test_holders(change: dict[str, Any], holders: str) -> None:
-    assert name_holders(dataclasses.replace(REPORT, **change), os.getpid()) == holders
+    assert name_holders(dataclasses.replace(REPORT, **change), OWN_PID) == holders
 
 
 def test_a_plan_records_the_card_and_who_was_on_it() -> None:
