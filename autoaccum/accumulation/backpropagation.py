@@ -87,7 +87,7 @@ class Backpropagation:
         self._enter("forward")
         # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
         torch.clear_autocast_cache()
-        with self._autocast():
+        with autocast(self._precision, model_device(self._model)):
             terms = self._objective.terms(self._model, part)
         torch.clear_autocast_cache()
         shares = match_weights(weights, terms)
@@ -112,10 +112,10 @@ class Backpropagation:
             loss = self._scaler.scale(loss)
         torch.autograd.backward(loss)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._precision not in _AUTOCAST:
-            return nullcontext()
-        return torch.autocast(model_device(self._model).type, dtype=_AUTOCAST[self._precision])
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Forward's precision on `device`: `bf16` and `fp16` by torch.autocast, `fp32` as it is."""
+    return torch.autocast(device.type, dtype=_AUTOCAST[precision]) if precision in _AUTOCAST else nullcontext()
 
 
 def model_device(model: nn.Module) -> torch.device:

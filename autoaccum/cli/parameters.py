@@ -18,8 +18,7 @@ def count(text: str | int) -> int:
     try:
         number = int(text)
     except ValueError:
-        seen = repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
-        raise click.BadParameter(f"{seen} is not a whole number of at least 1") from None
+        raise click.BadParameter(f"{_shown(text)} is not a whole number of at least 1") from None
     if number < 1:
         raise click.BadParameter(f"{number} is too small, the least is 1")
     return number
@@ -36,6 +35,9 @@ def seconds(text: str | float) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number <= 0:
-        seen = repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
-        raise click.BadParameter(f"{seen} is not a number of seconds above 0")
+        raise click.BadParameter(f"{_shown(text)} is not a number of seconds above 0")
     return number
+
+
+def _shown(text: object) -> str:
+    return repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import nn
 
-from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.reservation import TemporariesRecorder
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.spec import Workload
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def count_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
@@ -36,10 +32,8 @@ def count_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int |
 def _held_bytes(workload: Workload, model: nn.Module, samples: int) -> int:
     device = model_device(model)
     batch = move_batch(workload.build_batch(samples), device)
-    dtype = _AUTOCAST.get(workload.precision)
     torch.clear_autocast_cache()
-    casting = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-    with TemporariesRecorder() as recorder, casting:
+    with TemporariesRecorder() as recorder, autocast(workload.precision, device):
         terms = workload.objective.terms(model, batch)
         held_bytes: int = recorder.alive_bytes
     del terms

@@ -25,6 +25,9 @@ class Supply(Protocol):
         """As the subject of `... has free`."""
 
 
+_LEAST_ROOM_BYTES = 256 * MIB
+
+
 @dataclass(frozen=True)
 class Headroom:
     """What is kept free where nobody says how much: a share of what is free, and at least so many bytes."""
@@ -90,6 +93,15 @@ def choose_budget(
             hint="lower --memory, leave it away to use what is free, or end other programs",
         )
     return budget
+
+
+def room_above(limit_bytes: int, free_bytes: int) -> int:
+    """How far beyond `limit_bytes` a trial may be let, where libraries would not survive a refusal at it.
+
+    Half as much again, or 256 MiB, but never more than half of what else is free.
+    """
+    spare_bytes = max(0, free_bytes - limit_bytes) // 2
+    return min(max(limit_bytes // 2, _LEAST_ROOM_BYTES), spare_bytes)
 
 
 def _reserve_bytes(supply: Supply, memory: MemorySize | None, reserve: MemorySize | None, headroom: Headroom) -> int:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoaccum.devices.base import Trial, TrialSettings
-from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.budget import choose_budget, room_above
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB, MemorySize, format_bytes
-
-_LEAST_ROOM_BYTES = 256 * MIB
 
 
 class CpuDevice(ChildDevice):
@@ -110,7 +108,8 @@ class CpuDevice(ChildDevice):
         trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
         if not trial.crashed:
             return trial
-        roomy_bytes = self._more_than(self.limit_bytes if limit_bytes is None else limit_bytes)
+        held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
+        roomy_bytes = held_to_bytes + room_above(held_to_bytes, read_host_memory().free_bytes)
         again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, limit_seconds=limit_seconds)
         if not again.ran and again.outcome != "oom":
             return trial
@@ -122,11 +121,6 @@ class CpuDevice(ChildDevice):
             message=f"{trial.message}, and {ending} within {format_bytes(roomy_bytes)}: memory was refused to a "
             "library that does not survive it",
         )
-
-    def _more_than(self, limit_bytes: int) -> int:
-        """Half as much again, or 256 MiB more, but never more than half of what else is free."""
-        spare_bytes = max(0, read_host_memory().free_bytes - limit_bytes) // 2
-        return limit_bytes + min(max(limit_bytes // 2, _LEAST_ROOM_BYTES), spare_bytes)
 
     @property
     def _host_budget_bytes(self) -> int:

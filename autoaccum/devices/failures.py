@@ -10,7 +10,7 @@ from typing import Literal
 
 from autoaccum.accumulation.recovery import find_shortage, is_context_dead
 from autoaccum.devices.base import Outcome
-from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 from autoaccum.workload.tracebacks import blame_workload
 
@@ -67,6 +67,21 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         return Failure(outcome="error", message=message, traceback=blamed.user_traceback, blames="user")
     blamed = blame_workload(error, doing)
     return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, blames="user")
+
+
+def failure_error(failure: Failure, owner: str) -> AutoaccumError:
+    """The error that ends a plan by a failure before any trial.
+
+    Args:
+        failure: Of loading or of the inspection.
+        owner: Whose memory it was, as the subject of `... has free`.
+    """
+    if failure.outcome == "oom":
+        return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
+    if failure.blames == "user":
+        return WorkloadError(failure.message, user_traceback=failure.traceback)
+    detail = f"\n{failure.traceback}" if failure.traceback else ""
+    return NotMeasuredError(failure.message + detail)
 
 
 def _describe_dead_context(error: BaseException, doing: str) -> Failure:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.recording import record_death, record_reply
 from autoaccum.devices.spare import start_child, where_to_import
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
 
 _LEAVE_SECONDS = 5.0
 _LEAST_LOAD_SECONDS = 300.0
@@ -129,7 +130,7 @@ class Worker:
             raise UsageError(reply["refused"])
         if "failure" in reply:
             self.end()
-            raise _failure_error(reply["failure"], self._device)
+            raise failure_error(Failure(**reply["failure"]), "the machine" if self._device == "cpu" else self._device)
         return reply
 
 
@@ -138,13 +139,3 @@ def _death_error(death: ChildDied, doing: str) -> AutoaccumError:
     if death.out_of_memory:
         return DoesNotFitError(message, hint="it needs more memory than the machine has free")
     return NotMeasuredError(message, hint="raise the limit on time" if death.kind == "limit" else None)
-
-
-def _failure_error(failure: Mapping[str, Any], device: str) -> AutoaccumError:
-    if failure["outcome"] == "oom":
-        owner = "the machine" if device == "cpu" else device
-        return DoesNotFitError(failure["message"], hint=f"it needs more memory than {owner} has free")
-    if failure["blames"] == "user":
-        return WorkloadError(failure["message"], user_traceback=failure["traceback"])
-    detail = f"\n{failure['traceback']}" if failure["traceback"] else ""
-    return NotMeasuredError(failure["message"] + detail)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Device, Trial
 from autoaccum.planning.allowance import Allowance
@@ -75,8 +73,6 @@ class Runner:
         number = len(self.trials) + 1
         self._tell(TrialStarted(number, parts, confirming, limit_bytes))
         trial = self._device.trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
-        if limit_bytes is not None:
-            trial = dataclasses.replace(trial, limit_bytes=limit_bytes)
         self.trials.append(trial)
         self._tell(TrialFinished(number, trial, confirming))
         return trial

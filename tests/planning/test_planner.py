@@ -109,6 +109,7 @@ class ScriptedDevice:
             phase=phase,
             peak_reserved_bytes=peak,
             seconds=self._seconds or 0.25 * len(self.asked),
+            limit_bytes=limit_bytes,
             message="scripted" if phase else None,
             fresh=is_fresh,
             blames="user" if outcome == "error" else None,

@@ -200,7 +200,7 @@ class InPlaceDevice:
         try:
             if interruptions.ended(failure):
                 raise failure
-            raise inspection_error(failure, self._tried.workload.name) from None
+            raise inspection_error(failure, self._tried.workload.name, self._tried.device) from None
         finally:
             forget(failure)
             del failure  # the traceback holds this frame

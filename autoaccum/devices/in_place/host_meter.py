@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoaccum.devices.budget import room_above
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.heap import trim_heap
 from autoaccum.devices.process_memory import (
@@ -18,18 +19,13 @@ from autoaccum.devices.process_memory import (
     reset_peak,
 )
 from autoaccum.devices.reading import Reading
-from autoaccum.units import MIB
-
-_LEAST_SLACK_BYTES = 256 * MIB
-_SLACK_SHARE = 0.5
-_FREE_SHARE = 0.5
 
 
 class InPlaceHostMeter:
     """What this process takes of the host's memory above what it holds already.
 
     To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
-    refuse at the budget, is set above it: by half of it or 256 MiB, but at most half of what else is free. Libraries
+    refuse at the budget, is set above it (`budget.room_above`). Libraries
     do not survive every refusal (oneDNN's backward of a convolution ends the process by SIGSEGV where a small block
     is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
     is a large tensor that is refused, which PyTorch answers with an exception.
@@ -77,9 +73,7 @@ class InPlaceHostMeter:
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
         self._room_bytes = max(0, budget_bytes - self._held_bytes - (self._kept_bytes or 0))
-        spare_bytes = max(0, read_host_memory().free_bytes - self._room_bytes)
-        slack_bytes = max(_LEAST_SLACK_BYTES, int(self._room_bytes * _SLACK_SHARE))
-        slack_bytes = min(slack_bytes, int(spare_bytes * _FREE_SHARE))
+        slack_bytes = room_above(self._room_bytes, read_host_memory().free_bytes)
         return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
 
     def read(self) -> Reading:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from autoaccum.devices.failures import describe_failure
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+import torch
+
+from autoaccum.devices.failures import describe_failure, failure_error
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 
 _RELOAD = "the model is not as it was: load it again before training"
 _SHOWN = 8
 
 
-def inspection_error(failure: BaseException, name: str) -> BaseException:
-    """The error an inspection of `name` ends with."""
+def inspection_error(failure: BaseException, name: str, device: torch.device) -> BaseException:
+    """The error an inspection of `name` on `device` ends with."""
     if isinstance(failure, UsageError | WorkloadError):
         return failure
-    found = describe_failure(failure, f"an update from a small batch of {name}")
-    if found.outcome == "oom":
-        return DoesNotFitError(found.message, hint="it needs more memory than there is free")
-    if found.blames == "user":
-        return WorkloadError(found.message, user_traceback=found.traceback)
-    detail = f"\n{found.traceback}" if found.traceback else ""
-    return NotMeasuredError(found.message + detail)
+    owner = "the machine" if device.type == "cpu" else str(device)
+    return failure_error(describe_failure(failure, f"an update from a small batch of {name}"), owner)
 
 
 def not_restored(what: Exception | list[str]) -> NotMeasuredError:
