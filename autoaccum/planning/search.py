@@ -103,7 +103,7 @@ def search(
         _close_in(state, cap, limit_bytes, need)
         while state.first_fail_is_stale:
             state.run(state.largest_fit + 1, fresh=True)
-            _close_in(state, cap, limit_bytes, need, fresh=True)
+            _close_in(state, cap, limit_bytes, need)
         state.settle_doubts()
     except SearchStopped as raised:
         stop = raised
@@ -118,7 +118,7 @@ def search(
         first_fail=None if capped else state.first_fail,
         capped=capped,
         trials=tuple(state.trials),
-        warnings=(*_warnings(state, None if capped else stop), *monotony_warnings(state.trials)),
+        warnings=(*_warnings(state, None if capped else stop), *monotony_warnings(state.telling)),
         stopped=None if stop is None or capped else stop.stop,
     )
 
@@ -131,7 +131,7 @@ def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
         yield stop_warning(str(stop), state.largest_fit, state.first_fail)
 
 
-def _close_in(state: _State, cap: int, limit_bytes: int, need: Need | None, *, fresh: bool = False) -> None:
+def _close_in(state: _State, cap: int, limit_bytes: int, need: Need | None) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
     while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
@@ -145,7 +145,7 @@ def _close_in(state: _State, cap: int, limit_bytes: int, need: Need | None, *, f
             sample_bytes=None if need is None else need.sample_bytes,
         )
         size = min(guess.size, cap)
-        state.run(size, fresh=fresh)
+        state.run(size, fresh=state.leftovers_matter)
         surprise = guess.surprise(size <= state.largest_fit, surprise)
 
 
@@ -175,8 +175,19 @@ class _State:
 
     @property
     def first_fail(self) -> int | None:
-        failed = [t.micro_batch for t in self.trials if not self.fits(t) and t.micro_batch > self.largest_fit]
+        failed = [t.micro_batch for t in self.telling if not self.fits(t) and t.micro_batch > self.largest_fit]
         return min(failed, default=None)
+
+    @property
+    def telling(self) -> list[Trial]:
+        """The trials that tell something: failures of used processes do not where leftovers matter."""
+        return [t for t in self.trials if t.ran or t.fresh] if self.leftovers_matter else self.trials
+
+    @property
+    def leftovers_matter(self) -> bool:
+        """Whether a size ran in a fresh process that failed in a used one."""
+        refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
+        return any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
 
     @property
     def first_fail_is_stale(self) -> bool:
