@@ -1,0 +1,95 @@
+"""Storages on the card, as they come and go: what the allocator of a real one would be asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.simulated.trace import Scratch, Trace
+
+
+class Recorder:
+    """Numbers every storage it is shown, and notes when it dies.
+
+    Storages, not tensors, are what costs: views and in-place operators create none.
+
+    Args:
+        device_type: Whose storages count.
+    """
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int | Scratch]] = {}
+        self._resident: dict[Scratch, int] = {}
+        self._phase: Callable[[], Phase] = lambda: "load"
+        self.events: list[int] = []
+        self.sizes: list[int | Scratch] = []
+        self.phases: list[tuple[int, Phase]] = []
+        self.kernels: dict[str, None] = {}
+
+    def see(self, out: Any) -> None:
+        """Note the storages of what an operator returned."""
+        for tensor in tree_leaves(out) if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+                self._see_storage(tensor.untyped_storage())
+
+    def take(self, scratches: Iterable[Scratch]) -> None:
+        """Note memory that a kernel takes and gives back: all of it at once, then none."""
+        blocks = [self._allocate(scratch) for scratch in scratches]
+        self.events.extend(~block for block in reversed(blocks))
+
+    def keep(self, scratch: Scratch) -> None:
+        """Note memory that a library takes once and keeps, such as a workspace."""
+        if scratch not in self._resident:
+            self._resident[scratch] = self._allocate(scratch)
+
+    def begin(self, phase: Callable[[], Phase]) -> None:
+        """Begin a trace with what is alive now; `phase` tells where the step is."""
+        alive = sorted((block, size, key, ref) for key, (ref, block, size) in self._alive.items())
+        self.events, self.sizes, self.phases, self.kernels = [], [], [], {}
+        self._phase = phase
+        self._resident.clear()
+        for _, size, key, ref in alive:
+            self._alive[key] = (ref, self._allocate(size), size)
+
+    def trace(self, parts: Sequence[int]) -> Trace:
+        """What was noted since `begin`."""
+        starts = [index for index, phase in self.phases if phase == "batch"]
+        return Trace(
+            parts=tuple(parts),
+            events=tuple(self.events),
+            sizes=tuple(self.sizes),
+            phases=tuple(self.phases),
+            last_update=starts[0] if starts else 0,
+            kernels=tuple(self.kernels),
+        )
+
+    def _see_storage(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        if size == 0:
+            return
+        block = self._allocate(size)
+        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size)
+
+    def _allocate(self, size: int | Scratch) -> int:
+        phase = self._phase()
+        if not self.phases or self.phases[-1][1] != phase:
+            self.phases.append((len(self.events), phase))
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.events.append(block)
+        return block
+
+    def _free(self, key: int, _: Any) -> None:
+        _, block, _ = self._alive.pop(key)
+        self.events.append(~block)
