@@ -26,13 +26,18 @@ class Recorder:
 
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
-        self._alive: dict[int, tuple[weakref.ref[Any], int, int | Scratch]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._resident: dict[Scratch, int] = {}
         self._phase: Callable[[], Phase] = lambda: "load"
         self.events: list[int] = []
         self.sizes: list[int | Scratch] = []
         self.phases: list[tuple[int, Phase]] = []
         self.kernels: dict[str, None] = {}
+
+    @property
+    def alive_bytes(self) -> int:
+        """What the storages hold that are alive."""
+        return sum(size for _, _, size in self._alive.values())
 
     def see(self, out: Any) -> None:
         """Note the storages of what an operator returned."""

@@ -1,7 +1,13 @@
-"""PyTorch on a card that is not there: CUDA tensors are fake, everything on the CPU stays real (facts 1)."""
+"""PyTorch on a card that is not there: CUDA tensors are fake, everything on the CPU stays real (facts 1).
+
+`FakeTensorMode` alone runs no backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and takes
+CUDA's guards and streams, which need one. Here that question (`prim.device`) is answered with `meta`, whose path every
+build of PyTorch has; Python sees `cuda:0`, and the dispatch keys stay CUDA's, so that its kernels are still chosen.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,38 +17,96 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.impersonation import DEVICE, impersonate
+from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.placement import convert_module
 from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar, answer_values
 
-DEVICE = torch.device("cuda", 0)
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEVICE_QUERY = torch.ops.prim.device.default
+_READS = torch.ops.aten._local_scalar_dense.default
+_aten = torch.ops.aten
+_FACTORIES = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.rand.default,
+        _aten.randn.default,
+    }
+)
+_LAZY_ELEMENTS = 1 << 14
+"""Tensors of at least so many elements are not materialised while a model is built; smaller ones are, since
+constructors read them (a schedule of drop rates, say)."""
 
 
 class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Runs operators on CUDA tensors without values, and shows their storages to a recorder."""
+    """Runs operators on CUDA tensors without values, and shows their storages to a recorder.
+
+    Operators on CPU tensors alone run as always.
+
+    Attributes:
+        recorder: Is shown what operators return.
+        lazy: Whether large CPU tensors are left without values too, as they are made.
+    """
 
     avoid_device_init = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: without this, each operator pays for keeping the compiler away."""
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.recorder = recorder
+        self.lazy = False
         self._depth = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "meta":
-            kwargs["device"] = DEVICE
+        kwargs = {} if kwargs is None else kwargs
+        if "device" in kwargs:
+            kwargs = self._with_device(kwargs)
+        if not self._is_ours(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func is _READS:
+            return answer_scalar(args[0])
         self._depth += 1
         try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = self.dispatch(func, types, args, kwargs)
         finally:
             self._depth -= 1
         if self._depth == 0:
             self.recorder.see(out)
         return out
+
+    def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a fake tensor is among the arguments, or is to be made."""
+        if _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
+            return True
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            return True
+        return self.lazy and func in _FACTORIES and math.prod(args[0]) >= _LAZY_ELEMENTS
+
+    def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with a device of the card: what C++ makes like a fake CUDA tensor, it makes on `meta`."""
+        device = kwargs["device"]
+        if device is None:
+            return dict(kwargs)
+        device = torch.device(device)
+        if device.type == "meta" and (self._depth == 0 or not self.in_kernel_invocation):
+            device = _CPU if self.lazy else DEVICE
+        if device.type == "cuda" and device != DEVICE:
+            if device.index is not None:
+                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated, cuda:0")
+            device = DEVICE
+        return {**kwargs, "device": device}
 
 
 @contextmanager
@@ -50,51 +114,68 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
     """Have PyTorch believe in `card`; meant for a process of its own, and undone at the end all the same."""
     with ExitStack() as stack:
         mode = CardMode(recorder or Recorder())
-        dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
-
-        def answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return _META if func is _DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
-
-        stack.enter_context(replaced(FakeTensor, "__torch_dispatch__", classmethod(answer)))
-        handlers = fake_tensor._DISPATCH_META_HANDLERS
-        before = handlers[_DEVICE_QUERY]
-        handlers[_DEVICE_QUERY] = lambda args: _META
-        stack.callback(handlers.__setitem__, _DEVICE_QUERY, before)
-        stack.enter_context(replaced(torch.cuda, "is_available", lambda: True))
-        stack.enter_context(replaced(torch.cuda, "current_device", lambda: 0))
-        stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        stack.enter_context(replaced(torch.Tensor, "to", _to))
-        stack.enter_context(replaced(torch.Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, DEVICE)))
+        _answer_device_queries(stack)
+        impersonate(card, mode.recorder, stack)
+        for owner, name, value in (
+            (torch.Tensor, "to", _to),
+            (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, device or DEVICE)),
+            (torch.Tensor, "tolist", _tolist),
+            (torch.nn.Module, "_apply", convert_module),
+        ):
+            stack.enter_context(replaced(owner, name, value))
         stack.enter_context(mode)
         yield mode
 
 
+def _answer_device_queries(stack: ExitStack) -> None:
+    dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
+    handlers = fake_tensor._DISPATCH_META_HANDLERS
+
+    def answer(args: Sequence[Any]) -> torch.device:
+        device: torch.device = args[0].fake_device
+        return _META if device.type == "cuda" or args[0].fake_mode.in_kernel_invocation else device
+
+    def answer_first(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(args) if func is _DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
+
+    stack.enter_context(replaced(FakeTensor, "__torch_dispatch__", classmethod(answer_first)))
+    stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
+    before = handlers[_DEVICE_QUERY]
+    handlers[_DEVICE_QUERY] = answer
+    stack.callback(handlers.__setitem__, _DEVICE_QUERY, before)
+    for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
+        stack.enter_context(replaced(FakeTensor, name, property(lambda tensor, kind=kind: tensor.device.type == kind)))
+    stack.enter_context(replaced(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+
+
+def _has_fake(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return True
+        if isinstance(value, list | tuple) and value and _has_fake(value):
+            return True
+    return False
+
+
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`, the card named by its index: a CPU build asks the driver which one `cuda` means."""
+    """`Tensor.to`, the card named by its index: a CPU build would ask the driver which one `cuda` means."""
     args = tuple(_indexed(arg) for arg in args)
     kwargs = {name: _indexed(value) for name, value in kwargs.items()}
     return torch._C.TensorBase.to(tensor, *args, **kwargs)
 
 
 def _indexed(value: Any) -> Any:
-    if isinstance(value, str) and not value.startswith("cuda"):
+    if isinstance(value, bool):
         return value
-    if isinstance(value, str | torch.device):
+    if isinstance(value, int):  # `.cuda(0)`
+        return torch.device("cuda", value)
+    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
         device = torch.device(value)
-        return DEVICE if device.type == "cuda" and device.index is None else device
+        return DEVICE if device.index is None else device
     return value
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner` carry `value` under `name`, and what it had before at the end."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def _tolist(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, FakeTensor):
+        return answer_values(tensor)
+    return torch._C.TensorBase.tolist(tensor)

@@ -1,0 +1,229 @@
+"""What `torch.cuda` and its kin say of the simulated card.
+
+User code asks these before it chooses a device, a dtype or a kernel. What only a real driver could tell or do is
+refused by what PyTorch itself raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.values import SimulationLimit
+
+DEVICE = torch.device("cuda", 0)
+_CUDNN_VERSION = 91002
+"""Of the builds of torch 2.11 to 2.15; said by a CPU build, which has none."""
+
+_SILENT = (
+    "empty_cache",
+    "ipc_collect",
+    "manual_seed",
+    "manual_seed_all",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_per_process_memory_fraction",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "set_sync_debug_mode",
+    "synchronize",
+    "_lazy_init",
+)
+
+
+class Stream:
+    """The one stream there is; also what stands for an event on it."""
+
+    device, device_index, device_type, stream_id, cuda_stream, priority = DEVICE, 0, 1, 0, 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        """No graph is captured."""
+        return False
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        """No time passes."""
+        return 0.0
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or Stream()
+
+    def wait(self, *_: Any) -> None:
+        """There is nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = record = wait
+
+
+def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
+    """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
+    for name, answer in _answers(card, recorder).items():
+        if hasattr(torch.cuda, name):
+            stack.enter_context(replaced(torch.cuda, name, answer))
+    for name in _SILENT:
+        stack.enter_context(replaced(torch.cuda, name, _nothing))
+    stack.enter_context(replaced(torch.cuda, "_initialized", True))
+    stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+    for name, answer in _accelerator_answers().items():
+        if hasattr(torch.accelerator, name):
+            stack.enter_context(replaced(torch.accelerator, name, answer))
+    cudnn: Any = torch.backends.cudnn
+    stack.enter_context(replaced(cudnn, "is_available", lambda: True))
+    if not torch._C._has_cudnn:
+        stack.enter_context(replaced(cudnn, "version", lambda: _CUDNN_VERSION))
+    nvtx: Any = torch.cuda.nvtx
+    for name in ("range_push", "range_pop", "mark"):
+        stack.enter_context(replaced(nvtx, name, _nothing))
+    stack.enter_context(replaced(nvtx, "range", lambda *_, **__: nullcontext()))
+
+
+def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
+    streams = dict.fromkeys(("Stream", "Event", "ExternalStream"), Stream)
+    current = dict.fromkeys(("current_stream", "default_stream"), Stream)
+    contexts = dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard)
+    return {
+        **streams,
+        **current,
+        **contexts,
+        **_memory_answers(card, recorder),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _check_index,
+        "stream": lambda stream: nullcontext(stream),
+        "get_device_name": _of_card(card.title),
+        "get_device_capability": _of_card(card.capability),
+        "get_device_properties": _of_card(_properties(card)),
+        "get_arch_list": lambda: ["sm_{}{}".format(*card.capability)],
+        "get_gencode_flags": lambda: "",
+        "can_device_access_peer": lambda *_: False,
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "utilization": lambda *_: 0,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
+        "is_tf32_supported": lambda: card.capability >= (8, 0),
+    }
+
+
+def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    held = dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        lambda *_, **__: recorder.alive_bytes,
+    )
+    return {
+        **held,
+        "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.alive_bytes, card.total_bytes),
+        "memory_stats": lambda *_, **__: defaultdict(int),
+        "memory_summary": lambda *_, **__: "",
+        "memory_snapshot": lambda *_, **__: [],
+    }
+
+
+def _accelerator_answers() -> dict[str, Callable[..., Any]]:
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "current_stream": Stream,
+        "set_device_index": _check_index,
+        "set_device_idx": _check_index,
+        "set_stream": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+    }
+
+
+def _properties(card: Card) -> Any:
+    major, minor = card.capability
+    return SimpleNamespace(
+        name=card.title,
+        major=major,
+        minor=minor,
+        total_memory=card.total_bytes,
+        multi_processor_count=card.multiprocessors,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        **_limits(card),
+    )
+
+
+def _limits(card: Card) -> Mapping[str, int]:
+    """Limits of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    threads = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(card.capability, 2048)
+    kib = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+    return {
+        "max_threads_per_multi_processor": threads,
+        "regs_per_multiprocessor": 65536,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_block_optin": kib.get(card.capability, 99) << 10,
+        "shared_memory_per_multiprocessor": (kib.get(card.capability, 99) + 1) << 10,
+    }
+
+
+class _Guard:
+    """`torch.cuda.device(...)`: there is one card to be on."""
+
+    def __init__(self, device: Any = None) -> None:
+        _check_index(device)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _of_card(answer: Any) -> Callable[..., Any]:
+    def tell(device: Any = None) -> Any:
+        _check_index(device)
+        return answer
+
+    return tell
+
+
+def _check_index(device: Any = None) -> None:
+    """Refuse another card than the first.
+
+    Raises:
+        SimulationLimit: It is another one.
+    """
+    if isinstance(device, torch.Tensor):
+        device = device.device
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    if index not in (None, -1, 0):
+        raise SimulationLimit(f"cuda:{index} is used, and one card is simulated, cuda:0")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

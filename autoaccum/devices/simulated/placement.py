@@ -1,0 +1,80 @@
+"""Modules onto the card: parameters are exchanged, since a real one cannot become a fake one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoaccum.devices.simulated.impersonation import DEVICE
+
+_REPLACED_BY = "_autoaccum_replaced_by"
+
+
+def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` in its order, where a parameter that `fn` turns into a fake one is exchanged for a new one.
+
+    One parameter under several names stays one. Attributes of a parameter go along.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = _convert(parameter, fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = _exchanged(buffer, fn)
+    return module
+
+
+def on_card(module: nn.Module) -> bool:
+    """Whether every parameter and buffer of `module` is on the card."""
+    return all(tensor.device == DEVICE for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    with torch.no_grad():
+        known = _replacement(parameter)
+        if known is not None:
+            return known
+        applied = fn(parameter)
+        if applied is parameter:
+            return parameter
+        if not isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):
+            parameter.data = applied
+            if parameter.grad is not None:
+                parameter.grad.data = fn(parameter.grad)
+            return parameter
+        made = nn.Parameter(applied, requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            made.grad = fn(parameter.grad)
+    for name, value in vars(parameter).items():
+        if name not in vars(made) and name != _REPLACED_BY:
+            setattr(made, name, value)
+    _remember(parameter, made)
+    return made
+
+
+def _exchanged(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    known = _replacement(buffer)
+    if known is not None:
+        return known
+    with torch.no_grad():
+        applied = fn(buffer)
+    if applied is not buffer:
+        _remember(buffer, applied)
+    return applied
+
+
+def _replacement(tensor: Tensor) -> Any:
+    reference = vars(tensor).get(_REPLACED_BY)
+    return None if reference is None else reference()
+
+
+def _remember(tensor: Tensor, replacement: Tensor) -> None:
+    setattr(tensor, _REPLACED_BY, weakref.ref(replacement))
