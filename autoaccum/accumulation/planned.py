@@ -194,7 +194,7 @@ def differences(planned: Facts, here: Facts) -> list[tuple[str, str]]:
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
     """Bytes of dense `parameters`: tied ones count once, and of a storage they share with others their own part."""
     dense = [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
-    places = {(tensor.data_ptr(), tensor.numel()): tensor.nbytes for tensor in dense}
+    places = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in dense}
     return sum(places.values())
 
 

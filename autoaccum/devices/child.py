@@ -21,7 +21,9 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autoaccum.devices.replies import failure_reply, look_where
 
 if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
@@ -40,18 +42,28 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable()
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
-    child, own_pid = Child(), os.getpid()
+    child: Jobs = Child()
+    own_pid = os.getpid()
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)
             if request["job"] == "prepare":
                 _prepare(request)
                 continue
+            if "card" in request:
+                child = _simulated_child()
             reply = child.answer(request)
             if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
                 os._exit(0)
             _flush()
             _write(replies, json.dumps(reply).encode() + b"\n")
+
+
+class Jobs(Protocol):
+    """What answers requests."""
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to one."""
 
 
 class Child:
@@ -72,7 +84,7 @@ class Child:
         In this order, so that a bad file is told at once and the warm-up finds the threads, and the cards, the
         workload chooses. Replies with what the device's meter tells.
         """
-        _look_where(request)
+        look_where(request)
         from autoaccum.devices.meters import make_meter
         from autoaccum.devices.rehearsal import seed_everything
         from autoaccum.workload.loading import load_workload
@@ -84,7 +96,7 @@ class Child:
             if request["precision"]:
                 workload = dataclasses.replace(workload, precision=request["precision"])
         except BaseException as error:
-            return _failure(error, f"loading {request['reference']}")
+            return failure_reply(error, f"loading {request['reference']}")
         self._workload, self._meter = workload, meter
         return _start(meter)
 
@@ -96,7 +108,7 @@ class Child:
         try:
             inspection = inspect_workload(self._workload, request["share"], request["optimizer"], self._meter)
         except BaseException as error:
-            return _failure(error, f"an update from a small batch of {self._workload.name}")
+            return failure_reply(error, f"an update from a small batch of {self._workload.name}")
         return {"inspection": dataclasses.asdict(inspection), "kept_bytes": _settle(self._meter)}
 
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,9 +133,15 @@ class Child:
         reply: dict[str, Any] = {"seconds": seconds, "reading": dataclasses.asdict(meter.read())}
         if failure is not None:
             doing = f"micro-batch {max(request['parts'])}, {rehearsal.phase}"
-            return {**reply, **_failure(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
+            return {**reply, **failure_reply(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
         del rehearsal
         return {**reply, "kept_bytes": _settle(meter)}
+
+
+def _simulated_child() -> Jobs:
+    from autoaccum.devices.simulated.jobs import SimulatedChild
+
+    return SimulatedChild()
 
 
 def _prepare(request: Mapping[str, Any]) -> None:
@@ -132,21 +150,18 @@ def _prepare(request: Mapping[str, Any]) -> None:
     Neither threads nor a card are touched, since a workload may choose them: making an optimizer is enough to have
     PyTorch import what it puts off until the first one is made (torch/_compile.py), half of all it imports.
     """
-    _look_where(request)
+    look_where(request)
     with suppress(Exception):
         import torch
 
+        if request.get("simulated"):
+            from autoaccum.devices.simulated import jobs
+
+            jobs.prepare()
         from autoaccum.devices import inspection, meters, warmup
 
         del inspection, meters, warmup
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
-
-def _look_where(request: Mapping[str, Any]) -> None:
-    """Find modules and files where the parent does."""
-    sys.path[:] = request["sys_path"]
-    os.chdir(request["cwd"])
-    _restore("PYTHONPATH", request["pythonpath"])
 
 
 def _start(meter: Meter) -> dict[str, Any]:
@@ -164,7 +179,7 @@ def _start(meter: Meter) -> dict[str, Any]:
     except UsageError as error:
         return {"refused": str(error)}
     except BaseException as error:
-        reply = _failure(error, f"starting PyTorch on {meter.device}")
+        reply = failure_reply(error, f"starting PyTorch on {meter.device}")
         if reply["failure"]["blames"] is not None:
             reply["failure"]["blames"] = "measurement"  # None of it is the user's code.
         return reply
@@ -173,12 +188,6 @@ def _start(meter: Meter) -> dict[str, Any]:
 def _settle(meter: Meter) -> int:
     _collect()
     return meter.settle()
-
-
-def _failure(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:
-    from autoaccum.devices.failures import describe_failure
-
-    return {"failure": dataclasses.asdict(describe_failure(error, doing, at=at))}
 
 
 def _collect() -> None:
@@ -210,13 +219,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # The workload may have closed or replaced them.
             stream.flush()
-
-
-def _restore(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _write(descriptor: int, line: bytes) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
@@ -53,7 +55,6 @@ def inspect_workload(
     origin = model_device(model)
     model = place_model(model, meter.device)
     batchnorms = batchnorm_names(model)
-    parameters = list(model.parameters())
     made = workload.build_optimizer(model, optimizer)
     size = min(_SAMPLES, share)
     batch = workload.build_batch(size)
@@ -63,32 +64,49 @@ def inspect_workload(
         _check_finite(first.loss, size)
         update_bytes = meter.read().peak_reserved_bytes
         accumulator.step_parts([batch, batch])
-    objective = workload.objective
     sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
     least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
-        objective.move_criterion(origin)
+        workload.objective.move_criterion(origin)
     return Inspection(
-        name=workload.name,
-        digest=workload.digest,
-        model=type(unwrapped(model)).__name__,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=storage_bytes(parameters),
-        precision=workload.precision,
-        optimizer=type(made).__name__,
-        reduction=objective.reduction,
-        weight=objective.source,
+        **describe_subject(workload, model, made, min(_FORM_SAMPLES, share), first.terms),
         environment=describe_environment(meter.device),
-        loss="loss" if workload.criterion is None else "criterion",
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
-        recipe=describe_recipe(objective, model, workload.build_batch(min(_FORM_SAMPLES, share)), first.terms),
         warnings=tuple(check_weighting(workload)),
         accumulation_warnings=tuple(said),
     )
+
+
+def describe_subject(
+    workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
+) -> dict[str, Any]:
+    """The fields of an inspection that need no measuring.
+
+    Args:
+        workload: The workload.
+        model: Its model.
+        optimizer: The one that was made for it.
+        size: Samples of the batch whose form is described.
+        terms: The names of the loss's terms.
+    """
+    objective, parameters = workload.objective, list(model.parameters())
+    return {
+        "name": workload.name,
+        "digest": workload.digest,
+        "model": type(unwrapped(model)).__name__,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": storage_bytes(parameters),
+        "precision": workload.precision,
+        "optimizer": type(optimizer).__name__,
+        "reduction": objective.reduction,
+        "weight": objective.source,
+        "loss": "loss" if workload.criterion is None else "criterion",
+        "recipe": describe_recipe(objective, model, workload.build_batch(size), terms),
+    }
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.devices.base import Phase
 from autoaccum.errors import WorkloadError
@@ -28,15 +28,23 @@ class Rehearsal:
         optimizer: Overrides the workload's by a name of `torch.optim`.
         device: Where the model goes before the optimizer is made; None: where it is. The batch stays on the CPU, and
             the Accumulator moves one part at a time.
+        before_update: Called before each update.
     """
 
     def __init__(
-        self, workload: Workload, share: int, optimizer: str | None = None, device: torch.device | None = None
+        self,
+        workload: Workload,
+        share: int,
+        optimizer: str | None = None,
+        device: torch.device | None = None,
+        *,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._workload = workload
         self._share = share
         self._optimizer = optimizer
         self._device = device
+        self._before_update = before_update
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
 
@@ -45,8 +53,11 @@ class Rehearsal:
         """Where the trial is."""
         return self._phase if self._accumulator is None else self._accumulator.phase
 
-    def run(self, parts: Sequence[int]) -> None:
+    def run(self, parts: Sequence[int]) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
+
+        Returns:
+            What the last update told.
 
         Raises:
             WorkloadError: No update was made, so the optimizer has no state and the peak would be another one.
@@ -62,12 +73,15 @@ class Rehearsal:
         self._phase = "forward"
         self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts))
         for window in windows:
-            if not self._accumulator.step_parts(window).updated:
+            self._before_update()
+            result = self._accumulator.step_parts(window)
+            if not result.updated:
                 raise WorkloadError(
                     f"no update was made from batch({max(self._share, *parts)})",
                     hint="its weight is zero, or under fp16 its gradients are not finite",
                 )
         wait_for(self._device)
+        return result
 
 
 def place_model(model: nn.Module, device: torch.device | None) -> nn.Module:

@@ -21,15 +21,19 @@ SPARE_BYTES = 512 * MIB
 as much again should stay free."""
 
 
-def start_child(on_output: Callable[[str], None] | None = None) -> ChildProcess:
+def start_child(on_output: Callable[[str], None] | None = None, *, simulated: bool = False) -> ChildProcess:
     """Start a child of `devices.child` and have it import what all of them need; does not wait for that.
+
+    Args:
+        on_output: Gets each line it prints; None: it goes to stderr.
+        simulated: It is to simulate a card, which needs more of PyTorch.
 
     Raises:
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
     process = ChildProcess(_MODULE, on_output=on_output)
-    process.tell({"job": "prepare", **where_to_import()})
+    process.tell({"job": "prepare", "simulated": simulated, **where_to_import()})
     return process
 
 

@@ -26,6 +26,7 @@ class Worker:
         device: `cpu` or `cuda:N`.
         on_output: Gets each line the workload prints; None: it goes to stderr.
         process: A child that `spare.start_child` has started; None: a new one.
+        card: The record of a card to simulate; `device` is then what messages call it.
 
     Attributes:
         jobs: How many inspections and trials it has run.
@@ -46,10 +47,11 @@ class Worker:
         *,
         on_output: Callable[[str], None] | None = None,
         process: ChildProcess | None = None,
+        card: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings
         self._device = device
-        self._process = process or start_child(on_output)
+        self._process = process or start_child(on_output, simulated=card is not None)
         self.jobs = 0
         self.kept_bytes = 0
         request = {
@@ -58,6 +60,7 @@ class Worker:
             "reference": settings.reference,
             "precision": settings.precision,
             **where_to_import(),
+            **({} if card is None else {"card": card}),
         }
         limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
         self.facts: Mapping[str, Any] = self._ask(request, "loading the workload", limit)
@@ -80,12 +83,23 @@ class Worker:
             DoesNotFitError: Two samples run the machine out of memory.
             NotMeasuredError: The process died or took too long.
         """
-        seconds = min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
-        reply = self._ask(self._request("inspect"), "checking the workload", seconds)
-        self.kept_bytes = reply["kept_bytes"]
+        reply = self._ask(self._request("inspect"), "checking the workload", self._seconds(limit_seconds))
+        self.kept_bytes = reply.get("kept_bytes", 0)
         fields = dict(reply["inspection"])
         sentences = {name: tuple(fields[name]) for name in ("warnings", "accumulation_warnings")}
         return Inspection(**{**fields, **sentences})
+
+    def trace(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Mapping[str, Any]:
+        """Run the job `trace` of a simulated card; the record of a `Trace`.
+
+        Raises:
+            WorkloadError: It fails, or cannot be simulated.
+            NotMeasuredError: The process died or took too long.
+        """
+        request = {**self._request("trace"), "parts": parts}
+        doing = f"micro-batch {max(parts)}"
+        reply: Mapping[str, Any] = self._ask(request, doing, self._seconds(limit_seconds))["trace"]
+        return reply
 
     def trial(
         self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
@@ -99,7 +113,7 @@ class Worker:
             limit_seconds: Another limit of time than the settings', if it is less.
         """
         held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
-        seconds = min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
+        seconds = self._seconds(limit_seconds)
         about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
         request = {**self._request("trial"), "parts": parts, "limit_bytes": held_to_bytes}
         try:
@@ -115,6 +129,9 @@ class Worker:
     def end(self) -> None:
         """End the process; it may leave by itself first, so that what the workload registered at exit runs."""
         self._process.end(grace_seconds=_LEAVE_SECONDS)
+
+    def _seconds(self, limit_seconds: float | None) -> float:
+        return min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
 
     def _request(self, job: str) -> dict[str, Any]:
         self.jobs += 1

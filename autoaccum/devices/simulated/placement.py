@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated.impersonation import DEVICE
-
 _REPLACED_BY = "_autoaccum_replaced_by"
 
 
@@ -22,7 +20,7 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     """
     if recurse:
         for child in module.children():
-            child._apply(fn)
+            child._apply(fn)  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = _convert(parameter, fn)
@@ -32,12 +30,7 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     return module
 
 
-def on_card(module: nn.Module) -> bool:
-    """Whether every parameter and buffer of `module` is on the card."""
-    return all(tensor.device == DEVICE for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     with torch.no_grad():
         known = _replacement(parameter)
         if known is not None:
@@ -60,7 +53,7 @@ def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Para
     return made
 
 
-def _exchanged(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def _exchanged(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
     known = _replacement(buffer)
     if known is not None:
         return known

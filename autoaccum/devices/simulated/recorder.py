@@ -28,11 +28,11 @@ class Recorder:
         self._device_type = device_type
         self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._resident: dict[Scratch, int] = {}
-        self._phase: Callable[[], Phase] = lambda: "load"
+        self._phase: Callable[[], Phase] = _no_phase
         self.events: list[int] = []
         self.sizes: list[int | Scratch] = []
         self.phases: list[tuple[int, Phase]] = []
-        self.kernels: dict[str, None] = {}
+        self.last_update = 0
 
     @property
     def alive_bytes(self) -> int:
@@ -58,22 +58,25 @@ class Recorder:
     def begin(self, phase: Callable[[], Phase]) -> None:
         """Begin a trace with what is alive now; `phase` tells where the step is."""
         alive = sorted((block, size, key, ref) for key, (ref, block, size) in self._alive.items())
-        self.events, self.sizes, self.phases, self.kernels = [], [], [], {}
+        self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
         self._phase = phase
         self._resident.clear()
         for _, size, key, ref in alive:
             self._alive[key] = (ref, self._allocate(size), size)
 
+    def mark_update(self) -> None:
+        """An update begins."""
+        self.last_update = len(self.events)
+
     def trace(self, parts: Sequence[int]) -> Trace:
-        """What was noted since `begin`."""
-        starts = [index for index, phase in self.phases if phase == "batch"]
+        """What was noted since `begin`; nothing is asked for its phase any more."""
+        self._phase = _no_phase
         return Trace(
             parts=tuple(parts),
             events=tuple(self.events),
             sizes=tuple(self.sizes),
             phases=tuple(self.phases),
-            last_update=starts[0] if starts else 0,
-            kernels=tuple(self.kernels),
+            last_update=self.last_update,
         )
 
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
@@ -98,3 +101,7 @@ class Recorder:
     def _free(self, key: int, _: Any) -> None:
         _, block, _ = self._alive.pop(key)
         self.events.append(~block)
+
+
+def _no_phase() -> Phase:
+    return "load"

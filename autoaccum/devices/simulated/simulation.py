@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     Attributes:
         recorder: Is shown what operators return.
         lazy: Whether large CPU tensors are left without values too, as they are made.
+        notices: Sentences on what is simulated otherwise than it would run.
     """
 
     avoid_device_init = True
@@ -64,6 +66,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.recorder = recorder
         self.lazy = False
+        self.notices: dict[str, None] = {}
         self._depth = 0
 
     def __torch_dispatch__(
@@ -144,8 +147,12 @@ def _answer_device_queries(stack: ExitStack) -> None:
     handlers[_DEVICE_QUERY] = answer
     stack.callback(handlers.__setitem__, _DEVICE_QUERY, before)
     for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
-        stack.enter_context(replaced(FakeTensor, name, property(lambda tensor, kind=kind: tensor.device.type == kind)))
+        stack.enter_context(replaced(FakeTensor, name, property(partial(_is_of, kind))))
     stack.enter_context(replaced(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+
+
+def _is_of(kind: str, tensor: FakeTensor) -> bool:
+    return tensor.device.type == kind
 
 
 def _has_fake(values: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autoaccum.devices.base import Phase
 
@@ -32,7 +34,6 @@ class Trace:
         sizes: By block: the bytes that are asked for, or the rule that tells them.
         phases: Where the step is from which event on: (index into `events`, phase), ascending.
         last_update: The index in `events` at which the second update begins.
-        kernels: Kernels that were chosen, in words, such as `flash attention`.
     """
 
     parts: tuple[int, ...]
@@ -40,4 +41,26 @@ class Trace:
     sizes: tuple[int | Scratch, ...]
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
-    kernels: tuple[str, ...] = ()
+
+    def to_record(self) -> dict[str, Any]:
+        """As what JSON knows; `from_record` reads it."""
+        return {
+            "parts": self.parts,
+            "events": self.events,
+            "sizes": [size if isinstance(size, int) else [size.rule, *size.numbers] for size in self.sizes],
+            "phases": self.phases,
+            "last_update": self.last_update,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Trace:
+        """Read what `to_record` gave, once it has been JSON."""
+        return cls(
+            parts=tuple(record["parts"]),
+            events=tuple(record["events"]),
+            sizes=tuple(
+                size if isinstance(size, int) else Scratch(size[0], tuple(size[1:])) for size in record["sizes"]
+            ),
+            phases=tuple((index, phase) for index, phase in record["phases"]),
+            last_update=record["last_update"],
+        )

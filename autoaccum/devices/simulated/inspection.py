@@ -1,0 +1,58 @@
+"""What is known of a workload before any prediction: from one rehearsal on the simulated card."""
+
+from __future__ import annotations
+
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.inspection import collected_warnings, describe_subject, runs_one_sample
+from autoaccum.devices.rehearsal import place_model
+from autoaccum.devices.simulated.impersonation import DEVICE
+from autoaccum.devices.simulated.simulation import CardMode
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracing import trace_rehearsal
+from autoaccum.workload.spec import Workload
+
+_SAMPLES = 2
+"""BatchNorm in training mode refuses a single sample."""
+
+_FORM_SAMPLES = 3
+"""In a batch of two samples, a pair could be one entry for each."""
+
+
+def inspect_simulated(
+    workload: Workload, share: int, optimizer: str | None, mode: CardMode
+) -> tuple[Inspection, Trace]:
+    """Rehearse two micro-batches of two samples, or what there is.
+
+    Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
+
+    Args:
+        workload: With the precision the plan asks for.
+        share: Samples per update on this rank.
+        optimizer: Overrides the workload's by a name of `torch.optim`.
+        mode: The simulation, entered.
+
+    Returns:
+        The inspection, and the rehearsal's trace.
+
+    Raises:
+        WorkloadError: It cannot be trained, as far as that shows without values.
+    """
+    size = min(_SAMPLES, share)
+    with collected_warnings() as said:
+        trace, result = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
+    model = place_model(workload.build_model(), DEVICE)
+    needs_two = batchnorm_names(model) and not runs_one_sample(workload, model)
+    fields = describe_subject(
+        workload, model, workload.build_optimizer(model, optimizer), min(_FORM_SAMPLES, share), result.terms
+    )
+    inspection = Inspection(
+        **fields,
+        environment=describe_environment(model_device(model)),
+        least_size=2 if needs_two else 1,
+        warnings=tuple(mode.notices),
+        accumulation_warnings=tuple(said),
+    )
+    return inspection, trace

@@ -1,0 +1,102 @@
+"""What a child does for a simulated card: load the workload in its presence, inspect it, trace it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.devices.replies import failure_reply, look_where
+from autoaccum.devices.simulated.building import built_lazily
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.inspection import inspect_simulated
+from autoaccum.devices.simulated.refusals import refuse
+from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracing import trace_rehearsal
+from autoaccum.workload.loading import load_workload
+from autoaccum.workload.spec import Workload
+
+
+class SimulatedChild:
+    """Answers one request after the other: `load`, then `inspect` or `trace`."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._mode: CardMode | None = None
+        self._workload: Workload | None = None
+        self._lazy = True
+        self._known: dict[tuple[int, ...], Trace] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to `request`: `{"failure": ...}` when there is nothing else to tell."""
+        jobs = {"load": self._load, "inspect": self._inspect, "trace": self._trace}
+        return jobs[request["job"]](request)
+
+    def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        look_where(request)
+        doing = f"loading {request['reference']}"
+        try:
+            self._mode = self._stack.enter_context(simulate(_card(request["card"])))
+            seed_everything()
+            workload = load_workload(request["reference"])
+            if request["precision"]:
+                workload = dataclasses.replace(workload, precision=request["precision"])
+        except BaseException as error:
+            return failure_reply(refuse(error, doing) or error, doing)
+        self._workload = workload
+        gc.freeze()
+        return {}
+
+    def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+            inspection, trace = inspect_simulated(workload, request["share"], request["optimizer"], mode)
+            self._known[trace.parts] = trace
+            return {"inspection": dataclasses.asdict(inspection)}
+
+        return self._run(run, "a rehearsal of two samples on the simulated card")
+
+    def _trace(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        parts = tuple(request["parts"])
+
+        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+            if parts not in self._known:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # The inspection has shown them.
+                    self._known[parts], _ = trace_rehearsal(workload, parts, request["optimizer"], mode)
+            return {"trace": self._known[parts].to_record()}
+
+        return self._run(run, f"micro-batch {max(parts)} on the simulated card")
+
+    def _run(self, job: Callable[[Workload, CardMode], dict[str, Any]], doing: str) -> dict[str, Any]:
+        """Run a job; where something reads values that a lazily built model has not, again with a real one."""
+        assert self._workload is not None
+        assert self._mode is not None
+        failure: BaseException | None = None
+        try:
+            return job(built_lazily(self._workload, self._mode) if self._lazy else self._workload, self._mode)
+        except BaseException as error:
+            failure = error
+        refusal = refuse(failure, doing)
+        if refusal is not None and self._lazy:
+            self._lazy = False
+            return self._run(job, doing)
+        return failure_reply(refusal or failure, doing)
+
+
+def _card(record: Mapping[str, Any]) -> Card:
+    return Card(**{**record, "capability": tuple(record["capability"])})
+
+
+def prepare() -> None:
+    """Have PyTorch import what it puts off until the first fake tensor needs it."""
+    card = Card(name="any", title="any", total_bytes=1 << 30, capability=(8, 0), multiprocessors=1, source="none")
+    import torch
+
+    with simulate(card):
+        weight = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,79 @@
+"""What a simulated card cannot run, said as a fault of nobody: the user's line, and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.tracebacks import format_user_traceback, user_line
+
+_ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
+_VALUES = (
+    "a simulated card computes no values: write it without (torch.where, a mask that multiplies, logging after the"
+    f" update), or {_ELSEWHERE}"
+)
+_KERNEL = (
+    "a custom kernel needs an implementation for fake tensors (torch.library.register_fake) to be simulated; or"
+    f" {_ELSEWHERE}"
+)
+_POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
+_NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
+    r"fake impl|Meta' backend|meta kernel|register_fake|fake implementation|Meta.* is not implemented"
+)
+
+
+def refuse(error: BaseException, doing: str) -> WorkloadError | None:
+    """The refusal that `error` means; None when it means something else.
+
+    Args:
+        error: What came out of the user's code.
+        doing: What was going on, as the start of a sentence.
+    """
+    for cause in _chain(error):
+        found = _sentence(cause)
+        if found is not None:
+            what, hint = found
+            line = user_line(error)
+            where = f" at {line}" if line else ""
+            return WorkloadError(f"{doing}: {what}{where}", hint=hint, user_traceback=format_user_traceback(error))
+    return None
+
+
+def _sentence(error: BaseException) -> tuple[str, str] | None:
+    if isinstance(error, UnknownValue):
+        return str(error), _VALUES
+    if isinstance(error, SimulationLimit):
+        return str(error), _ELSEWHERE
+    if isinstance(error, DynamicOutputShapeException):
+        return f"{_name(error)} gives a shape that depends on values", _VALUES
+    if isinstance(error, DataDependentOutputException):
+        return f"{_name(error)} depends on values", _VALUES
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{_name(error)} cannot be simulated", _KERNEL
+    text = str(error)
+    if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):
+        return f"an operator cannot be simulated ({text.splitlines()[0]})", _KERNEL
+    if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):
+        return "the memory of a tensor is read, and a simulated card has none", _VALUES
+    return None
+
+
+def _name(error: BaseException) -> str:
+    func = getattr(error, "func", None)
+    return str(func) if func is not None else type(error).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
