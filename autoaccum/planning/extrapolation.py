@@ -93,27 +93,24 @@ def next_size(
         return Guess(largest_fit * _FIRST_STEP if first_fail is None else (largest_fit + first_fail) // 2)
     if largest_fit not in peaks:
         middle = largest_fit * _FIRST_STEP if first_fail is None else _geometric(largest_fit, first_fail)
-        return Guess(_between(middle, largest_fit, first_fail))
+        return Guess(between(middle, largest_fit, first_fail))
     # With a floor of at least 0 bytes, memory cannot grow faster than the size does.
     safe = int(_SAFE_SHARE * largest_fit * limit_bytes / max(peaks[largest_fit], 1))
     line = _steepest(sorted(peaks.items())) if len(peaks) > 1 else None
     if sample_bytes and (line is None or line.slope < sample_bytes):
         gap = max(limit_bytes - peaks[largest_fit], 0) / (sample_bytes * (1 + _BACKWARD_SHARE))
         if first_fail is None or largest_fit + gap < first_fail:
-            size = _likely(
-                largest_fit + gap, max(_BACKWARD_DOUBT * gap, 0.3) * surprise, float(largest_fit), first_fail
-            )
-            return Guess(
-                _between(max(min(size, _JUMP * largest_fit), safe), largest_fit, first_fail), largest_fit + gap
-            )
+            doubt = max(_BACKWARD_DOUBT * gap, 0.3) * surprise
+            size = likely(largest_fit + gap, doubt, float(largest_fit), first_fail, _LEAN)
+            return Guess(between(max(min(size, _JUMP * largest_fit), safe), largest_fit, first_fail), largest_fit + gap)
     if line is None:
         wish = _FIRST_STEP if first_fail is None else _geometric(largest_fit, first_fail)
-        return Guess(_between(max(wish, safe), largest_fit, first_fail))
+        return Guess(between(max(wish, safe), largest_fit, first_fail))
     promised, doubt = line.promise(limit_bytes)
     size = _halving(line, promised, doubt * surprise, safe, largest_fit, first_fail)
     size = max(size, safe) if size < 0.9 * safe else size
     size = min(size, max(largest_fit * (_FLAT_JUMP if line.flat else _JUMP), safe))
-    return Guess(_between(size, largest_fit, first_fail), promised)
+    return Guess(between(size, largest_fit, first_fail), promised)
 
 
 def _halving(line: _Line, promised: float, doubt: float, safe: int, largest_fit: int, first_fail: int | None) -> int:
@@ -127,14 +124,14 @@ def _halving(line: _Line, promised: float, doubt: float, safe: int, largest_fit:
         doubt = max(doubt, min(promised - first_fail, first_fail - largest_fit))
         if line.flat or line.noise >= _NOISE_UNKNOWN:
             return round(low + (first_fail - low) / 2)
-    return _likely(centre, doubt, low, first_fail)
+    return likely(centre, doubt, low, first_fail, _LEAN)
 
 
-def _likely(centre: float, doubt: float, low: float, first_fail: int | None) -> int:
-    """The size below and above which the ceiling is about as likely, between `low` and `first_fail`."""
+def likely(centre: float, doubt: float, low: float, first_fail: int | None, lean: float) -> int:
+    """The size below which the ceiling lies with the probability `lean`, between `low` and `first_fail`."""
     below = _cumulative((low - centre) / doubt)
     above = 1.0 if first_fail is None else _cumulative((first_fail - centre) / doubt)
-    quantile = below + (above - below) * _LEAN
+    quantile = below + (above - below) * lean
     return math.floor(centre + doubt * math.tan(math.pi * (quantile - 0.5)) + 0.5)
 
 
@@ -170,5 +167,6 @@ def _cumulative(x: float) -> float:
     return math.atan(x) / math.pi + 0.5
 
 
-def _between(size: int, largest_fit: int, first_fail: int | None) -> int:
+def between(size: int, largest_fit: int, first_fail: int | None) -> int:
+    """`size`, or what is next to it above `largest_fit` and below `first_fail`."""
     return max(largest_fit + 1, size if first_fail is None else min(size, first_fail - 1))

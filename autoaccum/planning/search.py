@@ -8,7 +8,8 @@ from typing import Literal
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.extrapolation import next_size
+from autoaccum.planning.extrapolation import Guess, next_size
+from autoaccum.planning.forecast import Forecast, Predict
 from autoaccum.planning.verdicts import (
     Need,
     does_not_fit,
@@ -22,6 +23,10 @@ from autoaccum.planning.verdicts import (
 
 Stop = Literal["time", "trials"]
 """Which limit ended a search before it knew the largest size."""
+
+
+_FORECAST_FAILS = 2
+"""How many sizes a forecast may promise in vain before the search begins with the least one."""
 
 
 class SearchStopped(Exception):
@@ -66,6 +71,7 @@ def search(
     need: Need | None = None,
     least_size: int = 1,
     fresh_trial: Callable[[int], Trial] | None = None,
+    predict: Predict | None = None,
 ) -> SearchResult:
     """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
 
@@ -82,6 +88,8 @@ def search(
         least_size: The smallest size that can be trained at all, in samples.
         fresh_trial: The same in a process that has run no trial, for what leftovers may have decided. None where all
             trials share one process: a doubtful failure then counts once a smaller size has run after it.
+        predict: The peak in bytes that somebody predicts for a size of at least 2 samples. It decides where the search
+            begins and goes as long as trials bear it out, never where it ends.
 
     Raises:
         UsageError: `cap` is less than `least_size`.
@@ -95,19 +103,19 @@ def search(
             f"the largest micro-batch to try is {cap}, the least that can be trained is {least_size}",
             hint="give a larger one",
         )
-    state = _State(trial, fresh_trial)
+    state = _State(trial, fresh_trial, least_size)
+    goal = _Goal(cap, limit_bytes, need, None if predict is None else Forecast(predict, limit_bytes, cap))
     stop: SearchStopped | None = None
     try:
-        if not state.run(least_size).ran:
-            raise does_not_fit(state.trials[0], limit_bytes, need)
-        _close_in(state, cap, limit_bytes, need)
+        _begin(state, goal, least_size)
+        _close_in(state, goal)
         while state.first_fail_is_stale:
             state.run(state.largest_fit + 1, fresh=True)
-            _close_in(state, cap, limit_bytes, need)
+            _close_in(state, goal)
         state.settle_doubts()
     except SearchStopped as raised:
         stop = raised
-    if not state.trials:
+    if not any(t.ran for t in state.trials):
         raise NotMeasuredError(
             f"{stop} ended the search before a micro-batch of {least_size} had run through",
             hint="allow more, or take a smaller model",
@@ -131,29 +139,69 @@ def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
         yield stop_warning(str(stop), state.largest_fit, state.first_fail)
 
 
-def _close_in(state: _State, cap: int, limit_bytes: int, need: Need | None) -> None:
+@dataclass(frozen=True)
+class _Goal:
+    """Up to where sizes are tried, in how much memory, and what is known beforehand."""
+
+    cap: int
+    limit_bytes: int
+    need: Need | None
+    forecast: Forecast | None
+
+
+def _begin(state: _State, goal: _Goal, least_size: int) -> None:
+    """Run one size: one of which a forecast says that it probably fits, or else the least.
+
+    Raises:
+        DoesNotFitError: The least does not run.
+    """
+    while goal.forecast is not None and len(state.trials) < _FORECAST_FAILS:
+        guess = goal.forecast.guess({}, 0, state.least_fail, surprise=3.0 ** len(state.trials), tried=0)
+        size = 0 if guess is None else min(guess.size, goal.cap)
+        if size <= least_size:
+            break
+        if state.run(size).ran:
+            return
+    if not state.run(least_size).ran:
+        raise does_not_fit(state.trials[-1], goal.limit_bytes, goal.need)
+
+
+def _close_in(state: _State, goal: _Goal) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
-    while state.largest_fit < cap and state.first_fail != state.largest_fit + 1:
-        guess = next_size(
-            state.peaks,
-            state.largest_fit,
-            state.first_fail,
-            limit_bytes,
-            surprise=surprise,
-            tried=len(state.trials),
-            sample_bytes=None if need is None else need.sample_bytes,
-        )
-        size = min(guess.size, cap)
-        state.run(size, fresh=state.leftovers_matter)
+    while state.largest_fit < goal.cap and state.first_fail != state.largest_fit + 1:
+        guess = None
+        if goal.forecast is not None:
+            guess = goal.forecast.guess(
+                state.peaks, state.largest_fit, state.first_fail, surprise=surprise, tried=len(state.trials)
+            )
+        # What will probably end the search is to count at once: a failure in a used process is tried again.
+        ends_it = guess is not None and guess.size == state.largest_fit + 1
+        guess = guess or _extrapolate(state, goal, surprise)
+        size = min(guess.size, goal.cap)
+        state.run(size, fresh=ends_it or state.leftovers_matter)
         surprise = guess.surprise(size <= state.largest_fit, surprise)
+
+
+def _extrapolate(state: _State, goal: _Goal, surprise: float) -> Guess:
+    return next_size(
+        state.peaks,
+        state.largest_fit,
+        state.first_fail,
+        goal.limit_bytes,
+        surprise=surprise,
+        tried=len(state.trials),
+        sample_bytes=None if goal.need is None else goal.need.sample_bytes,
+    )
 
 
 class _State:
     """What the trials so far have shown."""
 
-    def __init__(self, trial: Callable[[int], Trial], fresh_trial: Callable[[int], Trial] | None) -> None:
-        self._trial, self._fresh_trial = trial, fresh_trial
+    def __init__(
+        self, trial: Callable[[int], Trial], fresh_trial: Callable[[int], Trial] | None, least_size: int
+    ) -> None:
+        self._trial, self._fresh_trial, self._least_size = trial, fresh_trial, least_size
         self.trials: list[Trial] = []
 
     def run(self, size: int, *, fresh: bool = False) -> Trial:
@@ -162,7 +210,7 @@ class _State:
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
-        if not trial.ran and not trial.certain and not any(t.ran and t.micro_batch < size for t in self.trials):
+        if not trial.ran and not trial.certain and size == self._least_size:
             raise doubtful(trial)
         return trial
 
@@ -177,6 +225,10 @@ class _State:
     def first_fail(self) -> int | None:
         failed = [t.micro_batch for t in self.telling if not self.fits(t) and t.micro_batch > self.largest_fit]
         return min(failed, default=None)
+
+    @property
+    def least_fail(self) -> int | None:
+        return min((t.micro_batch for t in self.trials if not t.ran), default=None)
 
     @property
     def telling(self) -> list[Trial]:
