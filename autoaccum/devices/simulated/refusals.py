@@ -26,8 +26,6 @@ _KERNEL = (
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
-    r"fake impl|Meta' backend|meta kernel|register_fake|fake implementation|Meta.* is not implemented"
-)
 
 
 def refuse(error: BaseException, doing: str) -> WorkloadError | None:
