@@ -17,6 +17,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoaccum.devices.simulated import builds
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE, impersonate
 from autoaccum.devices.simulated.patches import replaced
@@ -27,6 +28,7 @@ from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar, a
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEVICE_QUERY = torch.ops.prim.device.default
 _READS = torch.ops.aten._local_scalar_dense.default
+_AS_TENSOR = torch.as_tensor
 _aten = torch.ops.aten
 _FACTORIES = frozenset(
     {
@@ -39,6 +41,9 @@ _FACTORIES = frozenset(
         _aten.randn.default,
     }
 )
+_OVERRIDES = (builds,)
+"""Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
+
 _LAZY_ELEMENTS = 1 << 14
 """Tensors of at least so many elements are not materialised while a model is built; smaller ones are, since
 constructors read them (a schedule of drop rates, say)."""
@@ -123,9 +128,14 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
             (torch.Tensor, "to", _to),
             (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, device or DEVICE)),
             (torch.Tensor, "tolist", _tolist),
+            (torch, "as_tensor", _as_tensor),
             (torch.nn.Module, "_apply", convert_module),
         ):
             stack.enter_context(replaced(owner, name, value))
+        library = torch.library.Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        for overrides in _OVERRIDES:
+            overrides.install(library, card, stack)
         stack.enter_context(mode)
         yield mode
 
@@ -165,21 +175,31 @@ def _has_fake(values: Any) -> bool:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`, the card named by its index: a CPU build would ask the driver which one `cuda` means."""
-    args = tuple(_indexed(arg) for arg in args)
-    kwargs = {name: _indexed(value) for name, value in kwargs.items()}
+    """`Tensor.to`, with the card as C++ knows it.
+
+    By its index, since a CPU build would ask the driver which card `cuda` means; and as `meta` for a tensor that is
+    there already, which would be copied otherwise.
+    """
+    here = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
+    args = tuple(_as_seen(arg, here) for arg in args)
+    kwargs = {name: _as_seen(value, here) for name, value in kwargs.items()}
     return torch._C.TensorBase.to(tensor, *args, **kwargs)
 
 
-def _indexed(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):  # `.cuda(0)`
-        return torch.device("cuda", value)
+def _as_seen(value: Any, here: bool) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):  # `.cuda(0)`
+        value = torch.device("cuda", value)
     if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
         device = torch.device(value)
-        return DEVICE if device.index is None else device
+        if device.index in (None, 0):
+            return _META if here else DEVICE
     return value
+
+
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
+    return _AS_TENSOR(data, dtype=dtype, device=_as_seen(device, here=False))
 
 
 def _tolist(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,191 @@
+"""The proof of the tracing: a fake CUDA step asks for the same storages, in the same order, as a real one on the CPU.
+
+Wherever the kernels do not differ: attention, dropout, batch norm and RNNs have tests of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.simulation import simulate
+
+CARD = Card(
+    name="any", title="Any", total_bytes=24 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"
+)
+Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a recorder what real operators return."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.recorder.see(out)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, *, checkpointed: bool | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed is None:
+            return self.run(x)
+        return torch.as_tensor(checkpoint(self.run, x, use_reentrant=self.checkpointed))
+
+    def run(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        x = x + scores @ v
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def transformer(**options: Any) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(50, 16), Block(16, **options), Block(16, **options), nn.Linear(16, 50))
+    model[-1].weight = model[0].weight  # tied
+    return model
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.LeakyReLU(), nn.Linear(32, 10))
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
+def half() -> nn.Module:
+    return mlp().bfloat16()
+
+
+def classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def tokens(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(y.view(-1, 4)).flatten(0, 1), y)
+
+
+def several(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    outputs = model(x)
+    return F.cross_entropy(outputs, y) + 0.1 * outputs.square().mean() + outputs.abs().sum() / 7
+
+
+def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t * 1):
+        return F.cross_entropy(model(x), y)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[int, ...]]] = {
+    "mlp": (mlp, classes, (12,)),
+    "frozen": (frozen, classes, (12,)),
+    "half": (half, classes, (12,)),
+    "several losses": (mlp, several, (12,)),
+    "saved-tensor hooks": (mlp, offloaded, (12,)),
+    "conv": (conv_net, classes, (3, 8, 8)),
+    "transformer": (transformer, tokens, (1,)),
+    "checkpointed": (lambda: transformer(checkpointed=False), tokens, (1,)),
+    "checkpointed, reentrant": (lambda: transformer(checkpointed=True), tokens, (1,)),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "AdamW": lambda params: torch.optim.AdamW(params, foreach=False),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, foreach=False),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Step, x: Tensor, y: Tensor) -> None:
+    for _ in range(2):
+        for _ in range(2):
+            loss(model, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def record(name: str, optimizer: str, recorder: Recorder, device: str) -> list[tuple[int, int]]:
+    """The storages that came (number, bytes) and went (number, 0) in two updates, apart from what was there before.
+
+    On the CPU, AdamW's count of steps (a float32 scalar here) is one more storage, which a card has not.
+    """
+    build, loss, shape = CASES[name]
+    torch.manual_seed(0)
+    model = build().to(device)
+    if name != "half":
+        model.double()
+    x, y = torch.randn(8, *shape).to(next(model.parameters())), torch.randint(0, 10, (8,)).to(device)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    gc.collect()
+    recorder.begin(lambda: "forward")
+    before, counts = len(recorder.sizes), 4 if name != "half" else 0
+    train(model, made, loss, x, y)
+    names: dict[int, int] = {}
+    found = []
+    for event in recorder.events:
+        block = max(event, ~event)
+        size = recorder.sizes[block]
+        if block < before or size == counts:
+            continue
+        assert isinstance(size, int)
+        found.append((names.setdefault(block, len(names)), size if event >= 0 else 0))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_fake_step_has_the_events_of_a_real_one(name: str, optimizer: str) -> None:
+    if name == "half" and optimizer == "AdamW":
+        optimizer = "SGD"  # Its scalars are as large as AdamW's counts.
+    real, fake = Recorder("cpu"), Recorder()
+    with Watching(real):
+        expected = record(name, optimizer, real, "cpu")
+    with simulate(CARD, fake):
+        found = record(name, optimizer, fake, "cuda")
+    assert found == expected
+    assert len(found) > 100
+
+
+def test_nothing_stays_behind() -> None:
+    before = {name: vars(torch.cuda).get(name) for name in dir(torch.cuda)}
+    with simulate(CARD):
+        assert torch.cuda.is_available()
+        assert torch.ones(2, device="cuda").is_cuda
+    assert {name: vars(torch.cuda).get(name) for name in dir(torch.cuda)} == before
+    assert not {"to", "cuda", "tolist"} & vars(torch.Tensor).keys()
+    assert torch.ones(2).to("cpu").tolist() == [1.0, 1.0]
