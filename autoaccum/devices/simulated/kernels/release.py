@@ -1,0 +1,11 @@
+"""Which PyTorch runs: rules changed between releases."""
+
+from __future__ import annotations
+
+import torch
+
+
+def torch_release() -> tuple[int, int]:
+    """The running PyTorch, as (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,203 @@
+"""What convolutions, normalisations, recurrent layers and attention take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from autoaccum.devices.simulated.kernels.scratch_call import (
+    Call,
+    Handler,
+    accumulator_bytes,
+    bytes_of,
+    layout_copies,
+    reductions,
+)
+from autoaccum.devices.simulated.trace import Scratch
+
+_GATES = {2: 4, 3: 3}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+
+
+def _convolution(call: Call) -> list[Scratch]:
+    tensor, weight = call["input"], call["weight"]
+    layout = _convolution_format(tensor, weight)
+    copies = layout_copies(tensor, weight, memory_format=layout)
+    return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
+
+
+def _convolution_gradient(call: Call) -> list[Scratch]:
+    """Gradients of input and weight take one workspace after the other, of about the same size; the bias is a sum."""
+    grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
+    layout = _convolution_format(tensor, weight)
+    scratches: list[Scratch] = []
+    if mask[0] or mask[1]:
+        scratches += layout_copies(grad, tensor, weight, memory_format=layout)
+        scratches += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
+    if mask[2]:
+        dims = (0, *range(2, grad.dim()))
+        scratches += reductions(grad, dims, accumulator=accumulator_bytes(grad.dtype))
+    return scratches
+
+
+def _workspace(call: Call, read: int, written: int, layout: torch.memory_format) -> list[Scratch]:
+    tensor, weight = call["input"], call["weight"]
+    channels_last = layout != torch.contiguous_format
+    if _depthwise(call) and not channels_last and tensor.dtype != torch.float16:
+        return []
+    tf32 = torch.backends.cudnn.conv.fp32_precision in ("tf32", "none")
+    flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
+    return [Scratch("convolution", (read, written, weight.dtype.itemsize, *flags))]
+
+
+def _depthwise(call: Call) -> bool:
+    """Whether PyTorch's own kernel may run instead of cuDNN's (ATen/native/Convolution.cpp, use_cudnn_depthwise)."""
+    tensor, groups = call["input"], call["groups"]
+    return bool(groups > 1 and tensor.shape[1] == groups and not call["transposed"])
+
+
+def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+    """Channels last as soon as one of the two is (ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format)."""
+    wanted = _CHANNELS_LAST.get(tensor.dim())
+    if wanted is None or tensor.dtype == torch.float64:
+        return torch.contiguous_format
+    either = wanted in (suggest_memory_format(tensor), suggest_memory_format(weight))
+    return wanted if either else torch.contiguous_format
+
+
+def _layer_norm(call: Call) -> list[Scratch]:
+    return layout_copies(call["input"])
+
+
+def _layer_norm_gradient(call: Call) -> list[Scratch]:
+    tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
+    columns = 1
+    for size in shape:
+        columns *= size
+    if not columns:
+        return []
+    partial = Scratch("layer_norm_gradient", (tensor.numel() // columns, columns, tensor.dtype.itemsize))
+    return layout_copies(call["grad_out"], call["grad_output"], tensor) + [partial] * sum(map(bool, mask[1:]))
+
+
+def _group_norm(call: Call) -> list[Scratch]:
+    copies = layout_copies(call["grad_out"], call["input"])
+    return [*copies, Scratch("group_norm", (call["N"] * call["C"],))]
+
+
+def _batch_norm(call: Call) -> list[Scratch]:
+    return _batch_sums(call["input"], _FORWARD_SUMS_BYTES) if call["training"] else []
+
+
+def _batch_norm_gradient(call: Call) -> list[Scratch]:
+    return _batch_sums(call["input"], _BACKWARD_SUMS_BYTES) if call["train"] else []
+
+
+def _batch_norm_by_backend(call: Call) -> list[Scratch]:
+    """CuDNN takes none worth naming; PyTorch's own kernels are chosen for bf16 and for two dimensions."""
+    tensor: Tensor = call["input"]
+    if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
+        return []
+    return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
+
+
+def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Scratch]:
+    layout = _CHANNELS_LAST.get(tensor.dim())
+    last = tensor.is_contiguous(memory_format=layout) if layout else tensor.dim() == 2 and tensor.is_contiguous()
+    channels = tensor.shape[1]
+    if not last or not channels:
+        return []
+    return [Scratch("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
+
+
+def _recurrent(call: Call) -> list[Scratch]:
+    tensor, directions = call["input"], 2 if call["bidirectional"] else 1
+    rows = tensor.numel() // max(1, tensor.shape[-1])
+    return [
+        Scratch("recurrent", (rows, call["hidden_size"], _GATES.get(call["mode"], 1), directions, _itemsize(tensor)))
+    ]
+
+
+def _flash(call: Call) -> list[Scratch]:
+    query, key = call["query"], call["key"]
+    if query.dim() != 4 or call["dropout_p"]:
+        return []
+    batch, heads, queries, size = query.shape
+    return [Scratch("flash_splits", (batch, heads, queries, key.shape[2], size))]
+
+
+def _flash_gradient(call: Call) -> list[Scratch]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    scratches = layout_copies_of_rows(call["grad_out"], call["out"])
+    scratches.append(Scratch("flash_row_sums", (batch, heads, queries)))
+    scratches.append(Scratch("flash_gradient", (batch, heads, queries, size, _deterministic())))
+    if key.shape[1] != heads:
+        scratches += [Scratch("flash_grouped", (batch, heads, key.shape[2], size, _itemsize(query)))] * 2
+    return scratches
+
+
+def _efficient(call: Call) -> list[Scratch]:
+    query, value = call["query"], call["value"]
+    batch, heads, queries, _ = query.shape
+    return [Scratch("efficient_output", (batch, heads, queries, value.shape[3], _itemsize(query)))]
+
+
+def _efficient_gradient(call: Call) -> list[Scratch]:
+    query, key, value = call["query"], call["key"], call["value"]
+    batch, heads, queries, size = query.shape
+    flags = (_itemsize(query), int(bool(call["dropout_p"])), _deterministic())
+    numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
+    return [Scratch("efficient_row_sums", (batch, heads, queries)), Scratch("efficient_gradient", numbers)]
+
+
+def _cudnn_gradient(call: Call) -> list[Scratch]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    return [Scratch("cudnn_gradient", (batch, heads, key.shape[1], queries, key.shape[2], size, _itemsize(query)))]
+
+
+def layout_copies_of_rows(*tensors: Tensor) -> list[Scratch]:
+    """A copy for each tensor (samples, heads, rows, size) that is not contiguous with rows before heads."""
+    scratches = []
+    for tensor in tensors:
+        samples, heads, rows, size = tensor.stride()
+        sizes = tensor.shape
+        if (size, heads, rows) != (1, sizes[3], sizes[1] * sizes[3]) or samples != rows * sizes[2]:
+            scratches.append(Scratch("layout_copy", (bytes_of(tensor),)))
+    return scratches
+
+
+def _deterministic() -> int:
+    return int(torch.are_deterministic_algorithms_enabled())
+
+
+def _itemsize(tensor: Tensor) -> int:
+    return tensor.dtype.itemsize
+
+
+LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "convolution": _convolution,
+        "convolution_backward": _convolution_gradient,
+        "native_layer_norm": _layer_norm,
+        "native_layer_norm_backward": _layer_norm_gradient,
+        "_fused_rms_norm": _layer_norm,
+        "_fused_rms_norm_backward": _layer_norm_gradient,
+        **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
+        **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+        "native_batch_norm_backward": _batch_norm_gradient,
+        **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
+        **dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent),
+        "_scaled_dot_product_flash_attention": _flash,
+        "_scaled_dot_product_flash_attention_backward": _flash_gradient,
+        "_scaled_dot_product_efficient_attention": _efficient,
+        "_scaled_dot_product_efficient_attention_backward": _efficient_gradient,
+        "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient,
+    }
+)

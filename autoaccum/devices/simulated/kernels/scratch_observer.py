@@ -1,0 +1,119 @@
+"""From an operator to the memory that its kernels take beside its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.scratch_call import Call, Handler, Signature, bytes_of
+from autoaccum.devices.simulated.kernels.scratch_indexing import INDEXING_HANDLERS
+from autoaccum.devices.simulated.kernels.scratch_layers import LAYER_HANDLERS
+from autoaccum.devices.simulated.kernels.scratch_reductions import REDUCTION_HANDLERS
+from autoaccum.devices.simulated.scratch.products import configured_bytes, configured_lt_bytes, keeps_workspace
+from autoaccum.devices.simulated.trace import Scratch
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "addmv", "mv", "dot", "vdot", "_scaled_mm")
+_WITH_BIAS = ("addmm", "_addmm_activation")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one operator takes: `transient` memory until it returns, `resident` memory from its first call on."""
+
+    transient: Sequence[Scratch] = ()
+    resident: Sequence[Scratch] = ()
+
+
+_NOTHING = Seen()
+
+
+class ScratchObserver:
+    """Looks at top-level operators on fake CUDA tensors.
+
+    Args:
+        card: The card that is simulated.
+        torch_version: Major and minor, such as (2, 15).
+    """
+
+    def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
+        self.card = card
+        self.torch_version = torch_version
+        self._keeps_workspace = keeps_workspace(os.environ, torch_version)
+        self._configured = configured_bytes(os.environ), configured_lt_bytes(os.environ)
+        self._signatures: dict[Any, Signature] = {}
+        handlers = {**REDUCTION_HANDLERS, **LAYER_HANDLERS, **INDEXING_HANDLERS}
+        self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
+        self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS)))
+        self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool) -> Seen:
+        """Tell what `func` takes beside its tensors.
+
+        Args:
+            func: The operator (an OpOverload).
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            out: What it returned.
+            in_backward: Whether autograd's thread runs it.
+        """
+        operator = func.overloadpacket
+        handler = self._handlers.get(operator)
+        if handler is None and operator not in self._products:
+            return _NOTHING
+        if not _on_card(args):
+            return _NOTHING
+        if handler is None:
+            return self._product(operator, args, int(in_backward))
+        call = Call(self._signature(func), args, kwargs, out, self.torch_version)
+        return Seen(handler(call))
+
+    def _product(self, operator: Any, args: Sequence[Any], thread: int) -> Seen:
+        copies = [Scratch("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]
+        configured, configured_lt = self._configured
+        if self._keeps_workspace:
+            return Seen(copies, (Scratch("product", (thread, configured)),))
+        if operator in self._with_bias and _light(args):
+            return Seen([*copies, Scratch("product_with_bias", (configured_lt,))])
+        return Seen([*copies, Scratch("product", (0, configured))])
+
+    def _signature(self, func: Any) -> Signature:
+        signature = self._signatures.get(func)
+        if signature is None:
+            arguments = func._schema.arguments
+            signature = {each.name: (index, each.default_value) for index, each in enumerate(arguments)}
+            self._signatures[func] = signature
+        return signature
+
+
+def _by_operator(by_name: Mapping[str, Any]) -> dict[Any, Any]:
+    """By operator what is given by name; names that this PyTorch does not have are left out."""
+    aten = torch.ops.aten
+    return {getattr(aten, name): value for name, value in by_name.items() if hasattr(aten, name)}
+
+
+def _on_card(args: Sequence[Any]) -> bool:
+    for arg in args:
+        tensor = arg[0] if isinstance(arg, list | tuple) and arg else arg
+        if isinstance(tensor, Tensor):
+            return tensor.device.type == "cuda"
+    return False
+
+
+def _needs_copy(tensor: Any) -> bool:
+    """Whether cuBLAS cannot read it as it lies (ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas)."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+        return False
+    (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
+    return not ((across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows)))
+
+
+def _light(args: Sequence[Any]) -> bool:
+    """Whether a product with a bias goes through cuBLASLt (ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
+    bias, left, right = args[:3]
+    return bool(bias.dim() == 1 and bias.is_contiguous() and left.shape[1] > 1 and right.shape[1] > 1)
