@@ -1,8 +1,28 @@
-"""The cards that can be simulated."""
+"""The cards that can be simulated: facts from `cards.csv`, found by the names people type."""
 
 from __future__ import annotations
 
+import csv
+import difflib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from autoaccum.devices.card import CardMemory
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB, format_bytes, parse_size
+
+_GENERATIONS = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell", "another generation")
+_BY_MAJOR = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
+_BY_CAPABILITY = {(7, 5): "Turing", (8, 9): "Ada"}
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+_NOISE = re.compile("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu")
+_GIGABYTES = re.compile(r"(\d)gi?b")
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?b|b|%)\s*", re.IGNORECASE | re.ASCII)
+_LEAST, _MOST = GIB, 1024 * GIB
+_LONGEST_SHOWN = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,10 +32,14 @@ class Card:
     Attributes:
         name: As people type it: `rtx3090`, `a100-80gb`.
         title: As the driver calls it: `NVIDIA GeForce RTX 3090`.
-        total_bytes: What `torch.cuda.get_device_properties` tells as total memory.
+        total_bytes: What `torch.cuda.get_device_properties` tells as total memory: the least seen on Linux, since
+            newer drivers show less.
         capability: Compute capability, such as (8, 6).
-        multiprocessors: How many there are.
-        source: Where these figures come from.
+        multiprocessors: How many there are, as NVIDIA publishes or the device tells.
+        source: Where `total_bytes` comes from.
+        measured: Whether it was read from such a card, and not taken over from one of the same size.
+        aliases: Other names; one that several cards share is ambiguous.
+        sold_as_gb: The memory it is sold with, which may follow any of its names.
     """
 
     name: str
@@ -24,3 +48,140 @@ class Card:
     capability: tuple[int, int]
     multiprocessors: int
     source: str
+    measured: bool = True
+    aliases: tuple[str, ...] = ()
+    sold_as_gb: int | None = None
+
+    @property
+    def architecture(self) -> str:
+        """NVIDIA's name for the generation."""
+        return _BY_CAPABILITY.get(self.capability) or _BY_MAJOR.get(self.capability[0], _GENERATIONS[-1])
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Most threads resident on one (CUDA C++ Programming Guide, technical specifications per capability)."""
+        return _THREADS.get(self.capability, 2048)
+
+    @property
+    def spellings(self) -> Iterator[str]:
+        """All names that mean it."""
+        for name in (self.name, self.title, *self.aliases):
+            yield name
+            if self.sold_as_gb is not None:
+                yield f"{name} {self.sold_as_gb}GB"
+
+
+@cache
+def all_cards() -> tuple[Card, ...]:
+    """All cards that are known: by generation, whole ones before slices, then by memory."""
+    with (files(__package__) / "cards.csv").open(encoding="utf-8") as lines:
+        cards = [_read(row) for row in csv.DictReader(lines)]
+    return tuple(sorted(cards, key=_place))
+
+
+def find_card(text: str) -> Card:
+    """The card that `text` names: in any case, with or without spaces, hyphens and `NVIDIA GeForce`; or a plain size.
+
+    Raises:
+        UsageError: No card or several cards have this name, or the size is none.
+
+    >>> find_card("GeForce RTX 4090").name, find_card("A100 80GB").name
+    ('rtx4090', 'a100-80gb')
+    """
+    if _SIZE.fullmatch(text):
+        return _card_of_size(text)
+    found = _named().get(_key(text), ())
+    if len(found) == 1:
+        return found[0]
+    seen = repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
+    if found:
+        listed = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in found)
+        raise UsageError(f"{seen} is the name of {len(found)} cards", hint=f"write one of {listed}")
+    near = _near(text)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UsageError(
+        f"there is no {seen} among the {len(all_cards())} cards that can be simulated",
+        hint=f"{guess}`autoaccum gpus` lists them; a size with its unit, such as 24GiB, stands for any other",
+    )
+
+
+def cards_like(text: str) -> tuple[Card, ...]:
+    """The cards that have `text` in one of their names or are of this generation; none for a size."""
+    wanted = "" if _SIZE.fullmatch(text) else _key(text)
+    return tuple(
+        card
+        for card in all_cards()
+        if wanted and (wanted == card.architecture.lower() or any(wanted in _key(name) for name in card.spellings))
+    )
+
+
+def card_at_hand(memory: CardMemory) -> Card:
+    """The card of this machine, to be simulated."""
+    return Card(
+        name=memory.name,
+        title=memory.name,
+        total_bytes=memory.total_bytes,
+        capability=memory.capability,
+        multiprocessors=memory.multiprocessors,
+        source=f"cuda:{memory.index} itself",
+    )
+
+
+def _card_of_size(text: str) -> Card:
+    """A card of which only the memory is known: all of it visible to PyTorch; the rest is an A100's."""
+    size = parse_size(text)
+    if size.bytes is None:
+        raise UsageError(f"--gpu {text.strip()} is a share of no card", hint="name a card, or a size such as 24GiB")
+    if not _LEAST <= size.bytes <= _MOST:
+        raise UsageError(
+            f"--gpu {text.strip()} is {format_bytes(size.bytes)}",
+            hint=f"a card has from {format_bytes(_LEAST)} to {format_bytes(_MOST)}, as far as is known here",
+        )
+    return Card(
+        name=text.strip(),
+        title=f"a card with {format_bytes(size.bytes)}",
+        total_bytes=size.bytes,
+        capability=(8, 0),
+        multiprocessors=108,
+        source="assumed: all of it visible to PyTorch, the kernels and the 108 multiprocessors of an A100",
+        measured=False,
+    )
+
+
+@cache
+def _named() -> Mapping[str, tuple[Card, ...]]:
+    """Cards by spelling; a card's own name is no one else's."""
+    named: dict[str, tuple[Card, ...]] = {}
+    for card in all_cards():
+        for key in {_key(name) for name in card.spellings}:
+            named[key] = (*named.get(key, ()), card)
+    return named | {_key(card.name): (card,) for card in all_cards()}
+
+
+def _near(text: str) -> list[str]:
+    close = difflib.get_close_matches(_key(text)[:_LONGEST_SHOWN], _named(), n=3, cutoff=0.7)
+    return list(dict.fromkeys(card.name for key in close for card in _named()[key]))[:3]
+
+
+def _key(text: str) -> str:
+    letters = _NOISE.sub("", text.casefold().replace("mobile", "laptop"))
+    return _GIGABYTES.sub(r"\1g", letters)
+
+
+def _place(card: Card) -> tuple[int, bool, int, str]:
+    return _GENERATIONS.index(card.architecture), " MIG " in card.title, card.total_bytes, card.name
+
+
+def _read(row: Mapping[str, str]) -> Card:
+    major, minor = row["capability"].split(".")
+    return Card(
+        name=row["name"],
+        title=row["title"],
+        total_bytes=int(row["total_mib"]) * MIB,
+        capability=(int(major), int(minor)),
+        multiprocessors=int(row["multiprocessors"]),
+        source=row["source"],
+        measured=row["measured"] == "yes",
+        aliases=tuple(filter(None, row["aliases"].split("|"))),
+        sold_as_gb=int(row["size_gb"]) if row["size_gb"] else None,
+    )

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autoaccum.cli import main
+from autoaccum.devices.simulated.catalog import all_cards
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(main, ["gpus", *words])
+
+
+def test_all_cards_are_listed_within_80_columns() -> None:
+    result = invoke()
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line != line.rstrip() for line in lines)
+    assert {card.name for card in all_cards()} <= {line.split(" ")[0] for line in lines}
+    assert "autoaccum plan WORKLOAD --target-batch N --gpu NAME" in result.stdout
+
+
+def test_json_is_a_list_of_records_and_nothing_else() -> None:
+    result = invoke("--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    records = json.loads(result.stdout)
+    assert len(records) == len(all_cards())
+    (rtx3090,) = (record for record in records if record["name"] == "rtx3090")
+    assert rtx3090["title"] == "NVIDIA GeForce RTX 3090"
+    assert rtx3090["total_bytes"] == 24124 * 2**20
+    assert rtx3090["compute_capability"] == "8.6"
+    assert rtx3090["multiprocessors"] == 82
+    assert rtx3090["architecture"] == "Ampere"
+    assert rtx3090["measured"] is True
+    assert {record["measured"] for record in records} == {True, False}
+    assert all(record["source"] and record["context_bytes"] > 0 for record in records)
+    assert all(record.keys() == rtx3090.keys() for record in records)
+
+
+def test_a_name_leaves_the_cards_that_have_it_and_tells_their_sources() -> None:
+    result = invoke("a100")
+    assert result.exit_code == 0
+    assert "a100-40gb " in result.stdout
+    assert "a100-80gb " in result.stdout
+    assert "rtx3090" not in result.stdout
+    assert "memory: printed by get_device_properties in public logs" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("name", "kind"), [("hopper", "Hopper"), ("VOLTA", "Volta")])
+def test_a_generation(name: str, kind: str) -> None:
+    assert {record["architecture"] for record in json.loads(invoke(name, "--json").stdout)} == {kind}
+
+
+def test_a_plain_size_shows_what_is_assumed() -> None:
+    (record,) = json.loads(invoke("24GiB", "--json").stdout)
+    assert (record["total_bytes"], record["measured"]) == (24 * 2**30, False)
+    assert "assumed" in record["source"]
+    assert "assumed" in invoke("24GiB").stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_no_such_card(flags: list[str]) -> None:
+    result = invoke("rtx4091", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: there is no 'rtx4091' among the")
+    assert "did you mean rtx4090" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_bad_usage() -> None:
+    assert invoke("a", "b").exit_code == 2
+    assert "see `autoaccum gpus --help`" in invoke("--jsn").stderr
+
+
+def test_help_names_the_command() -> None:
+    assert "gpus  List the cards that can be simulated." in CliRunner().invoke(main, ["--help"]).stdout
+    assert invoke("--help").stdout.startswith("Usage: autoaccum gpus [OPTIONS] [NAME]")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_reader_that_went_away_is_no_error(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "autoaccum", "gpus", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        stderr = process.stderr.read()
+    assert (process.returncode, stderr) == (141, b"")
+
+
+def test_it_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom autoaccum.cli import main\n"
+        "try: main(['gpus'])\nexcept SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna', 'pynvml')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

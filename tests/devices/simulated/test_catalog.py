@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.devices.card import CardMemory
+from autoaccum.devices.simulated.catalog import Card, all_cards, card_at_hand, cards_like, find_card
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB
+
+CARDS = all_cards()
+SHARED = {
+    "v100": {"v100-16gb", "v100-32gb"},
+    "RTX 3080": {"rtx3080-10gb", "rtx3080-12gb"},
+    "3080 Laptop": {"rtx3080-laptop-8gb", "rtx3080-laptop-16gb"},
+    "a100": {"a100-40gb", "a100-80gb"},
+    "4060 Ti": {"rtx4060-ti-8gb", "rtx4060-ti-16gb"},
+    "5060 Ti": {"rtx5060-ti-8gb", "rtx5060-ti-16gb"},
+    "RTX 6000": {"rtx6000-ada", "rtx-pro-6000"},
+    "A100-1g.10gb": {"a100-40gb-1g.10gb", "a100-80gb-1g.10gb"},
+    "1g.10gb": {"a100-40gb-1g.10gb", "a100-80gb-1g.10gb", "h100-1g.10gb"},
+    "MIG 3g.40gb": {"a100-80gb-3g.40gb", "h100-3g.40gb"},
+}
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        find_card(text)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def plain(name: str) -> str:
+    letters = re.sub("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu", "", name.lower())
+    return re.sub(r"(\d)gb", r"\1g", letters)
+
+
+def test_there_are_many_cards_of_all_kinds() -> None:
+    assert len(CARDS) >= 90
+    generations = Counter(card.architecture for card in CARDS)
+    assert set(generations) == {"Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"}
+    assert sum("Laptop" in card.title for card in CARDS) >= 8
+    assert sum("MIG" in card.title for card in CARDS) >= 10
+    assert sum(card.measured for card in CARDS) >= 60
+
+
+def test_every_card_has_facts_that_can_be() -> None:
+    for card in CARDS:
+        assert GIB <= card.total_bytes <= 200 * GIB, card.name
+        assert (7, 0) <= card.capability <= (12, 0), card.name
+        assert 8 <= card.multiprocessors <= 200, card.name
+        assert len(card.source) > 15, card.name
+        assert card.source.startswith("estimate") != card.measured, card.name
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_its_own_name_finds_a_card_however_it_is_written(card: Card) -> None:
+    spaced = card.name.replace("-", " ").replace("rtx", "NVIDIA GeForce RTX ")
+    for name in (card.name, card.name.upper(), spaced, card.name.replace("-", "_"), f" {card.name} "):
+        assert find_card(name) is card
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_spelling_finds_its_card_or_names_it_among_those_that_share_it(card: Card) -> None:
+    for spelling in card.spellings:
+        meant = [other for other in CARDS if plain(spelling) in map(plain, other.spellings)]
+        if len(meant) == 1 or plain(spelling) == plain(card.name):
+            assert find_card(spelling) is card
+        else:
+            assert f"{card.name} (" in refusal(spelling)
+
+
+def test_names_and_titles_differ_but_for_cards_sold_with_two_sizes() -> None:
+    assert max(Counter(card.name for card in CARDS).values()) == 1
+    twice = {title for title, count in Counter(card.title for card in CARDS).items() if count > 1}
+    assert twice == {f"NVIDIA GeForce RTX {name}" for name in ("3080", "3080 Laptop GPU", "4060 Ti", "5060 Ti")}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4090", "rtx4090"),
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("rtx-3090-24gb", "rtx3090"),
+        ("A100 80GB", "a100-80gb"),
+        ("a100-80gb", "a100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("h100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100 80G", "h100"),
+        ("T4", "t4"),
+        ("colab", "t4"),
+        ("l40s", "l40s"),
+        ("3080 10g", "rtx3080-10gb"),
+        ("NVIDIA GeForce RTX 3080 12 GB", "rtx3080-12gb"),
+        ("4070 ti super", "rtx4070-ti-super"),
+        ("RTX 4060 Ti 16GB", "rtx4060-ti-16gb"),
+        ("4060 mobile", "rtx4060-laptop"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop"),
+        ("A6000", "rtx-a6000"),
+        ("RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("Quadro RTX 6000", "quadro-rtx-6000"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb-1g.5gb"),
+        ("a100-3g.20gb", "a100-40gb-3g.20gb"),
+        ("h100-mig-1g.10gb", "h100-1g.10gb"),
+    ],
+)
+def test_names_as_people_type_them(text: str, name: str) -> None:
+    assert find_card(text).name == name
+
+
+@pytest.mark.parametrize("text", SHARED)
+def test_a_name_of_several_cards_is_refused_with_their_names_and_sizes(text: str) -> None:
+    message = refusal(text)
+    assert f"is the name of {len(SHARED[text]) + (text == 'RTX 6000')} cards: write one of" in message
+    for name in SHARED[text]:
+        assert f"{name} (" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ("rtx4091", "did you mean rtx4090"),
+        ("h1000", "did you mean h100"),
+        ("a100-60gb", "did you mean a100-80gb or a100-40gb"),
+        ("rtx3090-tii", "did you mean rtx3090-ti"),
+        ("rtx 4070 ti suepr", "did you mean rtx4070-ti-super"),
+    ],
+)
+def test_a_near_miss_suggests(text: str, guess: str) -> None:
+    message = refusal(text)
+    assert guess in message
+    assert f"no {text!r} among the {len(CARDS)} cards" in message
+    assert "`autoaccum gpus`" in message
+
+
+@pytest.mark.parametrize("text", ["radeon", "", "24", "---", "nvidia", "8" * 1000])
+def test_what_is_no_card_says_where_the_cards_are_and_how_a_size_is_given(text: str) -> None:
+    message = refusal(text)
+    assert "did you mean" not in message
+    assert "a size with its unit, such as 24GiB" in message
+    assert len(message) < 240
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), (" 16 gib ", 16 * GIB), ("12000MiB", 12000 * MIB)]
+)
+def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) -> None:
+    card = find_card(text)
+    assert (card.total_bytes, card.capability, card.multiprocessors) == (size, (8, 0), 108)
+    assert (card.name, card.measured) == (text.strip(), False)
+    assert "108 multiprocessors of an A100" in card.source
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("80%", "80% is a share of no card: name a card, or a size such as 24GiB"),
+        ("100MiB", "100MiB is 100 MiB: a card has from 1.0 GiB"),
+        ("0GiB", "less than one byte"),
+        ("2TiB", "2TiB is 2048.0 GiB"),
+    ],
+)
+def test_a_size_that_cannot_be_a_card(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"(rtx|a|h|gtx|nvidia)? ?[0-9]{1,4} ?(ti|super|[0-9]{1,3} ?[kmgt]i?b)?"))
+def test_any_text_is_a_card_or_a_usage_error(text: str) -> None:
+    with suppress(UsageError):
+        assert find_card(text).total_bytes >= GIB
+
+
+def test_a_slice_is_less_than_its_card_and_more_slices_are_more() -> None:
+    slices = [card for card in CARDS if " MIG " in card.title]
+    for card in slices:
+        whole = find_card(card.title.split(" MIG ")[0])
+        compute, memory = card.title.split(" MIG ")[1].removesuffix("gb").split("g.")
+        share = int(memory) / (whole.sold_as_gb or 0)
+        assert card.capability == whole.capability
+        assert card.multiprocessors < whole.multiprocessors * (int(compute) + 1) / 7
+        assert 0.9 * share < card.total_bytes / whole.total_bytes < 1.05 * share
+        for other in slices:
+            if find_card(other.title.split(" MIG ")[0]) is whole and other.title < card.title:
+                assert other.multiprocessors <= card.multiprocessors
+
+
+def test_torch_sees_less_than_the_card_is_sold_with() -> None:
+    for card in CARDS:
+        if card.sold_as_gb is not None:
+            assert 0.9 < card.total_bytes / GIB / card.sold_as_gb < 1, card.name
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"), [("v100-16gb", 2048), ("t4", 1024), ("a100-40gb", 2048), ("rtx3090", 1536), ("l4", 1536)]
+)
+def test_threads_per_multiprocessor(name: str, threads: int) -> None:
+    assert find_card(name).threads_per_multiprocessor == threads
+
+
+def test_known_figures() -> None:
+    card = find_card("rtx3090")
+    assert (card.total_bytes, card.capability, card.multiprocessors) == (24124 * MIB, (8, 6), 82)
+    assert (find_card("t4").architecture, find_card("l4").architecture) == ("Turing", "Ada")
+
+
+def test_cards_come_by_generation_and_memory() -> None:
+    order = ["Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
+    places = [(order.index(card.architecture), "MIG" in card.title, card.total_bytes) for card in CARDS]
+    assert places == sorted(places)
+
+
+def test_cards_like() -> None:
+    assert {card.name for card in cards_like("3080")} >= {"rtx3080-10gb", "rtx3080-ti", "rtx3080-laptop-8gb"}
+    assert {card.architecture for card in cards_like("Ada")} >= {"Ada"}
+    assert cards_like("nvidia") == cards_like("") == cards_like("radeon") == ()
+
+
+def test_the_card_at_hand() -> None:
+    memory = CardMemory(
+        index=1,
+        name="NVIDIA X1",
+        total_bytes=9 * GIB,
+        free_bytes=GIB,
+        reserved_bytes=0,
+        capability=(9, 9),
+        multiprocessors=7,
+    )
+    card = card_at_hand(memory)
+    assert (card.title, card.total_bytes, card.capability, card.multiprocessors) == ("NVIDIA X1", 9 * GIB, (9, 9), 7)
+    assert (card.measured, card.source) == (True, "cuda:1 itself")
+    assert find_card("t4").title == "Tesla T4"
+
+
+def test_the_catalogue_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from autoaccum.devices.simulated.catalog import find_card; find_card('t4'); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'click', 'rich')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

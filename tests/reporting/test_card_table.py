@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from autoaccum.devices.simulated.catalog import all_cards, find_card
+from autoaccum.reporting.card_table import card_record, print_cards
+from autoaccum.reporting.consoles import make_console
+
+RTX3090, A100, L40 = map(find_card, ("rtx3090", "a100-80gb", "l40"))
+
+
+def drawn(*names: str, width: int = 80, sources: bool = False, **options: bool) -> str:
+    file = io.StringIO()
+    print_cards(make_console(file=file, width=width, **options), [*map(find_card, names)], sources=sources)
+    return file.getvalue()
+
+
+def test_a_row_tells_what_torch_sees() -> None:
+    lines = drawn("rtx3090", "a100-80gb", "l40").splitlines()
+    assert lines[0].split() == ["name", "card", "GiB", "CC", "SMs"]
+    assert lines[1] == "Ampere"
+    assert lines[2].split() == ["rtx3090", "GeForce", "RTX", "3090", "23.56", "8.6", "82"]
+    assert lines[3].split()[-3:] == ["79.14", "8.0", "108"]
+    assert lines[4] == "Ada"
+    assert lines[5].split() == ["l40", "L40", "~44.40", "8.9", "142"]
+
+
+def test_columns_stand_below_each_other() -> None:
+    lines = [line for line in drawn("rtx3090", "a100-80gb", "l40").split("\n\n")[0].splitlines() if "  " in line]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_only_estimates_are_marked() -> None:
+    measured, estimated = replace(RTX3090, measured=True), replace(RTX3090, measured=False)
+    file = io.StringIO()
+    print_cards(make_console(file=file, width=80), [measured, estimated])
+    first, second = (line for line in file.getvalue().splitlines() if line.startswith("rtx3090"))
+    assert ("~" in first, "~" in second) == (False, True)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_sources_are_wrapped_below_their_card(width: int) -> None:
+    text = drawn("l40", sources=True, width=width)
+    notes = [line for line in text.splitlines() if line.startswith("    ")]
+    assert max(map(len, notes)) <= width
+    joined = " ".join(line.strip() for line in notes)
+    assert L40.source in joined
+    assert "context: estimated" in joined
+    assert "memory:" not in drawn("l40", width=width)
+
+
+def test_other_names_are_told() -> None:
+    assert "also: colab, colab-t4" in drawn("t4", sources=True)
+
+
+def test_a_pipe_gets_no_colours() -> None:
+    assert "\x1b" not in drawn("t4")
+    assert "\x1b" in drawn("t4", force_terminal=True)
+
+
+def test_a_record_is_json() -> None:
+    for card in all_cards():
+        record = json.loads(json.dumps(card_record(card)))
+        assert record["name"] == card.name
+        assert record["context_band_bytes"] < record["context_bytes"]
+        assert isinstance(record["context_measured"], bool)
