@@ -33,14 +33,14 @@ def card(capability: tuple[int, int]) -> Card:
 
 @contextmanager
 def on(capability: tuple[int, int] = (8, 6)) -> Iterator[Recorder]:
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with simulate(card(capability)) as mode, ExitStack() as stack:
             for module in (attention, dropout):
                 module.install(library, card(capability), stack)
             yield mode.recorder
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = True) -> Tensor:
@@ -65,7 +65,7 @@ def test_flash_saves_its_output_and_a_logsumexp() -> None:
             BATCH * HEADS * LENGTH * 4,
         ]
         grad = torch.empty_like(out[0])
-        assert sizes_of(recorder, lambda: out[0].backward(grad)) == [half] * 3
+        assert sizes_of(recorder, lambda: torch.autograd.backward(out[0], grad)) == [half] * 3
 
 
 def test_flash_keeps_padded_copies_of_odd_heads() -> None:
@@ -76,7 +76,7 @@ def test_flash_keeps_padded_copies_of_odd_heads() -> None:
         sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
         assert sizes == [padded] * 4 + [BATCH * HEADS * LENGTH * 4]
         assert held[0].shape == (BATCH, HEADS, LENGTH, 20)
-        held[0].backward(torch.empty(BATCH, HEADS, LENGTH, 20, dtype=torch.bfloat16, device="cuda:0"))
+        torch.autograd.backward(held[0], torch.empty(BATCH, HEADS, LENGTH, 20, dtype=torch.bfloat16, device="cuda:0"))
         assert q.grad is not None
         assert q.grad.shape == q.shape
 
@@ -91,14 +91,17 @@ def test_efficient_pads_a_crooked_mask() -> None:
         assert sizes == [inverted, additive, padded, BATCH * 100 * HEADS * SIZE * 4, BATCH * HEADS * 128 * 4]
         gradient = torch.empty_like(held[0])
         # Gradients lie as (batch, length, heads, size); a leaf's own is copied to the leaf's layout.
-        assert sizes_of(recorder, lambda: held[0].backward(gradient)) == [BATCH * HEADS * 100 * SIZE * 4] * 6
+        assert (
+            sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
+            == [BATCH * HEADS * 100 * SIZE * 4] * 6
+        )
 
 
 def test_efficient_differentiates_a_learned_mask() -> None:
     with on():
         q, k, v = (tensor(dtype=torch.float32) for _ in range(3))
         mask = tensor(1, HEADS, LENGTH, LENGTH, dtype=torch.float32)
-        F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+        torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum())
         assert mask.grad is not None
         assert mask.grad.shape == mask.shape
 
@@ -111,7 +114,7 @@ def test_cudnn_on_hopper() -> None:
         sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v)))
         assert sizes == [half, BATCH * HEADS * LENGTH * 4]
         gradient = torch.empty_like(held[0])
-        assert sizes_of(recorder, lambda: held[0].backward(gradient)) == [half] * 3
+        assert sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient)) == [half] * 3
 
 
 def test_math_holds_scores_in_fp32() -> None:
@@ -125,7 +128,7 @@ def test_math_holds_scores_in_fp32() -> None:
         softmax = [scores, scores // 4, BATCH * HEADS * LENGTH, scores]  # softmax, == -inf, empty rows, where
         assert sizes == [*widened, scores, *softmax, wide, wide // 2, scores // 2]
         gradient = torch.empty_like(held[0])
-        held[0].backward(gradient)
+        torch.autograd.backward(held[0], gradient)
 
 
 def test_math_adds_a_causal_mask_in_place() -> None:
@@ -144,7 +147,7 @@ def test_math_repeats_grouped_keys() -> None:
     with on(), sdpa_kernel(SDPBackend.MATH):
         q, k, v = tensor(), tensor(BATCH, 2, LENGTH, SIZE), tensor(BATCH, 2, LENGTH, SIZE)
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        out.sum().backward()
+        torch.autograd.backward(out.sum())
         assert k.grad is not None
         assert k.grad.shape == k.shape
 
@@ -160,6 +163,6 @@ def test_a_transformer_layer_trains() -> None:
     with on():
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.1, device="cuda:0")
         x = torch.empty(2, 16, 64, device="cuda:0", requires_grad=True)
-        layer(x).sum().backward()
+        torch.autograd.backward(layer(x).sum())
         heads = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1, device="cuda:0")
-        heads(x, x, x, need_weights=True)[0].sum().backward()
+        torch.autograd.backward(heads(x, x, x, need_weights=True)[0].sum())

@@ -24,7 +24,7 @@ _DEFAULT_PRIORITY = [1, 2, 0, 3]
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
     """Decide by the card, not by the device that C++ sees (facts 1.4)."""
     for key in ("AutogradCUDA", "CUDA"):
-        library.impl("scaled_dot_product_attention", partial(_attention, card), key)
+        library.impl("scaled_dot_product_attention", partial(_attention, card), key)  # type: ignore[no-untyped-call]
 
 
 def _attention(
@@ -126,7 +126,7 @@ def _math(
     scores = torch.matmul(scaled, key_acc.transpose(-2, -1) * factor)
     if mask is not None:
         scores.add_(mask)
-    scores = _SafeSoftmax.apply(scores)
+    scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]
     if dropout > 0:
         scores = torch.dropout(scores, dropout, True)
     out, weights = torch.matmul(scores, value_acc).to(dtype), scores.to(dtype)

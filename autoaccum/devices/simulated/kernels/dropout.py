@@ -16,7 +16,7 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     In-place and channel dropout have no fused kernel on CUDA either.
     """
     for key in ("AutogradCUDA", "CUDA"):
-        library.impl("dropout", _dropout, key)
+        library.impl("dropout", _dropout, key)  # type: ignore[no-untyped-call]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

@@ -1,0 +1,196 @@
+"""What optimizers and clipping take on a card beside their state (`torch/optim`, `torch/nn/utils/clip_grad.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels import foreach
+from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.simulation import simulate
+
+CARD = Card(name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up")
+SHAPES = ((300, 40), (7,), (1000,))
+BYTES = 4 * (300 * 40 + 7 + 1000)
+LARGEST = 4 * 300 * 40
+
+
+@contextmanager
+def on_card() -> Iterator[Recorder]:
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with simulate(CARD) as mode, ExitStack() as stack:
+            foreach.install(library, CARD, stack)
+            yield mode.recorder
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cuda:0")) for shape in SHAPES]
+    for parameter in made:
+        parameter.grad = torch.empty_like(parameter)
+    return made
+
+
+def extra_bytes(recorder: Recorder, run: Callable[[], Any]) -> int:
+    """The most that is alive at once of what `run` allocates, scalars left out."""
+    start, known = len(recorder.events), len(recorder.sizes)
+    run()
+    alive = peak = 0
+    for event in recorder.events[start:]:
+        size = recorder.sizes[event if event >= 0 else ~event]
+        if isinstance(size, int) and size > 16 and (event if event >= 0 else ~event) >= known:
+            alive += size if event >= 0 else -size
+            peak = max(peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (torch.optim.AdamW, BYTES),
+        (torch.optim.Adam, BYTES),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), BYTES),
+        (lambda p: torch.optim.AdamW(p, fused=True), 0),
+        (lambda p: torch.optim.Adam(p, fused=True), 0),
+        (lambda p: torch.optim.AdamW(p, foreach=False), 2 * LARGEST),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), BYTES),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 0),
+        (torch.optim.RMSprop, BYTES),
+        (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), 2 * BYTES),
+        (torch.optim.Adagrad, 2 * BYTES),
+    ],
+    ids=[
+        "AdamW",
+        "Adam",
+        "AdamW-amsgrad",
+        "AdamW-fused",
+        "Adam-fused",
+        "AdamW-single",
+        "SGD",
+        "SGD-decay",
+        "SGD-fused",
+        "RMSprop",
+        "RMSprop-decay",
+        "Adagrad",
+    ],
+)
+def test_temporaries_of_a_step(build: Callable[[Any], torch.optim.Optimizer], expected: int) -> None:
+    with on_card() as recorder:
+        optimizer = build(parameters())
+        optimizer.step()
+        assert extra_bytes(recorder, optimizer.step) == expected
+
+
+def test_state_lies_on_the_card_but_the_step_counts() -> None:
+    with on_card():
+        weights = parameters()
+        optimizer = torch.optim.AdamW(weights)
+        optimizer.step()
+        state = optimizer.state[weights[0]]
+        assert [state[name].device.type for name in ("step", "exp_avg", "exp_avg_sq")] == ["cpu", "cuda", "cuda"]
+        fused = torch.optim.AdamW(weights, fused=True)
+        fused.step()
+        assert fused.state[weights[0]]["step"].device.type == "cuda"
+
+
+def test_capturable_steps() -> None:
+    with on_card():
+        torch.optim.AdamW(parameters(), capturable=True).step()
+
+
+def test_a_former_group_outlives_itself() -> None:
+    """Two dtypes are two groups; the first one's temporaries live until the second one's are there."""
+    with on_card() as recorder:
+        optimizer = torch.optim.AdamW([*parameters(), *parameters(torch.bfloat16)])
+        optimizer.step()
+        halves = BYTES // 2 - 14  # seven of them count as a scalar above
+        assert extra_bytes(recorder, optimizer.step) == BYTES + halves
+
+
+def test_clips_the_norm_over_lists() -> None:
+    with on_card() as recorder:
+        weights = parameters()
+        grads = [weight.grad for weight in weights]
+        seen: list[Tensor] = []
+        start = len(recorder.sizes)
+        seen.append(nn.utils.clip_grad_norm_(weights, 1.0))
+        sizes = recorder.sizes[start:]
+        assert sizes[:3] == [4, 4, 4]  # a norm of each
+        assert 12 in sizes  # together
+        assert max(size for size in sizes if isinstance(size, int)) == 12
+        assert [weight.grad for weight in weights] == grads
+
+
+def test_clips_values_over_lists() -> None:
+    with on_card() as recorder:
+        assert extra_bytes(recorder, lambda: nn.utils.clip_grad_value_(parameters(), 1.0)) == 2 * BYTES
+
+
+def test_adagrad_is_fused_where_it_can_be() -> None:
+    with on_card() as recorder:
+        if torch_release() < (2, 13):
+            with pytest.raises(RuntimeError, match="fused"):
+                torch.optim.Adagrad(parameters(), fused=True).step()
+            return
+        optimizer = torch.optim.Adagrad(parameters(), fused=True)
+        optimizer.step()
+        assert extra_bytes(recorder, optimizer.step) == 0
+
+
+def test_other_optimizers_step() -> None:
+    with on_card():
+        builders: Any = torch.optim
+        matrix = nn.Parameter(torch.empty(32, 16, device="cuda:0"))
+        matrix.grad = torch.empty_like(matrix)
+        for build in (
+            torch.optim.Adafactor,
+            torch.optim.Muon,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.Adamax,
+        ):
+            optimizer = build([matrix], lr=0.01)
+            optimizer.step()
+            optimizer.step()
+
+
+def test_a_grad_scaler_steps() -> None:
+    with on_card():
+        weights = parameters()
+        for fused in (False, True):
+            optimizer = torch.optim.AdamW(weights, fused=fused)
+            scaler = torch.amp.GradScaler("cuda")
+            for _ in range(2):
+                scaler.scale(torch.empty((), device="cuda:0"))
+                for weight in weights:
+                    weight.grad = torch.empty_like(weight)
+                scaler.step(optimizer)
+                scaler.update()
+
+
+def test_groups_by_the_device_that_python_sees() -> None:
+    with on_card():
+        weights: list[Tensor | None] = [*parameters(), *parameters(torch.bfloat16)]
+        groups = torch.optim.Optimizer._group_tensors_by_device_and_dtype([weights, []], with_indices=True)
+        assert [(str(device), dtype) for device, dtype in groups] == [
+            ("cuda:0", torch.float32),
+            ("cuda:0", torch.bfloat16),
+        ]
+        assert [indices for _, indices in groups.values()] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_leaves_nothing_behind() -> None:
+    before = torch._C._group_tensors_by_device_and_dtype
+    with on_card():
+        assert torch._C._group_tensors_by_device_and_dtype is not before
+    assert torch._C._group_tensors_by_device_and_dtype is before
