@@ -18,17 +18,17 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.simulated import builds
+from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE, impersonate
 from autoaccum.devices.simulated.patches import replaced
-from autoaccum.devices.simulated.placement import convert_module
 from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar, answer_values
+from autoaccum.devices.simulated.repetitions import Repetitions
+from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEVICE_QUERY = torch.ops.prim.device.default
 _READS = torch.ops.aten._local_scalar_dense.default
-_AS_TENSOR = torch.as_tensor
 _aten = torch.ops.aten
 _FACTORIES = frozenset(
     {
@@ -73,10 +73,13 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self._depth = 0
+        self._repetitions = Repetitions(self._make)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_QUERY:  # Most of all calls are this question.
+            return _device_seen_by_cpp(args[0])
         kwargs = {} if kwargs is None else kwargs
         if "device" in kwargs:
             kwargs = self._with_device(kwargs)
@@ -84,14 +87,38 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is _READS:
             return answer_scalar(args[0])
-        self._depth += 1
-        try:
-            out = self.dispatch(func, types, args, kwargs)
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            self.recorder.see(out)
+        if self._depth > 0:
+            return self.dispatch(func, types, args, kwargs)
+        key = self._repetitions.key(func, args, kwargs)
+        remake = None if key is None else self._repetitions.find(key)
+        if remake is not None:
+            out = remake(args)
+        else:
+            self._depth = 1
+            try:
+                out = self.dispatch(func, types, args, kwargs)
+            finally:
+                self._depth = 0
+            if key is not None:
+                self._repetitions.learn(key, func, args, out)
+        self.recorder.see(out)
         return out
+
+    def _make(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        base: torch.Tensor | None = None,
+        offset: int = 0,
+    ) -> FakeTensor:
+        """A tensor on the card; a view of `base` where one is given."""
+        if base is None:
+            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device=_META), DEVICE)
+        made = torch.empty(0, dtype=dtype, device=_META)
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, made, DEVICE)
 
     def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a fake tensor is among the arguments, or is to be made."""
@@ -124,15 +151,8 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
         mode = CardMode(recorder or Recorder())
         _answer_device_queries(stack)
         impersonate(card, mode.recorder, stack)
-        for owner, name, value in (
-            (torch.Tensor, "to", _to),
-            (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, device or DEVICE)),
-            (torch.Tensor, "tolist", _tolist),
-            (torch, "as_tensor", _as_tensor),
-            (torch.nn.Module, "_apply", convert_module),
-        ):
-            stack.enter_context(replaced(owner, name, value))
-        library = torch.library.Library("aten", "IMPL")
+        adapt_functions(mode.notices, stack)
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         for overrides in _OVERRIDES:
             overrides.install(library, card, stack)
@@ -145,8 +165,7 @@ def _answer_device_queries(stack: ExitStack) -> None:
     handlers = fake_tensor._DISPATCH_META_HANDLERS
 
     def answer(args: Sequence[Any]) -> torch.device:
-        device: torch.device = args[0].fake_device
-        return _META if device.type == "cuda" or args[0].fake_mode.in_kernel_invocation else device
+        return _device_seen_by_cpp(args[0])
 
     def answer_first(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args) if func is _DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
@@ -161,6 +180,11 @@ def _answer_device_queries(stack: ExitStack) -> None:
     stack.enter_context(replaced(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
 
 
+def _device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
+    device = tensor.fake_device
+    return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
+
+
 def _is_of(kind: str, tensor: FakeTensor) -> bool:
     return tensor.device.type == kind
 
@@ -172,37 +196,3 @@ def _has_fake(values: Any) -> bool:
         if isinstance(value, list | tuple) and value and _has_fake(value):
             return True
     return False
-
-
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`, with the card as C++ knows it.
-
-    By its index, since a CPU build would ask the driver which card `cuda` means; and as `meta` for a tensor that is
-    there already, which would be copied otherwise.
-    """
-    here = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
-    args = tuple(_as_seen(arg, here) for arg in args)
-    kwargs = {name: _as_seen(value, here) for name, value in kwargs.items()}
-    return torch._C.TensorBase.to(tensor, *args, **kwargs)
-
-
-def _as_seen(value: Any, here: bool) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):  # `.cuda(0)`
-        value = torch.device("cuda", value)
-    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
-        device = torch.device(value)
-        if device.index in (None, 0):
-            return _META if here else DEVICE
-    return value
-
-
-def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    if isinstance(data, torch.Tensor):
-        return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
-    return _AS_TENSOR(data, dtype=dtype, device=_as_seen(device, here=False))
-
-
-def _tolist(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, FakeTensor):
-        return answer_values(tensor)
-    return torch._C.TensorBase.tolist(tensor)

@@ -57,13 +57,13 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         x = x + scores @ v
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return torch.as_tensor(x + self.down(F.gelu(self.up(self.norm(x)))))
 
 
 def transformer(**options: Any) -> nn.Module:
-    model = nn.Sequential(nn.Embedding(50, 16), Block(16, **options), Block(16, **options), nn.Linear(16, 50))
-    model[-1].weight = model[0].weight  # tied
-    return model
+    embedding, head = nn.Embedding(50, 16), nn.Linear(16, 50)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, Block(16, **options), Block(16, **options), head)
 
 
 def conv_net() -> nn.Module:
@@ -86,7 +86,7 @@ def mlp() -> nn.Module:
 
 def frozen() -> nn.Module:
     model = mlp()
-    model[0].requires_grad_(False)
+    next(model.children()).requires_grad_(False)
     return model
 
 
@@ -104,7 +104,7 @@ def tokens(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def several(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     outputs = model(x)
-    return F.cross_entropy(outputs, y) + 0.1 * outputs.square().mean() + outputs.abs().sum() / 7
+    return torch.as_tensor(F.cross_entropy(outputs, y) + 0.1 * outputs.square().mean() + outputs.abs().sum() / 7)
 
 
 def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Step, x: Tensor, y: Tensor) -> None:
     for _ in range(2):
         for _ in range(2):
-            loss(model, x, y).backward()
+            torch.autograd.backward(loss(model, x, y))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,84 @@
+"""Functions of PyTorch that ask C++ for a device, or for values, by way of Python; and the compiler."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoaccum.devices.simulated.impersonation import DEVICE
+from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.placement import convert_module
+from autoaccum.devices.simulated.values import answer_values
+
+COMPILED = (
+    "the model is compiled (torch.compile), and what is predicted is its eager step: compiled kernels fuse operators,"
+    " so that they hold less as a rule, and inductor's own buffers are not seen"
+)
+_META = torch.device("meta")
+_AS_TENSOR = torch.as_tensor
+
+
+def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
+    """Exchange them until `stack` is closed.
+
+    Args:
+        notices: Gets sentences on what is simulated otherwise than it would run.
+        stack: Undoes it.
+    """
+    for owner, name, value in (
+        (torch.Tensor, "to", _to),
+        (torch.Tensor, "cuda", _cuda),
+        (torch.Tensor, "tolist", _tolist),
+        (torch, "as_tensor", _as_tensor),
+        (torch, "compile", partial(_eager, notices)),
+        (torch.nn.Module, "_apply", convert_module),
+    ):
+        stack.enter_context(replaced(owner, name, value))
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.to`, with the card as C++ knows it.
+
+    By its index, since a CPU build would ask the driver which card `cuda` means; and as `meta` for a tensor that is
+    there already, which would be copied otherwise.
+    """
+    here = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
+    args = tuple(_as_seen(arg, here) for arg in args)
+    kwargs = {name: _as_seen(value, here) for name, value in kwargs.items()}
+    return torch._C.TensorBase.to(tensor, *args, **kwargs)
+
+
+def _as_seen(value: Any, here: bool) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):  # `.cuda(0)`
+        value = torch.device("cuda", value)
+    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
+        device = torch.device(value)
+        if device.index in (None, 0):
+            return _META if here else DEVICE
+    return value
+
+
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
+    return _AS_TENSOR(data, dtype=dtype, device=_as_seen(device, here=False))
+
+
+def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    return _to(tensor, DEVICE if device is None else device)
+
+
+def _tolist(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, FakeTensor):
+        return answer_values(tensor)
+    return torch._C.TensorBase.tolist(tensor)
+
+
+def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
+    """`torch.compile`, as a function or as a decorator with options: there is no kernel to compile for."""
+    notices[COMPILED] = None
+    return partial(_eager, notices) if model is None else model
