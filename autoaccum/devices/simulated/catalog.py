@@ -23,6 +23,7 @@ _GIGABYTES = re.compile(r"(\d)gi?b")
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?b|b|%)\s*", re.IGNORECASE | re.ASCII)
 _LEAST, _MOST = GIB, 1024 * GIB
 _LONGEST_SHOWN = 40
+_WAY_OUT = "name a card, or a size such as 24GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +130,21 @@ def card_at_hand(memory: CardMemory) -> Card:
 
 def _card_of_size(text: str) -> Card:
     """A card of which only the memory is known: all of it visible to PyTorch; the rest is an A100's."""
-    size = parse_size(text)
-    if size.bytes is None:
-        raise UsageError(f"--gpu {text.strip()} is a share of no card", hint="name a card, or a size such as 24GiB")
-    if not _LEAST <= size.bytes <= _MOST:
+    if text.rstrip().endswith("%"):
+        raise UsageError(f"--gpu {text.strip()} is a share of no card", hint=_WAY_OUT)
+    try:
+        size_bytes = parse_size(text).resolve(0)
+    except UsageError as error:
+        raise UsageError(error.message, hint=_WAY_OUT) from None
+    if not _LEAST <= size_bytes <= _MOST:
         raise UsageError(
-            f"--gpu {text.strip()} is {format_bytes(size.bytes)}",
+            f"--gpu {text.strip()} is {format_bytes(size_bytes)}",
             hint=f"a card has from {format_bytes(_LEAST)} to {format_bytes(_MOST)}, as far as is known here",
         )
     return Card(
         name=text.strip(),
-        title=f"a card with {format_bytes(size.bytes)}",
-        total_bytes=size.bytes,
+        title=f"a card with {format_bytes(size_bytes)}",
+        total_bytes=size_bytes,
         capability=(8, 0),
         multiprocessors=108,
         source="assumed: all of it visible to PyTorch, the kernels and the 108 multiprocessors of an A100",

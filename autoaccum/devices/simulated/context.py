@@ -59,7 +59,7 @@ def context_bytes(card: Card) -> Outside:
     The context is, for the most part, local memory for every thread that can be resident: 2 KiB for each gives 246 MiB
     on an RTX 3090 (256 reported), 384 on an RTX 4090 (384 and 428) and 426 on an RTX 6000 Ada (426). Kernels come on
     top as they are first used (50 to 250 MiB with the first product, convolution and attention: reports, none measured
-    here), whence most of the band.
+    here), whence most of the band. With CUDA_MODULE_LOADING=EAGER all kernels are loaded at once, and far more is held.
     """
     modules = (_LEAST_MODULES + _MOST_MODULES) // 2
     late = (_MOST_MODULES - _LEAST_MODULES) // 2

@@ -170,7 +170,8 @@ def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) ->
     [
         ("80%", "80% is a share of no card: name a card, or a size such as 24GiB"),
         ("100MiB", "100MiB is 100 MiB: a card has from 1.0 GiB"),
-        ("0GiB", "less than one byte"),
+        ("0GiB", "'0GiB' is less than one byte: name a card, or a size such as 24GiB"),
+        ("120%", "120% is a share of no card: name a card"),
         ("2TiB", "2TiB is 2048.0 GiB"),
     ],
 )
