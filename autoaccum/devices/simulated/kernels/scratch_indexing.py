@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from math import prod
 from types import MappingProxyType
 
@@ -40,7 +41,8 @@ def _index_put(call: Call) -> list[Scratch]:
     accumulate = call["accumulate"] or torch.are_deterministic_algorithms_enabled()
     if not accumulate or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return []
-    count = prod(torch.broadcast_shapes(*[index.shape for index in indices]))
+    shapes = (reversed(index.shape) for index in indices)
+    count = prod(map(max, zip_longest(*shapes, fillvalue=1)))
     return [*layout_copies(call["self"]), Scratch("index_put", (count,))]
 
 
@@ -71,7 +73,7 @@ def _ctc_gradient(call: Call) -> list[Scratch]:
 INDEXING_HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "embedding_dense_backward": _embedding_gradient,
-        "_embedding_bag_dense_backward": _embedding_bag_gradient,
+        **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _embedding_bag_gradient),
         **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
         "sort": _sort,
         "topk": _top,

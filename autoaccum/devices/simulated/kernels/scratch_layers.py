@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from autoaccum.devices.simulated.kernels.scratch_call import (
 )
 from autoaccum.devices.simulated.trace import Scratch
 
+_cudnn: Any = torch.backends.cudnn
 _GATES = {2: 4, 3: 3}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
@@ -50,7 +52,7 @@ def _workspace(call: Call, read: int, written: int, layout: torch.memory_format)
     channels_last = layout != torch.contiguous_format
     if _depthwise(call) and not channels_last and tensor.dtype != torch.float16:
         return []
-    tf32 = torch.backends.cudnn.conv.fp32_precision in ("tf32", "none")
+    tf32 = _cudnn.conv.fp32_precision != "ieee"
     flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
     return [Scratch("convolution", (read, written, weight.dtype.itemsize, *flags))]
 
@@ -99,7 +101,7 @@ def _batch_norm_gradient(call: Call) -> list[Scratch]:
 
 
 def _batch_norm_by_backend(call: Call) -> list[Scratch]:
-    """CuDNN takes none worth naming; PyTorch's own kernels are chosen for bf16 and for two dimensions."""
+    """Kernels of cuDNN take none worth naming; PyTorch's own kernels are chosen for bf16 and for two dimensions."""
     tensor: Tensor = call["input"]
     if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
         return []

@@ -38,6 +38,8 @@ def _moments(call: Call) -> list[Scratch]:
 
 
 def _extreme(call: Call) -> list[Scratch]:
+    if "other" in call.signature:
+        return []
     indexed = isinstance(call.out, tuple) or call.out.dtype == torch.int64 != call.first.dtype
     return reductions(call.first, _dims(call), accumulator=16 if indexed else accumulator_bytes(call.first.dtype))
 

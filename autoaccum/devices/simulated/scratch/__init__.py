@@ -1,0 +1,58 @@
+"""What tensors do not show: memory that kernels and libraries take beside them (facts 3). One rule, one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.scratch import attention, indexing, layers, products, reductions
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Rule, tensor_of_bytes
+from autoaccum.devices.simulated.trace import Scratch
+
+__all__ = ["RULES", "Estimate", "Rule", "estimate"]
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "reduction": reductions.reduction,
+        "reduction_flags": reductions.reduction_flags,
+        "flash_gradient": attention.flash_gradient,
+        "flash_row_sums": attention.flash_row_sums,
+        "flash_grouped": attention.flash_grouped,
+        "flash_splits": attention.flash_splits,
+        "efficient_gradient": attention.efficient_gradient,
+        "efficient_row_sums": attention.efficient_row_sums,
+        "efficient_output": attention.efficient_output,
+        "cudnn_gradient": attention.cudnn_gradient,
+        "product": products.product,
+        "product_with_bias": products.product_with_bias,
+        "convolution": layers.convolution,
+        "layer_norm_gradient": layers.layer_norm_gradient,
+        "batch_norm": layers.batch_norm,
+        "group_norm": layers.group_norm,
+        "recurrent": layers.recurrent,
+        "embedding_sums": indexing.embedding_sums,
+        "embedding_indices": indexing.embedding_indices,
+        "index_put": indexing.index_put,
+        "sort": indexing.sort,
+        "top": indexing.top,
+        "scan": indexing.scan,
+        "foreach_norm": indexing.foreach_norm,
+        "layout_copy": tensor_of_bytes("operators that call contiguous() or clone() inside, such as Convolution.cpp"),
+        "cast_copy": tensor_of_bytes("ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype"),
+        "loss_elements": tensor_of_bytes("ATen/native/Loss.cpp: the losses before they are averaged"),
+        "difference": tensor_of_bytes("ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum"),
+        "ctc_gradient": tensor_of_bytes("ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta"),
+    }
+)
+
+
+def estimate(scratch: Scratch, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The bytes that a kernel takes on `card`.
+
+    Args:
+        scratch: The rule and its numbers.
+        card: The card.
+        torch_version: Major and minor, such as (2, 15).
+    """
+    return RULES[scratch.rule](scratch.numbers, card, torch_version)

@@ -1,0 +1,131 @@
+"""Attention kernels: what they accumulate in fp32 before they write a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, round_up
+
+_FLASH = "ATen/native/transformers/cuda/flash_attn/flash_api.cpp"
+_EFFICIENT = "ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
+_EFFICIENT_FORWARD = "ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer"
+_CUDNN = "ATen/native/cudnn/MHA.cpp, get_workspace_size: cuDNN's own figure, taken to be flash attention's"
+
+
+def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The query's gradient in fp32 (`dq_accum`). Numbers: batch, heads, queries, head size, deterministic (0 or 1)."""
+    batch, heads, queries, head_size, deterministic = numbers
+    rounded = round_up(head_size, 32)
+    each = 4 * batch * heads * round_up(queries, 128)
+    copies = max(1, ceil_div(card.multiprocessors, max(1, batch * heads))) if deterministic else 1
+    band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
+    return Estimate(
+        bytes=each * rounded * copies, band_bytes=band, source=f"{_FLASH}, mha_bwd", measured=head_size <= 192
+    )
+
+
+def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The rows' sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
+    batch, heads, queries = numbers
+    return Estimate(bytes=4 * batch * heads * round_up(queries, 128), source=f"{_FLASH}, mha_bwd")
+
+
+def flash_grouped(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """Gradients of keys or values for every query head. Numbers: batch, query heads, keys, head size, bytes."""
+    batch, heads, keys, head_size, element_bytes = numbers
+    return Estimate(bytes=batch * heads * keys * head_size * element_bytes, source=f"{_FLASH}, mha_bwd dk_expanded")
+
+
+def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """Partial outputs of a forward pass that is split over the keys, for want of other work (no dropout).
+
+    Numbers: batch, heads, queries, keys, head size.
+    """
+    batch, heads, queries, keys, head_size = numbers
+    key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
+    blocks = batch * heads * ceil_div(queries, 64)
+    splits = _flash_split_count(blocks, 2 * card.multiprocessors, ceil_div(keys, key_block))
+    rows = 4 * splits * batch * heads * queries if splits > 1 else 0
+    size = rows * (round_up(head_size, 32) + 1)
+    return Estimate(bytes=size, band_bytes=size, source=f"{_FLASH}, set_params_splitkv", measured=splits == 1)
+
+
+def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of memory-efficient attention's backward pass, by the tile that the card's shared memory allows.
+
+    Numbers: batch, heads, queries, keys, head size, value size, bytes of an element, dropout, deterministic (0 or 1).
+    """
+    *_, head_size, value_size, element_bytes, dropout, _ = numbers
+    widest = max(head_size, value_size)
+    size = _efficient_workspace(numbers, _efficient_tile(widest, element_bytes, bool(dropout), card))
+    other = size if widest <= 64 else _efficient_workspace(numbers, _Tile(64, 64, element_bytes == 4))
+    return Estimate(bytes=size, band_bytes=abs(size - other), source=_EFFICIENT, measured=size == other)
+
+
+def efficient_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The rows' sums (`delta`). Numbers: batch, heads, queries."""
+    batch, heads, queries = numbers
+    source = "ATen/native/transformers/cuda/attention_backward.cu, delta"
+    return Estimate(bytes=4 * batch * heads * queries, source=source)
+
+
+def efficient_output(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The output in fp32, of half-precision heads above 128. Numbers: batch, heads, queries, value size, bytes."""
+    batch, heads, queries, value_size, element_bytes = numbers
+    needed = element_bytes < 4 and value_size > 128
+    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0, source=_EFFICIENT_FORWARD)
+
+
+def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """A workspace of cuDNN. Numbers: batch, query heads, key heads, queries, keys, head size, bytes of an element."""
+    batch, heads, key_heads, queries, keys, head_size, element_bytes = numbers
+    size = 4 * batch * heads * round_up(queries, 128) * (round_up(head_size, 32) + 1)
+    if key_heads != heads:
+        size += 2 * batch * heads * keys * head_size * element_bytes
+    return Estimate(bytes=size, band_bytes=size, source=_CUDNN, measured=False)
+
+
+def _flash_split_count(blocks: int, slots: int, most: int) -> int:
+    """The fewest splits that keep the card within 85 % of the busiest it could be (`num_splits_heuristic`)."""
+    if 10 * blocks >= 8 * slots:
+        return 1
+    counts = [n for n in range(1, min(128, slots, most) + 1) if n == 1 or ceil_div(most, n) != ceil_div(most, n - 1)]
+    waves = {count: blocks * count / slots for count in counts}
+    busy = {count: wave / ceil_div(blocks * count, slots) for count, wave in waves.items()}
+    best = max(busy.values(), default=0.0)
+    return next((count for count in counts if busy[count] >= 0.85 * best), 1)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries and keys that one block of threads takes, and whether keys' gradients stay in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def _efficient_tile(head_size: int, element_bytes: int, dropout: bool, card: Card) -> _Tile:
+    """The first kernel of `mem_eff_attention/kernels/cutlassB.h` that takes the head size and fits the card."""
+    half, major = element_bytes < 4, card.capability[0]
+    small = card.capability in ((8, 6), (8, 9)) or major in (11, 12)
+    if head_size <= 64:
+        return _Tile(64, 64, True)
+    if half and major >= 8 and head_size <= 128:
+        if head_size <= 96 and not dropout and card.capability in ((8, 6), (8, 9)):
+            return _Tile(128, 64, True)
+        return _Tile(64, 64, False) if small else _Tile(128, 128, True)
+    if half:
+        return _Tile(128, 64, head_size <= 128)
+    return _Tile(64, 64, True) if small or major < 8 else _Tile(128, 64, True)
+
+
+def _efficient_workspace(numbers: Numbers, tile: _Tile) -> int:
+    batch, heads, queries, keys, head_size, value_size, element_bytes, _, deterministic = numbers
+    elements = ceil_div(queries, tile.queries) * ceil_div(head_size, tile.keys) * (tile.queries * tile.keys + 4)
+    if element_bytes < 4 and not tile.in_registers:
+        splits = 1 if deterministic else max(1, min(ceil_div(keys, tile.keys), 200 // max(1, batch * heads)))
+        width = round_up(head_size, tile.queries) + round_up(value_size, tile.queries)
+        elements += splits * tile.keys * width
+    return 4 * batch * heads * round_up(elements, 4)

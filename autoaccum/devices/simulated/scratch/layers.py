@@ -1,0 +1,67 @@
+"""Convolutions, normalisations and recurrent layers."""
+
+from __future__ import annotations
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div
+
+_CONVOLUTION = "cuDNN's own figure (ATen/native/cudnn/Conv_v8.cpp); taken to be its copies into the other layout"
+_LAYER_NORM = "ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel"
+_BATCH_NORM = "ATen/native/cuda/Normalization.cuh, flexible_launch_configs"
+_GROUP_NORM = "ATen/native/cuda/group_norm_kernel.cu"
+_RNN = "cuDNN's own figure (ATen/native/cudnn/RNN.cpp); taken to be one layer's gates"
+_CONVOLUTION_LEAST_BAND = 32 << 20
+
+
+def convolution(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of cuDNN: a band, since neither its plan nor the plan's size can be read without a card.
+
+    Tensor cores work on channels-last data, so that contiguous operands are copied inside cuDNN where the card has
+    them for the dtype (half precision from 7.0 on, TF32 from 8.0). `benchmark=True` tries plans of any size.
+
+    Numbers: bytes of the two tensors read, bytes of the tensor written, bytes of an element, channels last,
+    TF32 allowed, benchmark (0 or 1).
+    """
+    read, written, element_bytes, channels_last, tf32, benchmark = numbers
+    cores = element_bytes == 2 or (element_bytes == 4 and bool(tf32) and card.capability[0] >= 8)
+    copies = read + written
+    size = copies if cores and not channels_last else 0
+    band = max(size, min(copies, _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
+    return Estimate(bytes=size, band_bytes=band, source=_CONVOLUTION, measured=False)
+
+
+def layer_norm_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """Partial sums for the weight (or the bias) of many narrow rows. Numbers: rows, columns, bytes of an element."""
+    rows, columns, element_bytes = numbers
+    if rows <= 64 * 1024 or columns // 32 >= card.multiprocessors // 2:
+        return Estimate(bytes=0, source=_LAYER_NORM)
+    blocks = min(32 * 1024 // ceil_div(columns, 32), ceil_div(rows, 32))
+    return Estimate(bytes=blocks * columns * element_bytes, source=_LAYER_NORM)
+
+
+def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """Partial sums of PyTorch's own channels-last kernels.
+
+    Numbers: values per channel, channels, bytes of all that is summed for one channel.
+    """
+    values, channels, sums_bytes = numbers
+    width = min(_power_below(channels), 32)
+    height = min(_power_below(ceil_div(values, 16)), 512 // width)
+    blocks = min(ceil_div(values, height * 16), 128)
+    return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0, source=_BATCH_NORM)
+
+
+def group_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """Two fp32 numbers for each sample and channel. Numbers: samples x channels."""
+    return Estimate(bytes=2 * 4 * numbers[0], source=_GROUP_NORM)
+
+
+def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of cuDNN, a band. Numbers: steps x samples, hidden size, gates, directions, bytes of an element."""
+    rows, hidden, gates, directions, element_bytes = numbers
+    size = rows * hidden * gates * directions * element_bytes
+    return Estimate(bytes=size, band_bytes=size, source=_RNN, measured=False)
+
+
+def _power_below(number: int) -> int:
+    return 1 << max(number.bit_length() - 1, 0)

@@ -1,0 +1,266 @@
+"""A known answer for each rule, worked out by hand from its source."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.scratch import RULES, estimate
+from autoaccum.devices.simulated.scratch.iteration import Layout, reduction_layout
+from autoaccum.devices.simulated.scratch.products import configured_bytes, configured_lt_bytes, keeps_workspace
+from autoaccum.devices.simulated.scratch.reductions import reduction_numbers, threads_per_multiprocessor
+from autoaccum.devices.simulated.trace import Scratch
+
+MIB = 2**20
+NEWEST = (2, 15)
+
+
+def card(capability: tuple[int, int], multiprocessors: int) -> Card:
+    return Card(
+        name="card", title="Card", total_bytes=2**34, capability=capability, multiprocessors=multiprocessors, source=""
+    )
+
+
+H100, A100, B200 = card((9, 0), 132), card((8, 0), 108), card((10, 0), 148)
+RTX_3090, RTX_4090, T4 = card((8, 6), 82), card((8, 9), 128), card((7, 5), 40)
+CARDS = (H100, A100, B200, RTX_3090, RTX_4090, T4)
+
+
+def bytes_of(rule: str, *numbers: int, on: Card = H100, version: tuple[int, int] = NEWEST) -> int:
+    return estimate(Scratch(rule, numbers), on, version).bytes
+
+
+def column_sums(rows: int, columns: int, on: Card = H100, element: int = 4, rule: str = "reduction") -> int:
+    layout = reduction_layout((rows, columns), (columns, 1), (0,))
+    return bytes_of(rule, *reduction_numbers(layout, accumulator_bytes=4, element_bytes=element), on=on)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "mebibytes"), [(512, 768, 0), (1024, 768, 6), (4096, 768, 24), (4096, 3072, 96)]
+)
+def test_bias_gradient_of_a_linear_layer_takes_a_staging_area(rows: int, columns: int, mebibytes: int) -> None:
+    assert column_sums(rows, columns) == mebibytes * MIB
+    assert column_sums(rows, columns, element=2) == mebibytes * MIB
+
+
+@pytest.mark.parametrize(
+    ("of", "blocks"),
+    [("H100", 2112), ("A100", 1728), ("B200", 2368), ("RTX_4090", 1536), ("RTX_3090", 984), ("T4", 320)],
+)
+def test_staging_area_fills_the_card_once(of: str, blocks: int) -> None:
+    """128 outputs x 32 threads x 4 values x 4 B for each block of threads that the card holds."""
+    on = {"H100": H100, "A100": A100, "B200": B200, "RTX_4090": RTX_4090, "RTX_3090": RTX_3090, "T4": T4}[of]
+    columns = 128 * 8
+    assert column_sums(8192, columns, on) == min(-(-blocks // 8), 8192 // 4 // 16) * 8 * 65_536
+
+
+def test_flags_count_the_columns_of_blocks() -> None:
+    assert column_sums(4096, 768, rule="reduction_flags") == 4 * 6
+    assert column_sums(512, 768, rule="reduction_flags") == 0
+
+
+def test_odd_columns_are_read_one_by_one() -> None:
+    """No vectors: 16 rows of 32 threads, so that each sums 256 values of 4,096 in 16 blocks."""
+    assert column_sums(4096, 255) == 4 * 255 * 16 * 32
+
+
+def test_sum_along_the_fastest_dimension_shares_a_block() -> None:
+    """128 x 4 threads: 2,048 values each, shared by at most 128 blocks (16 values are the least)."""
+    layout = reduction_layout((4, 2**20), (2**20, 1), (1,))
+    numbers = reduction_numbers(layout, accumulator_bytes=4, element_bytes=4)
+    assert bytes_of("reduction", *numbers) == 4 * 4 * 128
+
+
+def test_huge_input_is_cut_in_halves() -> None:
+    """2**20 x 1,024 floats are 4 GiB: no more than 2 GiB are summed at once."""
+    assert column_sums(2**20, 1024) == column_sums(2**19, 1024)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "reduced", "expected"),
+    [
+        ((8, 128, 768), (98_304, 768, 1), (0, 1), Layout(1, (1024, 768), (768, 1))),
+        ((8, 16, 10, 10), (1600, 100, 10, 1), (0, 2, 3), Layout(2, (100, 8, 16), (1, 1600, 100))),
+        ((8, 16, 10, 10), (1600, 1, 160, 16), (0, 2, 3), Layout(1, (800, 16), (16, 1))),
+        ((8, 16), (16, 1), (0, 1), Layout(1, (128,), (1,))),
+        ((1, 16), (16, 1), (0,), Layout(0, (16,), (1,))),
+        ((4, 3), (0, 0), (0,), Layout(1, (4, 3), (0, 0))),
+    ],
+    ids=["tokens", "planes", "channels-last", "all", "of-one", "expanded"],
+)
+def test_dimensions_are_sorted_and_merged(
+    shape: tuple[int, ...], strides: tuple[int, ...], reduced: tuple[int, ...], expected: Layout
+) -> None:
+    assert reduction_layout(shape, strides, reduced) == expected
+
+
+def test_threads_of_a_multiprocessor() -> None:
+    capabilities = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+    assert [threads_per_multiprocessor(each) for each in capabilities] == [
+        2048, 1024, 2048, 1536, 1536, 2048, 2048, 1536,
+    ]  # fmt: skip
+
+
+def test_flash_gradient() -> None:
+    """GPT-2 at 8 x 1,024: 8 x 12 heads x 1,024 rows of 64 floats; 100 queries are 128, a size of 40 is 64."""
+    assert bytes_of("flash_gradient", 8, 12, 1024, 64, 0) == 24 * MIB
+    assert bytes_of("flash_gradient", 1, 2, 100, 40, 0) == 4 * 2 * 128 * 64
+    assert bytes_of("flash_gradient", 1, 12, 128, 64, 1) == 11 * 4 * 12 * 128 * 64
+    assert bytes_of("flash_row_sums", 8, 12, 1000) == 4 * 8 * 12 * 1024
+    assert bytes_of("flash_grouped", 2, 32, 512, 128, 2) == 2 * 32 * 512 * 128 * 2
+
+
+def test_flash_splits_a_small_forward_pass_over_keys() -> None:
+    """192 blocks of 264 are 73 % busy, four times as many 97 %: no fewer splits come within 85 % of that."""
+    assert bytes_of("flash_splits", 1, 12, 1024, 1024, 64) == 4 * 4 * 12 * 1024 * 65
+    assert bytes_of("flash_splits", 8, 12, 1024, 1024, 64) == 0
+
+
+def test_efficient_gradient() -> None:
+    """Tiles of 64 x 64 with 16 B of counters each; keys' and values' too where they do not stay in registers."""
+    tile = 4 * (64 * 64 + 4)
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 1024, 64, 64, 4, 0, 0) == 8 * 12 * 16 * tile
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 1024, 64, 64, 2, 0, 0, on=T4) == 8 * 12 * 16 * tile
+    assert bytes_of("efficient_gradient", 1, 1, 128, 128, 128, 128, 2, 0, 0, on=A100) == 4 * (128 * 128 + 4)
+    on_3090 = 4 * (2 * 2 * (64 * 64 + 4) + 2 * 64 * 256)
+    assert bytes_of("efficient_gradient", 1, 1, 128, 128, 128, 128, 2, 0, 0, on=RTX_3090) == on_3090
+    assert bytes_of("efficient_row_sums", 8, 12, 1000) == 4 * 8 * 12 * 1000
+    assert bytes_of("efficient_output", 8, 12, 1000, 256, 2) == 4 * 8 * 12 * 1000 * 256
+    assert bytes_of("efficient_output", 8, 12, 1000, 128, 2) == 0
+
+
+def test_cudnn_attention_is_taken_for_flash_attention() -> None:
+    flash = bytes_of("flash_gradient", 2, 8, 256, 64, 0) + bytes_of("flash_row_sums", 2, 8, 256)
+    assert bytes_of("cudnn_gradient", 2, 8, 8, 256, 256, 64, 2) == flash
+    assert not estimate(Scratch("cudnn_gradient", (2, 8, 8, 256, 256, 64, 2)), H100, NEWEST).measured
+
+
+@pytest.mark.parametrize(
+    ("on", "version", "expected"),
+    [
+        (H100, (2, 11), 32 * MIB),
+        (A100, (2, 15), 8_519_680),
+        (B200, (2, 11), 8_519_680),
+        (B200, (2, 15), 32 * MIB),
+    ],
+    ids=["hopper", "ampere", "blackwell-2.11", "blackwell-2.15"],
+)
+def test_workspace_of_products(on: Card, version: tuple[int, int], expected: int) -> None:
+    assert bytes_of("product", 0, -1, on=on, version=version) == expected
+    assert bytes_of("product", 1, 4096, on=on, version=version) == 4096
+    assert bytes_of("product_with_bias", -1, on=on, version=version) == MIB
+    assert bytes_of("product_with_bias", 2048, on=on, version=version) == 2048
+
+
+def test_workspace_between_two_known_versions_is_a_band() -> None:
+    between = estimate(Scratch("product", (0, -1)), B200, (2, 13))
+    assert not between.measured
+    assert between.bytes - between.band_bytes == 8_519_680
+
+
+def test_environment_configures_workspaces() -> None:
+    assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}) == 8_519_680
+    assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": "much"}) == -1
+    assert configured_lt_bytes({"CUBLASLT_WORKSPACE_SIZE": "lots"}) == -1
+    assert keeps_workspace({}, (2, 14))
+    assert not keeps_workspace({}, (2, 15))
+    assert keeps_workspace({"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, (2, 15))
+
+
+def test_convolution_copies_where_tensor_cores_want_channels_last() -> None:
+    assert bytes_of("convolution", 1000, 500, 2, 0, 1, 0) == 1500
+    assert bytes_of("convolution", 1000, 500, 2, 1, 1, 0) == 0
+    assert bytes_of("convolution", 1000, 500, 4, 0, 1, 0) == 1500
+    assert bytes_of("convolution", 1000, 500, 4, 0, 0, 0) == 0
+    assert bytes_of("convolution", 1000, 500, 4, 0, 1, 0, on=T4) == 0
+    usual = estimate(Scratch("convolution", (1000, 500, 2, 0, 1, 0)), H100, NEWEST)
+    tried = estimate(Scratch("convolution", (1000, 500, 2, 0, 1, 1)), H100, NEWEST)
+    assert tried.band_bytes == 4 * usual.band_bytes
+    assert not usual.measured
+
+
+def test_layer_norm_takes_partial_sums_of_many_narrow_rows() -> None:
+    assert bytes_of("layer_norm_gradient", 65_536, 768, 4) == 0
+    assert bytes_of("layer_norm_gradient", 131_072, 768, 4) == 32 * 1024 // 24 * 768 * 4
+    assert bytes_of("layer_norm_gradient", 131_072, 64, 2) == 4096 * 64 * 2
+    assert bytes_of("layer_norm_gradient", 131_072, 768, 4, on=T4) == 0
+
+
+def test_batch_norm_takes_partial_sums_of_channels_last_data() -> None:
+    """32 x 16 threads take 256 values each time, at most 128 of them; below 8 it is not worth it."""
+    assert bytes_of("batch_norm", 100_352, 64, 8) == 64 * 128 * 8
+    assert bytes_of("batch_norm", 256 * 20, 64, 16) == 64 * 20 * 16
+    assert bytes_of("batch_norm", 256 * 7, 64, 16) == 0
+    assert bytes_of("group_norm", 8 * 32) == 8 * 8 * 32
+
+
+def test_recurrent_layer_holds_its_gates() -> None:
+    assert bytes_of("recurrent", 160, 32, 4, 2, 4) == 160 * 32 * 4 * 2 * 4
+
+
+def test_embedding_gradient_is_sorted_above_3072_tokens() -> None:
+    assert bytes_of("embedding_sums", 3072, 50_257, 768, 4, 3073) == 0
+    assert bytes_of("embedding_sums", 8192, 50_257, 768, 4, 3073) == 4 * 768 * (819 + 8192)
+    assert bytes_of("embedding_indices", 8192, 1000, 8, 3073) == 8 * (3 * 8192 + 2 * 1000 + 819 + 1000)
+    assert bytes_of("embedding_indices", 3072, 1000, 8, 3073) == 0
+
+
+def test_sorting_and_scanning() -> None:
+    assert bytes_of("index_put", 1000) == 48_000
+    assert bytes_of("sort", 10, 4096, 4) == 0
+    assert bytes_of("sort", 10, 4097, 4) == 10 * 4097 * 12
+    assert bytes_of("top", 10, 99_999, 4) == 0
+    assert bytes_of("top", 10, 100_000, 4) == 24_000_000
+    assert bytes_of("scan", 10_240) == 160
+    assert bytes_of("foreach_norm", 148, 38_597_376, 4) == 148 * 589 * 4
+
+
+@pytest.mark.parametrize("rule", ["layout_copy", "cast_copy", "loss_elements", "difference", "ctc_gradient"])
+def test_tensor_inside_an_operator(rule: str) -> None:
+    assert bytes_of(rule, 1234) == 1234
+
+
+_COUNTS = {
+    "reduction": 8, "reduction_flags": 8, "flash_gradient": 5, "flash_row_sums": 3, "flash_grouped": 5,
+    "flash_splits": 5, "efficient_gradient": 9, "efficient_row_sums": 3, "efficient_output": 5, "cudnn_gradient": 7,
+    "product": 2, "product_with_bias": 1, "convolution": 6, "layer_norm_gradient": 3, "batch_norm": 3,
+    "group_norm": 1, "recurrent": 5, "embedding_sums": 5, "embedding_indices": 4, "index_put": 1, "sort": 3, "top": 3,
+    "scan": 1, "foreach_norm": 3, "layout_copy": 1, "cast_copy": 1, "loss_elements": 1, "difference": 1,
+    "ctc_gradient": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@given(data=st.data(), on=st.sampled_from(CARDS), version=st.sampled_from([(2, 11), (2, 13), (2, 15)]))
+def test_every_rule_names_its_source_and_is_never_negative(
+    rule: str, data: st.DataObject, on: Card, version: tuple[int, int]
+) -> None:
+    numbers = data.draw(st.tuples(*[st.integers(1, 300)] * _COUNTS[rule]))
+    if rule.startswith("reduction"):
+        numbers = (4, 4, 4, 1, *numbers[4:])
+    answer = estimate(Scratch(rule, numbers), on, version)
+    assert answer.source
+    assert answer.bytes >= 0
+    assert answer.band_bytes >= 0
+    assert answer.measured == (answer.band_bytes == 0) or not answer.measured
+
+
+@given(
+    rows=st.integers(1, 20_000),
+    more=st.integers(0, 20_000),
+    rule=st.sampled_from(["embedding_sums", "flash_gradient", "efficient_row_sums", "loss_elements"]),
+)
+def test_more_rows_never_take_less(rows: int, more: int, rule: str) -> None:
+    rest = {"embedding_sums": (5000, 64, 4, 3073), "flash_gradient": (12, 128, 64, 0), "efficient_row_sums": (12, 128)}
+    smaller, larger = (bytes_of(rule, count, *rest.get(rule, ())) for count in (rows, rows + more))
+    assert smaller <= larger
+
+
+@given(rows=st.integers(1, 1 << 20), columns=st.integers(1, 1 << 14), on=st.sampled_from(CARDS))
+def test_staging_area_is_bounded(rows: int, columns: int, on: Card) -> None:
+    """Each thread sums at least 16 values, and a share is taken only where all blocks fit the card, or for length."""
+    size = column_sums(rows, columns, on)
+    width = 32 * 4 if columns >= 4 else 128
+    assert size <= 4 * columns * max(1, rows // 16 + 1) * width

@@ -1,0 +1,263 @@
+"""What the observer sees of small models on fake tensors, and that its numbers are affine in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.scratch import RULES, estimate
+from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.trace import Scratch
+
+H100 = Card(
+    name="h100", title="H100", total_bytes=80 << 30, capability=(9, 0), multiprocessors=132, source="a test's own"
+)
+_aten = torch.ops.aten
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every operator to an observer."""
+
+    def __init__(self, version: tuple[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observer = ScratchObserver(H100, version)
+        self.transient: list[Scratch] = []
+        self.resident: dict[Scratch, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        in_backward = torch._C._current_autograd_node() is not None
+        seen = self.observer.see(func, args, kwargs, out, in_backward=in_backward)
+        self.transient.extend(seen.transient)
+        self.resident.update(dict.fromkeys(seen.resident))
+        return out
+
+    def of(self, rule: str) -> list[tuple[int, ...]]:
+        return [scratch.numbers for scratch in self.transient if scratch.rule == rule]
+
+
+@contextmanager
+def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
+    with simulate(H100), _Watch(version) as watch:
+        yield watch
+
+
+def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> Seen:
+    return ScratchObserver(H100, (2, 13)).see(func, args, kwargs, out, in_backward=False)
+
+
+def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda:0")
+
+
+def convolutional(batch: int) -> Tensor:
+    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.GroupNorm(4, 16), nn.Flatten(), nn.Linear(16 * 1024, 10))
+    model = nn.Sequential(*layers).to("cuda")
+    return F.mse_loss(model(card_tensor(batch, 3, 32, 32)), card_tensor(batch, 10))
+
+
+def language(batch: int) -> Tensor:
+    embedding, norm, inner = (
+        nn.Embedding(5000, 64).to("cuda"),
+        nn.LayerNorm(64).to("cuda"),
+        nn.Linear(64, 192).to("cuda"),
+    )
+    tokens = card_tensor(batch, 1024, dtype=torch.long)
+    query, key, value = inner(norm(embedding(tokens))).view(batch, 1024, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    scores = (query @ key.transpose(2, 3)).softmax(-1)
+    return F.cross_entropy((scores @ value).flatten(0, 2), card_tensor(batch * 4 * 1024, dtype=torch.long))
+
+
+def test_convolutional_model() -> None:
+    with watched() as watch:
+        torch.autograd.backward(convolutional(8))
+    image, hidden, weight = 4 * 8 * 3 * 1024, 4 * 8 * 16 * 1024, 4 * 16 * 3 * 9
+    assert watch.of("convolution") == [(image + weight, hidden, 4, 0, 1, 0), (hidden + weight, image, 4, 0, 1, 0)]
+    assert watch.of("group_norm") == [(8 * 16,), (8 * 16,)]
+    assert watch.of("loss_elements") == [(4 * 8 * 10,)]
+    assert (4, 4, 4, 2, 1024, 8, 16, 1, 16 * 1024, 1024) in watch.of("reduction"), "the bias of the convolution"
+    assert (4, 4, 4, 1, 8, 10, 10, 1) in watch.of("reduction"), "the bias of the linear layer"
+
+
+def test_language_model() -> None:
+    with watched() as watch:
+        torch.autograd.backward(language(4))
+    assert (4, 4, 4, 1, 4096, 192, 192, 1) in watch.of("reduction")
+    assert watch.of("embedding_sums") == [(4096, 5000, 64, 4, 3073)]
+    assert watch.of("embedding_indices") == [(4096, 5000, 8, 3073)]
+    assert watch.of("layer_norm_gradient") == [(4096, 64, 4)] * 2
+    assert list(watch.resident) == [Scratch("product", (0, -1)), Scratch("product", (1, -1))]
+
+
+def test_products_take_and_give_back_from_2_15() -> None:
+    with watched((2, 15)) as watch:
+        torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
+    assert watch.resident == {}
+    assert watch.of("product_with_bias") == [(-1,)]
+    assert watch.of("product") == [(0, -1)]
+
+
+def test_configured_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with watched() as watch:
+        card_tensor(2, 8) @ card_tensor(8, 2)
+    assert list(watch.resident) == [Scratch("product", (0, 131_072))]
+
+
+def test_layouts_that_differ_are_copied() -> None:
+    with watched() as watch:
+        weight = card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
+        F.conv2d(card_tensor(2, 4, 8, 8), weight)
+        card_tensor(8, 4).t() @ card_tensor(8, 2)
+        card_tensor(1).expand(4, 8) @ card_tensor(8, 2)
+    assert watch.of("layout_copy") == [(4 * 2 * 4 * 64,), (4 * 4 * 8,)]
+    assert watch.of("convolution")[0][3] == 1
+
+
+def test_depthwise_convolution_is_not_cudnns() -> None:
+    with watched() as watch:
+        F.conv2d(card_tensor(2, 4, 8, 8), card_tensor(4, 1, 3, 3), groups=4)
+    assert watch.of("convolution") == []
+
+
+def test_flash_attention() -> None:
+    with simulate(H100):
+        query, key = card_tensor(2, 8, 100, 64, dtype=torch.bfloat16), card_tensor(2, 2, 50, 64, dtype=torch.bfloat16)
+        rows_first = card_tensor(2, 100, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+        forward = see(_aten._scaled_dot_product_flash_attention.default, query, key, key)
+        dropped = see(_aten._scaled_dot_product_flash_attention.default, query, key, key, 0.1)
+        args = (query, query, key, key, rows_first)
+        backward = see(_aten._scaled_dot_product_flash_attention_backward.default, *args)
+    assert list(forward.transient) == [Scratch("flash_splits", (2, 8, 100, 50, 64))]
+    assert list(dropped.transient) == []
+    assert list(backward.transient) == [
+        Scratch("layout_copy", (2 * 8 * 100 * 64 * 2,)),
+        Scratch("flash_row_sums", (2, 8, 100)),
+        Scratch("flash_gradient", (2, 8, 100, 64, 0)),
+        Scratch("flash_grouped", (2, 8, 50, 64, 2)),
+        Scratch("flash_grouped", (2, 8, 50, 64, 2)),
+    ]
+
+
+def test_efficient_and_cudnn_attention() -> None:
+    with simulate(H100):
+        query, key = card_tensor(2, 8, 100, 64), card_tensor(2, 8, 50, 64)
+        forward = see(_aten._scaled_dot_product_efficient_attention.default, query, key, key, None, True)
+        backward = see(
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            *(query, query, key, key, None, query, query, query, query, 0.1),
+        )
+        cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
+    assert list(forward.transient) == [Scratch("efficient_output", (2, 8, 100, 64, 4))]
+    assert list(backward.transient) == [
+        Scratch("efficient_row_sums", (2, 8, 100)),
+        Scratch("efficient_gradient", (2, 8, 100, 50, 64, 64, 4, 1, 0)),
+    ]
+    assert list(cudnn.transient) == [Scratch("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+
+
+def test_recurrent_layer_and_batch_norm() -> None:
+    with simulate(H100):
+        steps, cl = card_tensor(20, 8, 16), card_tensor(8, 16, 4, 4).to(memory_format=torch.channels_last)
+        lstm = see(
+            _aten._cudnn_rnn.default,
+            *(steps, [], 4, None, steps, steps, 2, 32, 0, 2, False, 0.0, True, True, [], None),
+        )
+        forward = see(_aten.native_batch_norm.default, cl, None, None, None, None, True, 0.1, 1e-5)
+        backward = see(_aten.native_batch_norm_backward.default, cl, cl, None, None, None, None, None, True)
+        evaluated = see(_aten.native_batch_norm.default, cl, None, None, None, None, False, 0.1, 1e-5)
+        planes = see(_aten.native_batch_norm.default, card_tensor(8, 16, 4, 4), *[None] * 4, True)
+    assert list(lstm.transient) == [Scratch("recurrent", (160, 32, 4, 2, 4))]
+    assert list(forward.transient) == [Scratch("batch_norm", (128, 16, 16))]
+    assert list(backward.transient) == [Scratch("batch_norm", (128, 16, 8))]
+    assert list(evaluated.transient) == list(planes.transient) == []
+
+
+def test_indexing_sorting_and_scanning() -> None:
+    with watched() as watch:
+        table, index = card_tensor(100, 8).requires_grad_(), card_tensor(40, dtype=torch.long)
+        torch.autograd.backward(table[index, index[:1]].sum())
+        card_tensor(4, 5000).sort(dim=1)
+        card_tensor(4, 50).topk(3)
+        card_tensor(5000).cumsum(0)
+        card_tensor(4, 5000).cumsum(1)
+    assert watch.of("index_put") == [(40,)]
+    assert watch.of("sort") == [(4, 5000, 4)]
+    assert watch.of("top") == [(4, 50, 4)]
+    assert watch.of("scan") == [(5000,)]
+
+
+def test_embedding_bag_and_losses() -> None:
+    with watched() as watch:
+        bag = nn.EmbeddingBag(100, 8, mode="sum", device="cuda")
+        torch.autograd.backward(bag(card_tensor(4, 6, dtype=torch.long)).sum())
+        F.binary_cross_entropy_with_logits(card_tensor(4, 3), card_tensor(4, 3))
+        F.mse_loss(card_tensor(4, 3), card_tensor(4, 3), reduction="none")
+    assert watch.of("embedding_sums") == [(24, 100, 8, 4, 1)]
+    assert watch.of("loss_elements") == [(48,), (48,)]
+
+
+def test_gradient_of_ctc_holds_a_second_table() -> None:
+    with simulate(H100):
+        table = card_tensor(4, 50, 61)
+        seen = see(_aten._ctc_loss_backward.default, *[table] * 6, table)
+    assert list(seen.transient) == [Scratch("ctc_gradient", (4 * 4 * 50 * 61,))]
+
+
+def test_reductions_of_each_kind() -> None:
+    with watched() as watch:
+        values, halves = card_tensor(32, 8), card_tensor(32, 8, dtype=torch.float16)
+        values.var(0), values.amax(0), values.max(0), values.maximum(values)  # noqa: B018
+        halves.sum(0, dtype=torch.float32)
+        card_tensor(32, 8, dtype=torch.bool).sum(0)
+        values.logsumexp(0)
+        torch._foreach_norm([values, values[0]])
+    over_rows = (1, 32, 8, 8, 1)
+    assert watch.of("reduction") == [
+        (16, 4, 2, *over_rows),
+        (4, 4, 4, *over_rows),
+        (16, 4, 4, *over_rows),
+        (4, 2, 4, *over_rows),
+        (8, 8, 4, *over_rows),
+        (4, 4, 4, *over_rows),
+    ]
+    assert watch.of("cast_copy") == [(8 * 32 * 8,)]
+    assert watch.of("difference") == [(4 * 32 * 8,)]
+    assert watch.of("foreach_norm") == [(2, 256, 4)]
+
+
+def test_most_operators_take_nothing() -> None:
+    with simulate(H100):
+        tensor = card_tensor(4, 4)
+        assert see(_aten.add.Tensor, tensor, tensor) is see(_aten.relu.default, tensor)
+    assert see(_aten.sum.default, torch.zeros(4)).transient == ()
+
+
+@pytest.mark.parametrize("model", [convolutional, language])
+def test_numbers_are_affine_in_the_batch(model: Callable[[int], Tensor]) -> None:
+    traces = []
+    for batch in (4, 6, 8):
+        with watched() as watch:
+            torch.autograd.backward(model(batch))
+        traces.append(watch.transient)
+    assert {len(trace) for trace in traces} == {len(traces[0])}
+    for same in zip(*traces, strict=True):
+        assert len({scratch.rule for scratch in same}) == 1
+        for values in zip(*(scratch.numbers for scratch in same), strict=True):
+            first, second = (later - earlier for earlier, later in pairwise(values))
+            assert first == second
+        assert same[0].rule in RULES
+        assert estimate(same[0], H100, (2, 13)).bytes >= 0
