@@ -1,0 +1,551 @@
+"""Autocast on fake CUDA tensors against CUDA's own kernels, which run on tensors without values in every build."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.devices.simulated import autocast
+from autoaccum.devices.simulated.autocast_policies import DTYPE_OVERLOADS, POLICIES, RNN, UNKNOWN, Policy, policy_of
+from autoaccum.devices.simulated.autocast_rnn import flatten
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels import softmax
+from autoaccum.devices.simulated.simulation import CardMode, simulate
+
+CARD = Card(
+    name="any", title="Any", total_bytes=24 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"
+)
+T4 = Card(name="t4", title="T4", total_bytes=15 << 30, capability=(7, 5), multiprocessors=40, source="likewise")
+HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter in inference mode
+
+
+@contextmanager
+def simulated(card: Card = CARD) -> Iterator[CardMode]:
+    """A card with autocast, torn down as `simulate` does it."""
+    with ExitStack() as stack, simulate(card) as mode:
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        stack.callback(library._destroy)
+        autocast.install(library, card, stack)
+        softmax.install(library, card, stack)
+        yield mode
+
+
+@pytest.fixture
+def card() -> Iterator[CardMode]:
+    with simulated() as mode:
+        yield mode
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is cast, in order: (shape, from, to), and the first operator that is no cast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted: list[tuple[tuple[int, ...], torch.dtype, torch.dtype]] = []
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _COPIES:
+            self.noted.append((tuple(out.shape), args[0].dtype, out.dtype))
+        elif func is not torch.ops.prim.device.default:
+            self.operators.append(str(func))
+        return out
+
+
+def made(*shape: int, dtype: torch.dtype = FP32, device: str = "cuda", grad: bool = False) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+def backward(out: Tensor) -> None:
+    torch.autograd.backward(out.float().sum())
+
+
+# The lists
+
+
+def header() -> dict[Policy, set[str]]:
+    """The lists of the installed PyTorch's own header."""
+    text = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    names: dict[str, Policy] = {"LOWER_PRECISION_FP": "lower", "FP32": "fp32", "FP32_SET_OPT_DTYPE": "set_dtype"}
+    names |= {"PROMOTE": "promote", "DIFFERENT_REDISPATCH_SIGNATURE": "append_dtype"}
+    lists: dict[Policy, set[str]] = {}
+    for macro, body in re.findall(r"#define AT_FORALL_([A-Z0-9_]+)\(_\)((?:.*\\\n)+.*\n)", text):
+        if macro in names and names[macro] == "append_dtype":
+            lists["append_dtype"] = set(re.findall(r'"([^"]+)"', body))
+        elif macro in names:
+            found = re.findall(r"_\((\w+)(?:, *(\w+))?\)", body)
+            lists[names[macro]] = {f"{name}.{overload}" if overload else name for name, overload in found}
+    return lists
+
+
+def test_each_operator_that_this_torch_casts_is_in_a_list() -> None:
+    unknown = [name for name in autocast.cast_operators() if name not in POLICIES]
+    assert not unknown, f"torch {torch.__version__} casts {unknown}: read autocast_mode.cpp, add them to POLICIES"
+
+
+def test_an_operator_of_tomorrow_is_cast_to_fp32() -> None:
+    assert policy_of("operator_of_tomorrow") == UNKNOWN == "fp32"
+
+
+def test_the_lists_are_those_of_this_torch() -> None:
+    theirs, here = header(), set(autocast.cast_operators())
+    added = {"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy", "linalg_matrix_sqrth"}
+    assert {name: policy for policy, names in theirs.items() for name in names} == {
+        name: policy for name, policy in POLICIES.items() if name in here - added
+    }
+
+
+def test_no_tensor_is_an_argument_by_keyword_alone() -> None:
+    for name in autocast.cast_operators():
+        arguments = autocast._overload(name)._schema.arguments
+        assert not [a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.type)], name
+
+
+def test_what_takes_a_dtype_at_the_end_exists() -> None:
+    here = [name for name in autocast.cast_operators() if policy_of(name) == "append_dtype"]
+    assert "norm.Scalar" in here
+    assert all(autocast._overload(DTYPE_OVERLOADS[name]) for name in here)
+
+
+# CUDA's own kernels, operator by operator, on PyTorch's own test data
+
+Told = dict[str, tuple[Any, Any]]
+_LISTS = (
+    "torch_fp16",
+    "torch_fp32",
+    "torch_need_autocast_promote",
+    "torch_expect_builtin_promote",
+    "nn_fp16",
+    "nn_fp32",
+)
+_OTHERS = ("linalg_fp16", "methods_fp16", "methods_fp32", "banned")
+_NEEDS_A_CARD = ("no NVIDIA driver", "not linked with support for cuda", "not compiled with CUDA", "CUDA error")
+
+
+def cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[..., Any], Sequence[Any], dict[str, Any]]]:
+    stub: Any = types.ModuleType("torch.testing._internal.common_utils")  # the true one needs another package
+    stub.TEST_WITH_ROCM, stub.TestCase = False, object
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+    lists: Any = AutocastTestLists("cuda:0")  # type: ignore[no-untyped-call]
+    for kind in (*_LISTS, *_OTHERS):
+        for i, (name, args, *rest) in enumerate(getattr(lists, kind)):
+            if name == "einsum" or name.startswith("cudnn_"):
+                continue
+            owners: tuple[Any, ...] = (torch, torch._C._nn, torch.ops.aten)
+            owners = (Tensor,) if kind.startswith("methods") else owners
+            function = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+            yield f"{kind} {i} {name}", function, args, rest[0] if rest and isinstance(rest[0], dict) else {}
+    square, row = made(8, 8, device="cuda:0"), made(8, device="cuda:0")
+    yield "einsum", torch.einsum, ("ij,jk->ik", square, square), {}
+    yield "vector_norm", torch.linalg.vector_norm, (square.half(),), {}
+    yield "matrix_norm", torch.linalg.matrix_norm, (square.half(),), {}
+    yield "sum of float64", torch.sum, (square.double(),), {}
+    yield "sum with a dtype", torch.sum, (square.half(),), {"dtype": FP64}
+    yield "softmax with a dtype", torch.softmax, (square.half(), -1), {"dtype": FP64}
+    yield "two lower precisions", torch.atan2, (square.half(), square.bfloat16()), {}
+    yield "weight, no bias", F.layer_norm, (square.half(), (8,), row), {}
+    yield "no weight", F.layer_norm, (square.half(), (8,)), {}
+    yield "float64 among others", F.mse_loss, (square.half(), square.double()), {}
+    if hasattr(torch.ops.aten, "linalg_matrix_sqrth"):
+        yield "matrix_sqrth", torch.ops.aten.linalg_matrix_sqrth, (square.half(),), {}
+
+
+def tell(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What is cast before each operator runs, and the dtypes it returns or its error."""
+    told: Told = {}
+    listed = list(cases(monkeypatch))
+    with autocasting(dtype):
+        for name, function, args, kwargs in listed:
+            copies = Copies()
+            try:
+                with copies:
+                    out = function(*args, **kwargs)
+                told[name] = (copies.noted, [t.dtype if isinstance(t, Tensor) else t for t in tree_leaves(out)])
+            except Exception as error:  # a card is needed, or autocast refuses
+                told[name] = (copies.noted, str(error))
+    return told
+
+
+@contextmanager
+def autocasting(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.autocast("cuda")` without its question whether there is a card."""
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", HALF)
+        torch.clear_autocast_cache()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_operators_are_cast_as_by_the_kernels_of_this_binary(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        real = tell(dtype, monkeypatch)
+    with simulated():
+        ours = tell(dtype, monkeypatch)
+    assert len(real) > 100
+    compared = 0
+    for name, (copies, out) in real.items():
+        assert ours[name][0] == copies, name
+        if not (isinstance(out, str) and any(reason in out for reason in _NEEDS_A_CARD)):
+            assert ours[name][1] == out, name
+            compared += 1
+    assert compared > 100
+
+
+# The cache of weights, against autocast on the CPU: the same C++ function
+
+Scenario = Callable[[str, Tensor, Tensor], None]
+
+
+def twice(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        F.linear(x, w)
+        F.linear(x, w)
+
+
+def nested_and_again(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        with torch.autocast(device, BF16):
+            F.linear(x, w)
+        F.linear(x, w)
+    with torch.autocast(device, BF16):
+        F.linear(x, w)
+
+
+def disabled_within(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        F.linear(x, w)
+        with torch.autocast(device, enabled=False):
+            F.linear(x, w)
+        F.linear(x, w)
+
+
+def without_cache(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16, cache_enabled=False):
+        F.linear(x, w)
+        F.linear(x, w)
+
+
+def cleared(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        F.linear(x, w)
+        torch.clear_autocast_cache()
+        F.linear(x, w)
+
+
+def no_gradient_then_gradient(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        with torch.no_grad():
+            F.linear(x, w)
+        assert F.linear(x, w).requires_grad
+
+
+def inference(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        with torch.inference_mode():
+            F.linear(x, w)
+            F.linear(x, w)
+        F.linear(x, w)
+
+
+def another_dtype_within(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        F.linear(x, w)
+        with torch.autocast(device, HALF):
+            F.prelu(x, w[0, 0])  # no weight: that would come in the outer dtype, as the cache asks for none
+
+
+def of_no_leaf(device: str, x: Tensor, w: Tensor) -> None:
+    with torch.autocast(device, BF16):
+        doubled = w * 2
+        F.linear(x, doubled)
+        F.linear(x, doubled)
+
+
+def of_a_view(device: str, x: Tensor, w: Tensor) -> None:
+    view = w.detach().requires_grad_()
+    with torch.autocast(device, BF16):
+        F.linear(x, w.t())
+        F.linear(x, w.t())
+        F.linear(x, view)
+        F.linear(x, view)
+
+
+def frozen(device: str, x: Tensor, w: Tensor) -> None:
+    still = w.detach()
+    with torch.autocast(device, BF16):
+        F.linear(x, still)
+        F.linear(x, still)
+
+
+def checkpointed(device: str, x: Tensor, w: Tensor, *, reentrant: bool) -> None:
+    x.requires_grad_()
+    with torch.autocast(device, BF16):
+        out = checkpoint(lambda y: F.linear(F.linear(y, w), w).relu(), x, use_reentrant=reentrant)
+    backward(out)
+    assert w.grad is not None
+    assert w.grad.dtype is FP32
+
+
+def checkpointed_reentrant(device: str, x: Tensor, w: Tensor) -> None:
+    checkpointed(device, x, w, reentrant=True)
+
+
+def checkpointed_anew(device: str, x: Tensor, w: Tensor) -> None:
+    checkpointed(device, x, w, reentrant=False)
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.mm(x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return torch.mm(grads[0], w.t()), torch.mm(x.t(), grads[0])
+
+
+SCENARIOS = (twice, nested_and_again, disabled_within, without_cache, cleared, no_gradient_then_gradient, inference) + (
+    another_dtype_within,
+    of_no_leaf,
+    of_a_view,
+    frozen,
+    checkpointed_reentrant,
+    checkpointed_anew,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_weights_are_kept_as_on_the_cpu(scenario: Scenario) -> None:
+    noted = []
+    for device in ("cpu", "cuda"):
+        with simulated() if device == "cuda" else nullcontext():
+            x, w = made(3, 4, device=device), made(4, 4, device=device, grad=True)
+            with Copies() as copies:
+                scenario(device, x, w)
+            noted.append(copies.noted)
+    assert noted[1] == noted[0]
+
+
+def test_weights_are_cast_with_a_gradient_also_without_one(card: CardMode) -> None:
+    x, w = made(3, 4), made(4, 4, grad=True)
+    with torch.autocast("cuda", BF16):
+        with torch.no_grad():
+            assert not F.linear(x, w).requires_grad
+        backward(F.linear(x, w))
+    assert w.grad is not None
+
+
+# Memory
+
+
+def kept_bytes(card: CardMode) -> int:
+    gc.collect()
+    return card.recorder.alive_bytes
+
+
+def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(card: CardMode) -> None:
+    x, w = made(64, 512), made(512, 512, grad=True)
+    before = kept_bytes(card)
+    with torch.autocast("cuda", BF16):
+        with torch.autocast("cuda", BF16):
+            F.linear(x, w)
+            F.linear(x, w)
+        assert kept_bytes(card) - before == 2 * 512 * 512
+    assert kept_bytes(card) == before
+
+
+def test_what_a_backward_pass_needs_outlives_autocast(card: CardMode) -> None:
+    x, w = made(64, 512, grad=True), made(512, 512, grad=True)
+    before = kept_bytes(card)
+    with torch.autocast("cuda", BF16):
+        out = F.linear(x, w)
+    assert kept_bytes(card) - before == 2 * (64 * 512 + 512 * 512 + 64 * 512)  # input, weight, output
+    backward(out)
+    del out
+    assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)
+    assert w.grad is not None
+    assert (w.grad.dtype, w.grad.device.type) == (FP32, "cuda")
+
+
+def test_the_accumulators_way_holds_no_weight_between_forward_and_backward(card: CardMode) -> None:
+    x, w = made(64, 512), made(512, 512, grad=True)
+    before = kept_bytes(card)
+    with torch.autocast("cuda", BF16):  # the user's own
+        torch.clear_autocast_cache()
+        with torch.autocast("cuda", BF16), torch.no_grad():
+            F.linear(x, w)
+        torch.clear_autocast_cache()
+        assert kept_bytes(card) == before
+
+
+def test_a_cast_outlives_its_weight_and_no_other_weight_is_taken_for_it(card: CardMode) -> None:
+    x = made(64, 512)
+    before = kept_bytes(card)
+    with torch.autocast("cuda", BF16), torch.no_grad(), Copies() as copies:
+        for _ in range(3):
+            F.linear(x, made(512, 512, grad=True))
+        assert len([shape for shape, _, _ in copies.noted if shape == (512, 512)]) == 3
+        # The cast has a graph, whose end is the weight.
+        assert kept_bytes(card) - before == 3 * (2 + 4) * 512 * 512
+    assert kept_bytes(card) == before
+
+
+def test_an_error_within_autocast_leaves_nothing(card: CardMode) -> None:
+    x, w = made(64, 512), made(512, 512, grad=True)
+    before = kept_bytes(card)
+
+    def fail() -> None:
+        with torch.autocast("cuda", BF16):
+            F.linear(x, w)
+            raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's"):
+        fail()
+    assert kept_bytes(card) == before
+
+
+# Behaviour
+
+
+def test_gradients_come_back_in_the_dtype_of_each_weight(card: CardMode) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 10)).cuda()
+    with torch.autocast("cuda", HALF):
+        logits = model(made(2, 3, 8, 8))
+        loss = F.cross_entropy(logits, torch.zeros(2, dtype=torch.long, device="cuda"))
+    assert (logits.dtype, loss.dtype) == (HALF, FP32)
+    assert logits.grad_fn is not None
+    assert "ToCopyBackward0" in {type(node).__name__ for node, _ in logits.grad_fn.next_functions}
+    backward(loss)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {FP32}
+
+
+def test_a_softmax_of_fp16_makes_no_copy_and_one_of_bf16_does(card: CardMode) -> None:
+    for dtype, casts in ((HALF, 0), (BF16, 1)):
+        scores = made(4, 4, dtype=dtype, grad=True)
+        with torch.autocast("cuda", dtype), Copies() as copies:
+            out = scores.softmax(-1)
+        assert (out.dtype, len(copies.noted)) == (FP32, casts)
+        backward(out)
+        assert scores.grad is not None
+        assert scores.grad.dtype is dtype
+
+
+def test_tensors_on_the_cpu_and_in_float64_stay_as_they_are(card: CardMode) -> None:
+    x, one = made(4, 4, dtype=HALF), torch.tensor(2.0)
+    with torch.autocast("cuda", HALF), Copies() as copies:
+        assert torch.pow(x, one).dtype is FP32
+        assert torch.mm(made(4, 4, dtype=FP64), made(4, 4, dtype=FP64)).dtype is FP64
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert copies.noted == [((4, 4), HALF, FP32)]
+
+
+def test_lists_and_absent_tensors_are_taken(card: CardMode) -> None:
+    with torch.autocast("cuda", BF16):
+        assert F.linear(made(2, 4), made(3, 4), None).dtype is BF16
+        assert torch.einsum("ij,jk->ik", made(2, 4), made(4, 3)).dtype is BF16
+        assert torch.cat([made(2, dtype=BF16), made(2)]).dtype is FP32
+
+
+def test_what_is_banned_says_so(card: CardMode) -> None:
+    with torch.autocast("cuda", HALF), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        F.binary_cross_entropy(made(2), made(2))
+
+
+def test_a_custom_function_runs_as_it_was_declared(card: CardMode) -> None:
+    x, w = made(2, 4), made(4, 4, grad=True)
+    with torch.autocast("cuda", BF16):
+        out: Tensor = Custom.apply(x, w)  # type: ignore[no-untyped-call]
+    assert out.dtype is BF16
+    backward(out)
+    assert w.grad is not None
+    assert w.grad.dtype is FP32
+
+
+def test_autocast_is_on_without_a_warning_whatever_the_card() -> None:
+    for card in (CARD, T4):
+        with simulated(card), torch.autocast("cuda", BF16):
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.mm(made(2, 2), made(2, 2)).dtype is BF16
+    with simulated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with torch.cuda.amp.autocast():
+            assert torch.mm(made(2, 2), made(2, 2)).dtype is HALF
+
+
+def test_weights_of_an_rnn_are_views_of_one_buffer_in_fp16(card: CardMode) -> None:
+    weights = [made(16, 3, grad=True), made(16, 4, grad=True), made(16, grad=True), made(16, grad=True)]
+    before = kept_bytes(card)
+    flat, parts = flatten(weights)
+    size = sum(weight.numel() for weight in weights)
+    assert kept_bytes(card) - before == 2 * size
+    assert (flat.dtype, flat.numel(), flat.requires_grad) == (HALF, size, False)
+    assert [part.shape for part in parts] == [weight.shape for weight in weights]
+    assert {part.untyped_storage()._cdata for part in parts} == {flat.untyped_storage()._cdata}
+    torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
+    assert {weight.grad.dtype for weight in weights if weight.grad is not None} == {FP32}
+
+
+def test_an_rnn_is_cast_to_fp16_under_bf16_too(card: CardMode) -> None:
+    weights = [made(16, 3), made(16, 4), made(16), made(16)]
+    state = made(1, 2, 4)
+    with torch.autocast("cuda", BF16), Copies() as copies:
+        rest: Any = (2, 4, 0, 1, False, 0.0, True, False, [], None)
+        out = torch.ops.aten._cudnn_rnn(made(5, 2, 3), weights, 4, None, state, state, *rest)
+    assert out[0].dtype is HALF
+    assert copies.noted == [((1, 2, 4), FP32, HALF), ((1, 2, 4), FP32, HALF), ((5, 2, 3), FP32, HALF)]
+
+
+# The end
+
+
+def test_nothing_is_left_behind() -> None:
+    before = torch.clear_autocast_cache
+    here = autocast.cast_operators()
+    dumps = [torch._C._dispatch_dump(f"aten::{name}") for name in (*here, RNN, "softmax.int")]
+    with simulated():
+        x, w = made(2, 4), made(4, 4, grad=True)
+        torch.set_autocast_enabled("cuda", True)
+        F.linear(x, w)
+        torch.set_autocast_enabled("cuda", False)
+        gone = weakref.ref(w)
+        del x, w
+    gc.collect()
+    assert torch.clear_autocast_cache is before
+    assert gone() is None
+    assert [torch._C._dispatch_dump(f"aten::{name}") for name in (*here, RNN, "softmax.int")] == dumps
+    with torch.autocast("cpu", BF16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
