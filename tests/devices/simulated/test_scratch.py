@@ -10,7 +10,7 @@ from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.scratch import RULES, estimate
 from autoaccum.devices.simulated.scratch.iteration import Layout, reduction_layout
 from autoaccum.devices.simulated.scratch.products import configured_bytes, configured_lt_bytes, keeps_workspace
-from autoaccum.devices.simulated.scratch.reductions import reduction_numbers, threads_per_multiprocessor
+from autoaccum.devices.simulated.scratch.reductions import reduction_numbers
 from autoaccum.devices.simulated.trace import Scratch
 
 MIB = 2**20
@@ -94,13 +94,6 @@ def test_dimensions_are_sorted_and_merged(
     shape: tuple[int, ...], strides: tuple[int, ...], reduced: tuple[int, ...], expected: Layout
 ) -> None:
     assert reduction_layout(shape, strides, reduced) == expected
-
-
-def test_threads_of_a_multiprocessor() -> None:
-    capabilities = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-    assert [threads_per_multiprocessor(each) for each in capabilities] == [
-        2048, 1024, 2048, 1536, 1536, 2048, 2048, 1536,
-    ]  # fmt: skip
 
 
 def test_flash_gradient() -> None:
@@ -211,8 +204,6 @@ def test_sorting_and_scanning() -> None:
     assert bytes_of("index_put", 1000) == 48_000
     assert bytes_of("sort", 10, 4096, 4) == 0
     assert bytes_of("sort", 10, 4097, 4) == 10 * 4097 * 12
-    assert bytes_of("top", 10, 99_999, 4) == 0
-    assert bytes_of("top", 10, 100_000, 4) == 24_000_000
     assert bytes_of("scan", 10_240) == 160
     assert bytes_of("foreach_norm", 148, 38_597_376, 4) == 148 * 589 * 4
 
@@ -226,7 +217,7 @@ _COUNTS = {
     "reduction": 8, "reduction_flags": 8, "flash_gradient": 5, "flash_row_sums": 3, "flash_grouped": 5,
     "flash_splits": 5, "efficient_gradient": 9, "efficient_row_sums": 3, "efficient_output": 5, "cudnn_gradient": 7,
     "product": 2, "product_with_bias": 1, "convolution": 6, "layer_norm_gradient": 3, "batch_norm": 3,
-    "group_norm": 1, "recurrent": 5, "embedding_sums": 5, "embedding_indices": 4, "index_put": 1, "sort": 3, "top": 3,
+    "group_norm": 1, "recurrent": 5, "embedding_sums": 5, "embedding_indices": 4, "index_put": 1, "sort": 3,
     "scan": 1, "foreach_norm": 3, "layout_copy": 1, "cast_copy": 1, "loss_elements": 1, "difference": 1,
     "ctc_gradient": 1,
 }  # fmt: skip

@@ -196,7 +196,6 @@ def test_indexing_sorting_and_scanning() -> None:
         card_tensor(4, 5000).cumsum(1)
     assert watch.of("index_put") == [(40,)]
     assert watch.of("sort") == [(4, 5000, 4)]
-    assert watch.of("top") == [(4, 50, 4)]
     assert watch.of("scan") == [(5000,)]
 
 

@@ -47,17 +47,9 @@ def _index_put(call: Call) -> list[Scratch]:
 
 
 def _sort(call: Call) -> list[Scratch]:
-    return _rows("sort", call)
-
-
-def _top(call: Call) -> list[Scratch]:
-    return _rows("top", call)
-
-
-def _rows(rule: str, call: Call) -> list[Scratch]:
     tensor = call.first
     columns = tensor.shape[call["dim"]] if tensor.dim() else 0
-    return [Scratch(rule, (tensor.numel() // columns, columns, tensor.dtype.itemsize))] if columns else []
+    return [Scratch("sort", (tensor.numel() // columns, columns, tensor.dtype.itemsize))] if columns else []
 
 
 def _scan(call: Call) -> list[Scratch]:
@@ -76,7 +68,6 @@ INDEXING_HANDLERS: Mapping[str, Handler] = MappingProxyType(
         **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _embedding_bag_gradient),
         **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
         "sort": _sort,
-        "topk": _top,
         **dict.fromkeys(("cumsum", "cumprod"), _scan),
         "_ctc_loss_backward": _ctc_gradient,
     }

@@ -109,10 +109,10 @@ def _batch_norm_by_backend(call: Call) -> list[Scratch]:
 
 
 def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Scratch]:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    last = tensor.is_contiguous(memory_format=layout) if layout else tensor.dim() == 2 and tensor.is_contiguous()
+    """For channels-last data only (Normalization.cu, batch_norm_use_channels_last_kernels)."""
+    layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
     channels = tensor.shape[1]
-    if not last or not channels:
+    if not channels or not tensor.is_contiguous(memory_format=layout) or tensor.stride(1) != 1:
         return []
     return [Scratch("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
 

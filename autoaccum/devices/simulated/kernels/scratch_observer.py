@@ -18,7 +18,21 @@ from autoaccum.devices.simulated.kernels.scratch_reductions import REDUCTION_HAN
 from autoaccum.devices.simulated.scratch.products import configured_bytes, configured_lt_bytes, keeps_workspace
 from autoaccum.devices.simulated.trace import Scratch
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "addmv", "mv", "dot", "vdot", "_scaled_mm")
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "addmm_",
+    "baddbmm_",
+    "baddbmm",
+    "addbmm",
+    "_addmm_activation",
+    "addmv",
+    "mv",
+    "dot",
+    "vdot",
+    "_scaled_mm",
+)
 _WITH_BIAS = ("addmm", "_addmm_activation")
 
 

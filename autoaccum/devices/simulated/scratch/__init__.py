@@ -35,7 +35,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "embedding_indices": indexing.embedding_indices,
         "index_put": indexing.index_put,
         "sort": indexing.sort,
-        "top": indexing.top,
         "scan": indexing.scan,
         "foreach_norm": indexing.foreach_norm,
         "layout_copy": tensor_of_bytes("operators that call contiguous() or clone() inside, such as Convolution.cpp"),

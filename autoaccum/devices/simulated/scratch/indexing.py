@@ -8,7 +8,6 @@ from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, cei
 _EMBEDDING = "ATen/native/cuda/EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel"
 _INDEX_PUT = "ATen/native/cuda/Indexing.cu, index_put_with_sort_kernel"
 _SORT = "ATen/native/cuda/Sort.cpp, launch_stable_sort_kernel, and CUB's DeviceRadixSort"
-_TOP = "ATen/native/cuda/TensorTopK.cpp, topk_out_with_sort"
 _SCAN = "ATen/native/cuda/ScanUtils.cuh, scan_dim, and CUB's DeviceScan"
 _FOREACH_NORM = "ATen/native/cuda/ForeachReduceOp.cu, output_per_tensor"
 _FEW_INDICES = 3072
@@ -42,13 +41,6 @@ def sort(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estima
     rows, columns, key_bytes = numbers
     size = rows * columns * (key_bytes + 8) if columns > _SMALL_SORT else 0
     return Estimate(bytes=size, band_bytes=size, source=_SORT, measured=size == 0)
-
-
-def top(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A whole sort, of few and very long rows. Numbers: rows, columns, bytes of a key."""
-    rows, columns, key_bytes = numbers
-    size = 2 * rows * columns * (key_bytes + 8) if rows <= 10 and columns >= 100_000 else 0
-    return Estimate(bytes=size, band_bytes=size, source=_TOP, measured=size == 0)
 
 
 def scan(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:

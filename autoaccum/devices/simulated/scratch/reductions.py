@@ -35,17 +35,6 @@ def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: 
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 
-def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
-    """How many threads one multiprocessor holds (CUDA C++ Programming Guide, technical specifications).
-
-    >>> threads_per_multiprocessor((8, 9)), threads_per_multiprocessor((9, 0))
-    (1536, 2048)
-    """
-    if capability == (7, 5):
-        return 1024
-    return 1536 if capability in ((8, 6), (8, 7), (8, 9)) or capability[0] >= 11 else 2048
-
-
 @dataclass(frozen=True)
 class _Launch:
     staging_bytes: int
@@ -79,7 +68,7 @@ def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> _Launch
         return _Launch(0, 0)
     values = ceil_div(inputs, width * height if along else height)
     grid = ceil_div(outputs // vector, 1 if along else width)
-    blocks = card.multiprocessors * (threads_per_multiprocessor(card.capability) // (width * height))
+    blocks = card.multiprocessors * (card.threads_per_multiprocessor // (width * height))
     if values < _MOST_VALUES or grid > blocks:
         return _Launch(0, 0)
     shares = max(min(ceil_div(blocks, grid), ceil_div(values, _LEAST_VALUES)), ceil_div(values, _MOST_VALUES))
