@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def state_warning(before: Fingerprint, after: Fingerprint, is_batch_changed: boo
 
 def batch_versions(batches: Sequence[Any]) -> list[int]:
     """How often each tensor of `batches` was changed in place, and where views of it were."""
-    return [tensor._version for tensor in _tensors(batches) if not tensor.is_inference()]
+    return [tensor._version for tensor in nests.tensors(batches) if not tensor.is_inference()]
 
 
 class _Identity:
@@ -127,14 +127,6 @@ def _summable(parameter: Tensor) -> Tensor:
 def _tokens(values: Iterable[Any], depth: int) -> Any:
     listed = list(values)
     return len(listed), [_token(value, depth - 1) for value in (*listed[:_ENTRIES], *listed[-1:])]
-
-
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-        return
-    for _, child in nests.children(node) or ():
-        yield from _tensors(child)
 
 
 def _listed(names: Sequence[str]) -> str:

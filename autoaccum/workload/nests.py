@@ -127,6 +127,15 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def tensors(node: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest, in order."""
+    if isinstance(node, Tensor):
+        yield node
+        return
+    for _, child in children(node) or ():
+        yield from tensors(child)
+
+
 def rebuild(node: Any, content: Sequence[Any]) -> Any:
     """A container like `node` around `content`, in the order of `children`.
 

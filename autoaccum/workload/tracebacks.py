@@ -28,10 +28,10 @@ def format_user_traceback(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str | None:
-    """Where in the user's own code `error` came out: `model.py:31, x = x[mask]`; None where no frame is theirs."""
+    """Where in the user's own code `error` came out: model.py:31 (`x = x[mask]`); None where no frame is theirs."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].line}" if own else None
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} (`{own[-1].line}`)" if own else None
 
 
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.placement import convert_module
-from autoaccum.devices.simulated.values import answer_values
+from autoaccum.devices.simulated.values import SimulationLimit, answer_values, asked_by_torch, unknown_value
 
 COMPILED = (
     "the model is compiled (torch.compile), and what is predicted is its eager step: compiled kernels fuse operators,"
@@ -35,7 +35,13 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "tolist", _tolist),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
+        (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
+        (FakeTensor, "numpy", _unreadable),
+        (FakeTensor, "__array__", _unreadable),
+        (FakeTensor, "__dlpack__", _unreadable),
+        (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
+        (torch.nn.DataParallel, "forward", lambda module, *args, **kwargs: module.module(*args, **kwargs)),
     ):
         stack.enter_context(replaced(owner, name, value))
 
@@ -76,6 +82,19 @@ def _tolist(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, FakeTensor):
         return answer_values(tensor)
     return torch._C.TensorBase.tolist(tensor)
+
+
+def _unreadable(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    raise unknown_value(tensor)
+
+
+def _data_ptr(tensor: torch.Tensor) -> int:
+    """A number of its own for each place, for those who only compare; 0 for who asks whether there is memory."""
+    asker = asked_by_torch()
+    if asker is None:
+        raise SimulationLimit("the address of a tensor on the card is taken, as for a kernel of one's own")
+    place = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+    return 0 if asker == "torch._tensor" else place
 
 
 def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:

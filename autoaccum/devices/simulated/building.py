@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.simulated.simulation import CardMode
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.nests import tensors
 from autoaccum.workload.spec import Workload
+
+
+def on_the_host(workload: Workload) -> Workload:
+    """`workload`, whose batches are checked to be where their weights can be counted: on the CPU."""
+    return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
+
+
+def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
+    made = batch(size)
+    if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
+        raise WorkloadError(
+            f"batch({size}) is on the card, where a simulation cannot count its weight",
+            hint="make it on the CPU: one part at a time is moved, so that the card holds no more than that",
+        )
+    return made
 
 
 def built_lazily(workload: Workload, mode: CardMode) -> Workload:

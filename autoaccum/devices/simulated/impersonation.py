@@ -20,6 +20,7 @@ from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.values import SimulationLimit
 
 DEVICE = torch.device("cuda", 0)
+ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
 _CUDNN_VERSION = 91002
 """Of the builds of torch 2.11 to 2.15; said by a CPU build, which has none."""
 
@@ -180,10 +181,9 @@ def _properties(card: Card) -> Any:
 
 def _limits(card: Card) -> Mapping[str, int]:
     """Limits of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications)."""
-    threads = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(card.capability, 2048)
     kib = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
     return {
-        "max_threads_per_multi_processor": threads,
+        "max_threads_per_multi_processor": card.threads_per_multiprocessor,
         "regs_per_multiprocessor": 65536,
         "shared_memory_per_block": 48 << 10,
         "shared_memory_per_block_optin": kib.get(card.capability, 99) << 10,
@@ -222,7 +222,7 @@ def _check_index(device: Any = None) -> None:
         device = device.device
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     if index not in (None, -1, 0):
-        raise SimulationLimit(f"cuda:{index} is used, and one card is simulated, cuda:0")
+        raise SimulationLimit(f"cuda:{index} is used, and one card is simulated", hint=ONE_CARD)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

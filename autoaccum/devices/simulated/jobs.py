@@ -11,7 +11,7 @@ from typing import Any
 
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.devices.replies import failure_reply, look_where
-from autoaccum.devices.simulated.building import built_lazily
+from autoaccum.devices.simulated.building import built_lazily, on_the_host
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.inspection import inspect_simulated
 from autoaccum.devices.simulated.refusals import refuse
@@ -48,7 +48,7 @@ class SimulatedChild:
                 workload = dataclasses.replace(workload, precision=request["precision"])
         except BaseException as error:
             return failure_reply(refuse(error, doing) or error, doing)
-        self._workload = workload
+        self._workload = on_the_host(workload)
         gc.freeze()
         return {}
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.values import SimulationLimit
 
 
 class Recorder:
@@ -43,6 +44,9 @@ class Recorder:
         """Note the storages of what an operator returned."""
         for tensor in tree_leaves(out) if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+                if tensor.layout is not torch.strided:
+                    layout = str(tensor.layout).removeprefix("torch.")
+                    raise SimulationLimit(f"a tensor of layout {layout} is made, and only dense ones are followed")
                 self._see_storage(tensor.untyped_storage())
 
     def take(self, scratches: Iterable[Scratch]) -> None:

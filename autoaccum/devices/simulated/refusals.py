@@ -25,6 +25,7 @@ _KERNEL = (
     f" {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
+_GENERATOR = "Cannot get CUDA generator"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
 
@@ -40,7 +41,7 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
         if found is not None:
             what, hint = found
             line = user_line(error)
-            where = f" at {line}" if line else ""
+            where = f", at {line}" if line else ""
             return WorkloadError(f"{doing}: {what}{where}", hint=hint, user_traceback=format_user_traceback(error))
     return None
 
@@ -49,14 +50,17 @@ def _sentence(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, UnknownValue):
         return str(error), _VALUES
     if isinstance(error, SimulationLimit):
-        return str(error), _ELSEWHERE
+        return str(error), error.hint or _ELSEWHERE
     if isinstance(error, DynamicOutputShapeException):
         return f"{_name(error)} gives a shape that depends on values", _VALUES
     if isinstance(error, DataDependentOutputException):
         return f"{_name(error)} depends on values", _VALUES
     if isinstance(error, UnsupportedOperatorException):
-        return f"{_name(error)} cannot be simulated", _KERNEL
+        name = _name(error)
+        return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _KERNEL
     text = str(error)
+    if _GENERATOR in text:
+        return "a random generator on the card is made, which needs one", f"leave its device away, or {_ELSEWHERE}"
     if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):
         return f"an operator cannot be simulated ({text.splitlines()[0]})", _KERNEL
     if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):

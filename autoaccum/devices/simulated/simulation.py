@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autoaccum.devices.simulated import builds
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.impersonation import DEVICE, impersonate
+from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD, impersonate
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
@@ -83,6 +83,8 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = {} if kwargs is None else kwargs
         if "device" in kwargs:
             kwargs = self._with_device(kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
         if not self._is_ours(func, args, kwargs):
             return func(*args, **kwargs)
         if func is _READS:
@@ -121,8 +123,8 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return FakeTensor(self, made, DEVICE)
 
     def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a fake tensor is among the arguments, or is to be made."""
-        if _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
+        """Whether a fake tensor is among the arguments, or is to be made, or another operator takes itself apart."""
+        if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
             return True
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":
@@ -139,7 +141,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             device = _CPU if self.lazy else DEVICE
         if device.type == "cuda" and device != DEVICE:
             if device.index is not None:
-                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated, cuda:0")
+                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
             device = DEVICE
         return {**kwargs, "device": device}
 

@@ -9,21 +9,37 @@ from typing import Any
 from torch import Tensor
 
 _ANSWERS = (
-    # The gradients are finite, and no norm is one to raise for.
-    ("torch.amp.grad_scaler", "_maybe_opt_step", 0.0),
-    ("torch.amp.grad_scaler", "", 1.0),
-    ("torch.nn.utils.clip_grad", "", 0.0),
+    ("torch.amp.grad_scaler", "get_scale", 1.0),
+    ("torch.amp.grad_scaler", "", 0.0),  # Whether gradients are infinite.
+    ("torch.nn.utils.clip_grad", "", 0.0),  # Whether the norm is one to raise for.
     ("torch.optim", "", 1.0),
     ("autoaccum.accumulation.attempt", "", 1.0),
     ("autoaccum.accumulation.attributes", "", 1.0),
 )
 """Who may ask (module, function), and what they are told. Everybody else is the user's own code, or runs for it."""
 
-_PLUMBING = ("torch._tensor", "torch._ops", "torch._subclasses", "torch.utils._", "autoaccum.devices.simulated")
+_PLUMBING = (
+    "autoaccum.devices.simulated",
+    "torch._compile",
+    "torch._dynamo",
+    "torch._ops",
+    "torch._subclasses",
+    "torch._tensor",
+    "torch.utils._",
+)
 
 
 class SimulationLimit(Exception):
-    """Something that a simulated card cannot do; the text says what."""
+    """Something that a simulated card cannot do; the text says what.
+
+    Args:
+        text: What was seen, and the bound.
+        hint: The way out, if there is a particular one.
+    """
+
+    def __init__(self, text: str, *, hint: str | None = None) -> None:
+        super().__init__(text)
+        self.hint = hint
 
 
 class UnknownValue(SimulationLimit):
@@ -38,10 +54,21 @@ def answer_scalar(tensor: Tensor) -> float | int | bool:
     """
     value = _answer()
     if value is None:
-        raise UnknownValue(f"a value is read from {tensor.device.type} (a tensor of shape {tuple(tensor.shape)})")
+        raise unknown_value(tensor)
     if tensor.is_floating_point():
         return value
     return bool(value) if str(tensor.dtype) == "torch.bool" else int(value)
+
+
+def unknown_value(tensor: Tensor) -> UnknownValue:
+    """The error for reading `tensor`."""
+    return UnknownValue(f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card")
+
+
+def asked_by_torch() -> str | None:
+    """The module of PyTorch's that called the caller; None where it was none of PyTorch's."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name if name == "torch" or name.startswith("torch.") else None
 
 
 def answer_values(tensor: Tensor) -> Any:
@@ -56,7 +83,7 @@ def answer_values(tensor: Tensor) -> Any:
 
 def _answer() -> float | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PLUMBING):
+    while frame is not None and _is_plumbing(frame):
         frame = frame.f_back
     if frame is None:
         return None
@@ -65,3 +92,8 @@ def _answer() -> float | None:
         if (module == asker or module.startswith(f"{asker}.")) and name in ("", function):
             return value
     return None
+
+
+def _is_plumbing(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith(_PLUMBING) or frame.f_code.co_name == "__torch_dispatch__"
