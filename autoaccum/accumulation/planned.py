@@ -143,6 +143,7 @@ def planned_facts(plan: PlanLike) -> Facts:
     workload, device = plan.workload, plan.device
     source = _recorded(workload, "weight", str)
     kind = _recorded(device, "kind", str)
+    kind, card = "cuda" if kind == "simulated" else kind, _recorded(device, "card", str)
     model = _recorded(workload, "model", str)
     return Facts(
         model=None if model in _WRAPPERS else model,
@@ -152,8 +153,8 @@ def planned_facts(plan: PlanLike) -> Facts:
         precision=_recorded(workload, "precision", str),
         loss=None if source is None else _loss_words(_recorded(workload, "reduction", str) or "mean", source),
         kind=kind,
-        card=_recorded(device, "card", str),
-        total_bytes=_recorded(device, "total_bytes", int) if kind == "cuda" else None,
+        card=card,
+        total_bytes=_recorded(device, "total_bytes", int) if card is not None else None,
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.argument("workload")
 @click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where trials run.")
+@click.option("--gpu", metavar="NAME", help="Predict for this card, which need not be here; see `autoaccum gpus`.")
 @click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
 @click.option("--reserve", metavar="SIZE", help="Kept free of it.")
 @click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
@@ -46,10 +47,11 @@ if TYPE_CHECKING:
 def command(
     workload: str, as_json: bool, output: str | None, emit: str | None, force: bool, quiet: bool, **request: Any
 ) -> None:
-    """Find out by real trials how to train WORKLOAD with batches of a given size.
+    """Find out how to train WORKLOAD with batches of a given size: by real trials, or for a --gpu by prediction.
 
     WORKLOAD is model.py, model.py:name or package.module:name. Trials grow until memory is really out; the plan is
     the largest micro-batch that ran, and the fewest of them that make up the batch, confirmed from a clean state.
+    With --gpu nothing runs on a card: one training step is traced, and its allocations replayed in that card's memory.
 
     Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
     """

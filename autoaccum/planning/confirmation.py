@@ -32,7 +32,14 @@ class Confirmation:
 
 
 def confirm(
-    runner: Runner, request: Request, result: SearchResult, inspection: Inspection, limit_bytes: int, tell: Listener
+    runner: Runner,
+    request: Request,
+    result: SearchResult,
+    inspection: Inspection,
+    limit_bytes: int,
+    tell: Listener,
+    *,
+    predicted: bool = False,
 ) -> Confirmation:
     """Prove a schedule in a fresh process, going down to the next one while it fails.
 
@@ -54,27 +61,38 @@ def confirm(
             raise trial_error(trial)
         if trial.outcome == "ok" or trial.outcome in accepted:
             return Confirmation(schedule, trial, max(largest_fit, trial.micro_batch), tuple(doubts))
-        doubts.append(
-            f"{format_parts(schedule.micro_batches)} did not run again from a clean state ({trial.outcome}), although "
-            f"{ceiling} ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
-        )
+        doubts.append(_doubt(schedule, ceiling, trial, predicted))
         if schedule.micro_batch == inspection.least_size:
             if trial.outcome == "oom" and not trial.certain:
                 raise NotMeasuredError(
                     f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
                 )
-            raise does_not_fit(trial, limit_bytes, inspection_need(inspection))
+            raise does_not_fit(trial, limit_bytes, inspection_need(inspection, predicted))
         ceiling = schedule.micro_batch - 1
         largest_fit = max((t.micro_batch for t in runner.trials if t.ran and t.micro_batch <= ceiling), default=0)
 
 
-def inspection_need(inspection: Inspection) -> Need:
+def inspection_need(inspection: Inspection, predicted: bool = False) -> Need:
     """What an inspection tells of the memory any size needs."""
     return Need(
         least_bytes=inspection.parameter_bytes,
         update_bytes=inspection.update_bytes,
         update_samples=inspection.update_samples,
         sample_bytes=inspection.sample_bytes,
+        predicted=predicted,
+    )
+
+
+def _doubt(schedule: Schedule, ceiling: int, trial: Trial, predicted: bool) -> str:
+    """The sentence on a schedule whose trial failed, or was tight, although its ceiling was not."""
+    parts = format_parts(schedule.micro_batches)
+    if predicted:
+        return (
+            f"{parts} was traced and does not fit ({trial.outcome}), although {ceiling} does by traces of other sizes"
+        )
+    return (
+        f"{parts} did not run again from a clean state ({trial.outcome}), although {ceiling} ran before: memory "
+        "differs from one run to the next, so keep some headroom (--reserve)"
     )
 
 

@@ -1,10 +1,11 @@
-"""From `--device` to a Device, or to a sentence that says what is missing here."""
+"""From `--device` or `--gpu` to a Device, or to a sentence that says what is missing here."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +43,36 @@ def make_device(
     from autoaccum.devices.cuda import CudaDevice
 
     return CudaDevice(settings, index=index, memory=memory, reserve=reserve, on_output=on_output)
+
+
+def simulate_device(
+    gpu: str,
+    settings: TrialSettings,
+    *,
+    memory: MemorySize | None = None,
+    reserve: MemorySize | None = None,
+    on_output: Callable[[str], None] | None = None,
+) -> Device:
+    """The card called `gpu`, simulated; imports no torch here.
+
+    Raises:
+        UsageError: There is no such card, it does not have the memory asked for, or torch or what the environment asks
+            of its allocator cannot be simulated.
+    """
+    from autoaccum.devices.simulated.catalog import find_card
+    from autoaccum.devices.simulated.child_tracer import ChildTracer
+    from autoaccum.devices.simulated.device import SimulatedDevice
+    from autoaccum.devices.torch_release import read_torch_release
+
+    card = find_card(gpu)
+    return SimulatedDevice(
+        card,
+        partial(ChildTracer, settings, card, on_output),
+        share=settings.share,
+        torch_version=read_torch_release(),
+        memory=memory,
+        reserve=reserve,
+    )
 
 
 def card_index(name: str) -> int | None:

@@ -25,12 +25,14 @@ class Inspected:
         device: Short name of where trials run.
         limit_bytes: The budget of every trial.
         cap: The largest size that will be tried, in samples.
+        predicted: Whether trials are predicted, and nothing runs.
     """
 
     inspection: Inspection
     device: str
     limit_bytes: int
     cap: int
+    predicted: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Trial
+from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
 from autoaccum.planning.allowance import Allowance
 from autoaccum.planning.confirmation import confirm, inspection_need
 from autoaccum.planning.events import Inspected, Listener, Loading
 from autoaccum.planning.least import find_least
+from autoaccum.planning.notes import describe_workload, plan_notes
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
 from autoaccum.planning.runner import Runner
@@ -24,6 +25,8 @@ from autoaccum.units import MemorySize
 
 _LEAST_CHECK_SECONDS = 60.0
 """What the check of the workload may take under any limit on time: without it there is no plan."""
+
+_SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +47,7 @@ def plan(
     optimizer: Any = None,
     precision: str | None = None,
     device: str = "auto",
+    gpu: str | None = None,
     memory: str | MemorySize | None = None,
     reserve: str | MemorySize | None = None,
     world_size: int = 1,
@@ -76,6 +80,8 @@ def plan(
             state is put back, or a function or class that makes one; AdamW when None.
         precision: `fp32`, `bf16` or `fp16`, instead of the workload's; a live model's is `fp32` when None.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
+        gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
+            nothing runs on any card, and the plan is of kind `predicted`. In place of `device`; files only.
         memory: The budget: `10GiB`, `24GB`, or `80%` of the total; what is free otherwise.
         reserve: Kept free of it.
         world_size: Ranks that share the target; the longest share decides.
@@ -85,7 +91,8 @@ def plan(
         time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
             confirmed, which may take longer; the plan is marked by `stopped`. The check of the workload before the
             search counts; it may take a minute whatever the limit.
-        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %.
+        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
+            predicted plan has it anyway.
         trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.
         on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
@@ -115,6 +122,7 @@ def plan(
             optimizer=optimizer,
             precision=precision,
             device=device,
+            gpu=gpu,
             memory=memory,
             reserve=reserve,
             trial_limit=trial_limit,
@@ -146,22 +154,33 @@ def plan_on(
     limit = request.time_limit
     inspection = device.inspect(limit_seconds=None if limit is None else max(limit, _LEAST_CHECK_SECONDS))
     runner.proof_seconds = time.monotonic() - asked
-    tell(Inspected(inspection, device.name, device.limit_bytes, request.cap))
+    predicts = isinstance(device, Predicting)
+    tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
+    foresight = _foresee(device, request)
     result = search(
         runner.try_size,
         request.cap,
         limit_bytes=device.limit_bytes,
-        need=inspection_need(inspection),
+        need=inspection_need(inspection, predicts),
         least_size=inspection.least_size,
         fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
+        predict=foresight.peak_bytes,
     )
-    found = confirm(runner, request, result, inspection, device.limit_bytes, tell)
-    least_bytes, least_notes = _find_least(runner, device, found.proof) if request.least else (None, ())
+    found = confirm(runner, request, result, inspection, device.limit_bytes, tell, predicted=predicts)
+    prediction = device.predict(found.proof.parts) if isinstance(device, Predicting) else None
+    least_bytes: int | None = None
+    further: tuple[str, ...] = ()
+    if prediction is not None:
+        least_bytes, further = prediction.least_bytes, prediction.notes
+    elif request.least:
+        least_bytes, further = _find_least(runner, device, found.proof)
     cautions = inspection.warnings
     if found.schedule.iter_size > 1:
         cautions += inspection.accumulation_warnings
+    if prediction is not None:
+        cautions += prediction.warnings
     return Plan(
-        kind="measured",
+        kind="measured" if prediction is None else "predicted",
         target_batch=found.schedule.target_batch,
         micro_batch=found.schedule.micro_batch,
         iter_size=found.schedule.iter_size,
@@ -174,13 +193,22 @@ def plan_on(
         limit_bytes=device.limit_bytes,
         peak_bytes=peak_bytes(found.proof),
         least_bytes=least_bytes,
+        band_bytes=None if prediction is None else prediction.band_bytes,
         device=device.describe(),
         environment=inspection.environment,
         workload=describe_workload(inspection, subject.reference),
         trials=tuple(runner.trials),
         warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *found.doubts))),
-        notes=(*_notes(found.schedule, request, found.largest_fit, inspection), *least_notes),
+        notes=(*plan_notes(found.schedule, request, found.largest_fit, inspection), *foresight.notes, *further),
     )
+
+
+def _foresee(device: Device, request: Request) -> Foresight:
+    """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much."""
+    few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
+    if few_trials or request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
+        return Foresight()
+    return device.foresee()
 
 
 def _find_least(runner: Runner, device: Device, proof: Trial) -> tuple[int, tuple[str, ...]]:
@@ -189,43 +217,3 @@ def _find_least(runner: Runner, device: Device, proof: Trial) -> tuple[int, tupl
         partial(runner.try_budget, proof.parts), limit_bytes=device.limit_bytes, peak_bytes=peak_bytes(proof)
     )
     return found, () if ended is None else (ended,)
-
-
-def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
-    """What the plan records of the workload."""
-    return {
-        "reference": reference,
-        "name": inspection.name,
-        "digest": inspection.digest,
-        "model": inspection.model,
-        "parameters": inspection.parameters,
-        "parameter_bytes": inspection.parameter_bytes,
-        "precision": inspection.precision,
-        "optimizer": inspection.optimizer,
-        "loss": inspection.loss,
-        "reduction": inspection.reduction,
-        "weight": inspection.weight,
-        "recipe": dict(inspection.recipe),
-    }
-
-
-def _notes(schedule: Schedule, request: Request, ceiling: int, inspection: Inspection) -> list[str]:
-    notes = [learning_rate_note(schedule, inspection.reduction)]
-    if request.equal and (cost := equal_parts_cost(schedule, ceiling)):
-        notes.append(cost)
-    idle = sum(1 for parts in schedule.ranks if not sum(parts))
-    if idle:
-        notes.append(
-            f"{idle} of {schedule.world_size} ranks have no samples of their own: the target is smaller than the world"
-        )
-    return notes
-
-
-def learning_rate_note(schedule: Schedule, reduction: str) -> str:
-    """What happens to the learning rate, in one sentence: nothing, since the gradient is the full batch's."""
-    rate = f"the learning rate stays what it is for a batch of {schedule.target_batch}"
-    if schedule.iter_size == 1:
-        return f"{rate}: nothing is accumulated, one micro-batch is the update"
-    if reduction == "sum":
-        return f"{rate}: the loss is a sum, so its parts are added and not divided"
-    return f"{rate}; an undivided loss would act as {schedule.iter_size} times the rate under plain SGD"

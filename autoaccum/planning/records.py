@@ -32,19 +32,20 @@ class Plan:
         micro_batches: The parts of the rank with the longest share, in order; with one rank, of all there is.
         world_size: Number of ranks.
         ranks: The parts of every rank; None when there is one.
-        largest_fit: The largest micro-batch that ran.
+        largest_fit: The largest micro-batch that ran, or that is predicted to.
         capped: `largest_fit` is where the search was told to stop (the share, or a cap), not where memory ended.
         stopped: The limit that ended the search before it knew the largest size; None when nothing did.
         limit_bytes: The budget every trial was held to.
-        peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it.
+        peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it. A predicted
+            one is that with room to spare, and may lie above the budget: the allocator makes do with less.
         least_bytes: The smallest budget at which this schedule would still run; None when measured, unless asked for.
-        band_bytes: How far off a predicted peak may be; None when measured.
+        band_bytes: How far off predicted bytes may be; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction,
             weight, and the recipe of a training step (`workload.recipes`).
-        trials: All trials in the order they ran; the last held to the plan's own budget is the schedule's, from a clean
-            state.
+        trials: All trials in the order they ran, or were predicted; the last held to the plan's own budget is the
+            schedule's, from a clean state.
         warnings: What could make the plan fail or mislead, as sentences.
         notes: What is good to know (the learning rate), as sentences.
         schema: Version of the record.
@@ -94,7 +95,7 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves above the peak; None where the peak was not measured."""
+        """What the budget leaves above the peak; None where the peak was not measured, below 0 where it lies above."""
         return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
 
     def to_json(self) -> str:
@@ -175,8 +176,9 @@ class Plan:
         ]
         if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
             found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
-        if self.kind == "measured":
-            found += self._unproved()
+        found += self._unproved()
+        if (self.band_bytes or 0) < 0 or (self.kind == "predicted") != (self.band_bytes is not None):
+            found.append(f"band_bytes is {self.band_bytes}, and it is {self.kind}")
         if self.capped and self.stopped is not None:
             found.append(f"the limit on {self.stopped} stopped a search that is capped")
         if self.largest_fit < self.micro_batch:
@@ -192,6 +194,8 @@ class Plan:
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
         found = [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
+        if self.kind == "predicted":
+            return found if self.least_bytes is not None else [*found, "no least_bytes are predicted"]
         budgets = {trial.limit_bytes for trial in ran if trial.micro_batch == self.micro_batch}
         if self.least_bytes not in budgets | {None, self.limit_bytes}:
             found.append(f"least_bytes is {self.least_bytes}, and no trial ran within that")

@@ -10,16 +10,8 @@ from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.extrapolation import Guess, next_size
 from autoaccum.planning.forecast import Forecast, Predict
-from autoaccum.planning.verdicts import (
-    Need,
-    does_not_fit,
-    doubtful,
-    monotony_warnings,
-    peak_bytes,
-    stop_warning,
-    tight_warning,
-    trial_error,
-)
+from autoaccum.planning.tried import Tried
+from autoaccum.planning.verdicts import Need, does_not_fit, monotony_warnings, stop_warning, tight_warning
 
 Stop = Literal["time", "trials"]
 """Which limit ended a search before it knew the largest size."""
@@ -103,40 +95,41 @@ def search(
             f"the largest micro-batch to try is {cap}, the least that can be trained is {least_size}",
             hint="give a larger one",
         )
-    state = _State(trial, fresh_trial, least_size)
+    tried = Tried(trial, fresh_trial, least_size)
     goal = _Goal(cap, limit_bytes, need, None if predict is None else Forecast(predict, limit_bytes, cap))
     stop: SearchStopped | None = None
     try:
-        _begin(state, goal, least_size)
-        _close_in(state, goal)
-        while state.first_fail_is_stale:
-            state.run(state.largest_fit + 1, fresh=True)
-            _close_in(state, goal)
-        state.settle_doubts()
+        _begin(tried, goal, least_size)
+        _close_in(tried, goal)
+        while tried.first_fail_is_stale:
+            tried.run(tried.largest_fit + 1, fresh=True)
+            _close_in(tried, goal)
+        tried.settle_doubts()
     except SearchStopped as raised:
         stop = raised
-    if not any(t.ran for t in state.trials):
+    if not any(t.ran for t in tried.trials):
         raise NotMeasuredError(
             f"{stop} ended the search before a micro-batch of {least_size} had run through",
             hint="allow more, or take a smaller model",
         )
-    capped = state.largest_fit == cap
+    capped = tried.largest_fit == cap
     return SearchResult(
-        largest_fit=state.largest_fit,
-        first_fail=None if capped else state.first_fail,
+        largest_fit=tried.largest_fit,
+        first_fail=None if capped else tried.first_fail,
         capped=capped,
-        trials=tuple(state.trials),
-        warnings=(*_warnings(state, None if capped else stop), *monotony_warnings(state.telling)),
+        trials=tuple(tried.trials),
+        warnings=(*_warnings(tried, None if capped else stop, need), *monotony_warnings(tried.telling)),
         stopped=None if stop is None or capped else stop.stop,
     )
 
 
-def _warnings(state: _State, stop: SearchStopped | None) -> Iterator[str]:
-    tight = sorted({t.micro_batch for t in state.trials if t.outcome == "tight"})
+def _warnings(tried: Tried, stop: SearchStopped | None, need: Need | None) -> Iterator[str]:
+    predicted = need is not None and need.predicted
+    tight = sorted({t.micro_batch for t in tried.trials if t.outcome == "tight"})
     if tight:
-        yield tight_warning(tight, state.largest_fit)
+        yield tight_warning(tight, tried.largest_fit, predicted=predicted)
     if stop is not None:
-        yield stop_warning(str(stop), state.largest_fit, state.first_fail)
+        yield stop_warning(str(stop), tried.largest_fit, tried.first_fail, predicted=predicted)
 
 
 @dataclass(frozen=True)
@@ -149,122 +142,47 @@ class _Goal:
     forecast: Forecast | None
 
 
-def _begin(state: _State, goal: _Goal, least_size: int) -> None:
+def _begin(tried: Tried, goal: _Goal, least_size: int) -> None:
     """Run one size: one of which a forecast says that it probably fits, or else the least.
 
     Raises:
         DoesNotFitError: The least does not run.
     """
-    while goal.forecast is not None and len(state.trials) < _FORECAST_FAILS:
-        guess = goal.forecast.guess({}, 0, state.least_fail, surprise=3.0 ** len(state.trials), tried=0)
+    while goal.forecast is not None and len(tried.trials) < _FORECAST_FAILS:
+        guess = goal.forecast.guess({}, 0, tried.least_fail, surprise=1.0, tried=0)
         size = 0 if guess is None else min(guess.size, goal.cap)
         if size <= least_size:
             break
-        if state.run(size).ran:
+        if tried.run(size).ran:
             return
-    if not state.run(least_size).ran:
-        raise does_not_fit(state.trials[-1], goal.limit_bytes, goal.need)
+    if not tried.run(least_size).ran:
+        raise does_not_fit(tried.trials[-1], goal.limit_bytes, goal.need)
 
 
-def _close_in(state: _State, goal: _Goal) -> None:
+def _close_in(tried: Tried, goal: _Goal) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
-    while state.largest_fit < goal.cap and state.first_fail != state.largest_fit + 1:
+    while tried.largest_fit < goal.cap and tried.first_fail != tried.largest_fit + 1:
         guess = None
         if goal.forecast is not None:
             guess = goal.forecast.guess(
-                state.peaks, state.largest_fit, state.first_fail, surprise=surprise, tried=len(state.trials)
+                tried.peaks, tried.largest_fit, tried.first_fail, surprise=surprise, tried=len(tried.trials)
             )
         # What will probably end the search is to count at once: a failure in a used process is tried again.
-        ends_it = guess is not None and guess.size == state.largest_fit + 1
-        guess = guess or _extrapolate(state, goal, surprise)
+        ends_it = guess is not None and guess.size == tried.largest_fit + 1
+        guess = guess or _extrapolate(tried, goal, surprise)
         size = min(guess.size, goal.cap)
-        state.run(size, fresh=ends_it or state.leftovers_matter)
-        surprise = guess.surprise(size <= state.largest_fit, surprise)
+        tried.run(size, fresh=ends_it or tried.leftovers_matter)
+        surprise = guess.surprise(size <= tried.largest_fit, surprise)
 
 
-def _extrapolate(state: _State, goal: _Goal, surprise: float) -> Guess:
+def _extrapolate(tried: Tried, goal: _Goal, surprise: float) -> Guess:
     return next_size(
-        state.peaks,
-        state.largest_fit,
-        state.first_fail,
+        tried.peaks,
+        tried.largest_fit,
+        tried.first_fail,
         goal.limit_bytes,
         surprise=surprise,
-        tried=len(state.trials),
+        tried=len(tried.trials),
         sample_bytes=None if goal.need is None else goal.need.sample_bytes,
     )
-
-
-class _State:
-    """What the trials so far have shown."""
-
-    def __init__(
-        self, trial: Callable[[int], Trial], fresh_trial: Callable[[int], Trial] | None, least_size: int
-    ) -> None:
-        self._trial, self._fresh_trial, self._least_size = trial, fresh_trial, least_size
-        self.trials: list[Trial] = []
-
-    def run(self, size: int, *, fresh: bool = False) -> Trial:
-        """Run a trial; what ran beside leftovers of others runs without them, what failed may be tried again."""
-        trial = (self._fresh_trial or self._trial)(size) if fresh else self._trial(size)
-        self.trials.append(trial)
-        if trial.outcome == "error":
-            raise trial_error(trial)
-        if not trial.ran and not trial.certain and size == self._least_size:
-            raise doubtful(trial)
-        return trial
-
-    def fits(self, trial: Trial) -> bool:
-        return trial.outcome == "ok" or (trial.outcome == "tight" and all(t.outcome != "ok" for t in self.trials))
-
-    @property
-    def largest_fit(self) -> int:
-        return max(t.micro_batch for t in self.trials if self.fits(t))
-
-    @property
-    def first_fail(self) -> int | None:
-        failed = [t.micro_batch for t in self.telling if not self.fits(t) and t.micro_batch > self.largest_fit]
-        return min(failed, default=None)
-
-    @property
-    def least_fail(self) -> int | None:
-        return min((t.micro_batch for t in self.trials if not t.ran), default=None)
-
-    @property
-    def telling(self) -> list[Trial]:
-        """The trials that tell something: failures of used processes do not where leftovers matter."""
-        return [t for t in self.trials if t.ran or t.fresh] if self.leftovers_matter else self.trials
-
-    @property
-    def leftovers_matter(self) -> bool:
-        """Whether a size ran in a fresh process that failed in a used one."""
-        refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
-        return any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
-
-    @property
-    def first_fail_is_stale(self) -> bool:
-        """Whether the failure right above what ran is known only from one process that had run trials before."""
-        tried = [t for t in self.trials if t.micro_batch == self.first_fail]
-        return self._fresh_trial is not None and len(tried) == 1 and not tried[0].fresh
-
-    @property
-    def peaks(self) -> dict[int, int]:
-        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
-        return {size: peak for size, peak in ran if peak is not None}
-
-    def settle_doubts(self) -> None:
-        """Some texts of an out-of-memory also mean a bug: they count once a smaller size ran in a fresh process."""
-        doubts = [t for t in self.trials if not t.ran and not t.certain]
-        if not doubts:
-            return
-        least = min(doubts, key=lambda t: t.micro_batch)
-        if not self._is_settled(least):
-            # After a failed trial the next process is a fresh one, so that this trial can settle it.
-            self.run(self.largest_fit, fresh=True)
-        if not self._is_settled(least):
-            raise doubtful(least)
-
-    def _is_settled(self, doubt: Trial) -> bool:
-        later = self.trials[self.trials.index(doubt) + 1 :] if self._fresh_trial is None else []
-        fresh = [trial for trial in self.trials if trial.fresh]
-        return any(trial.ran and trial.micro_batch < doubt.micro_batch for trial in (*fresh, *later))

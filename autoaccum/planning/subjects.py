@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
-from autoaccum.planning.device_choice import check_device, make_device
+from autoaccum.planning.device_choice import check_device, make_device, simulate_device
 from autoaccum.planning.request import check_seconds
 from autoaccum.units import MemorySize, parse_size
 
@@ -29,7 +29,7 @@ class Subject:
     Attributes:
         device: Runs its trials; to be closed.
         reference: What the plan calls it.
-        isolated: Whether a trial can have a process of its own.
+        isolated: Whether a trial in a process of its own may end otherwise than one after others.
     """
 
     device: Device
@@ -46,6 +46,7 @@ class Settings:
     optimizer: Any = None
     precision: str | None = None
     device: str = "auto"
+    gpu: str | None = None
     memory: str | MemorySize | None = None
     reserve: str | MemorySize | None = None
     trial_limit: float = 600.0
@@ -66,6 +67,8 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     precision = _check_precision(settings.precision)
+    if settings.gpu is not None:
+        _check_simulated(workload, settings)
     trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
     memory, reserve = _size(settings.memory, "memory"), _size(settings.reserve, "reserve")
     given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
@@ -88,8 +91,26 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         optimizer=settings.optimizer,
         trial_limit_seconds=trial_limit,
     )
+    if settings.gpu is not None:
+        simulated = simulate_device(settings.gpu, trials, memory=memory, reserve=reserve, on_output=settings.on_output)
+        return Subject(simulated, reference, isolated=False)
     made = make_device(settings.device, trials, memory=memory, reserve=reserve, on_output=settings.on_output)
     return Subject(made, reference)
+
+
+def _check_simulated(workload: Any, settings: Settings) -> None:
+    """Refuse what a card that is not there does not go together with."""
+    if settings.device != "auto":
+        raise UsageError(
+            f"both --device {settings.device} and --gpu {settings.gpu} are given",
+            hint="--device measures on what is here, --gpu predicts for a card that need not be: take one",
+        )
+    if not isinstance(workload, (str, os.PathLike)):
+        given = "live objects are" if workload is None else f"{_kind(workload)} is"
+        raise UsageError(
+            f"gpu is {settings.gpu!r}, and {given} given: they live on what is really here",
+            hint=f'write model, batch and loss into a file and give that: plan("model.py", gpu={settings.gpu!r}, ...)',
+        )
 
 
 def _in_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,19 +23,21 @@ class Need:
         least_bytes: What any size holds: the parameters.
         update_bytes: The peak of one update of `update_samples` samples that nothing limited; None: not measured.
         sample_bytes: What the activations of one sample take; None: not measured.
+        predicted: Whether trials are predicted: then nothing ran, and one that failed has a peak all the same.
     """
 
     least_bytes: int = 0
     update_bytes: int | None = None
     update_samples: int = 0
     sample_bytes: int | None = None
+    predicted: bool = False
 
 
 def trial_error(trial: Trial) -> AutoaccumError:
     """The error to raise for a trial whose outcome is `error`: the workload's fault, or the measurement's."""
     where = f" in {trial.phase}" if trial.phase else ""
     message = trial.message or "no message"
-    if not message.startswith((f"micro-batch {trial.micro_batch}:", f"micro-batch {trial.micro_batch},")):
+    if not re.match(rf"micro-batch {trial.micro_batch}\b", message):
         message = f"micro-batch {trial.micro_batch} failed{where}: {message}"
     if trial.blames == "user":
         return WorkloadError(message, user_traceback=trial.traceback)
@@ -44,14 +47,19 @@ def trial_error(trial: Trial) -> AutoaccumError:
 def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> DoesNotFitError:
     """The clear no for the smallest trial that ran out of memory: bytes needed, bytes there, what to do.
 
-    A trial that failed has no peak of its own: what an unlimited update took says what is needed, else what it held
-    when it failed and the parameters are lower bounds.
+    A trial that really failed has no peak of its own: what an unlimited update took says what is needed, else what it
+    held when it failed and the parameters are lower bounds.
     """
     need = need or Need()
     held, there = peak_bytes(trial), f"{format_bytes(limit_bytes)} are there"
     known = max(held or 0, need.least_bytes)
     where = f" in {trial.phase}" if trial.phase else ""
-    if need.update_bytes is not None and need.update_bytes > limit_bytes and trial.phase != "batch":
+    if need.predicted and held:
+        message = (
+            f"micro-batch {trial.micro_batch} does not fit: it would take {format_bytes(held)} where nothing limits "
+            f"it, {there}"
+        )
+    elif need.update_bytes is not None and need.update_bytes > limit_bytes and trial.phase != "batch":
         samples = "1 sample" if need.update_samples == 1 else f"{need.update_samples} samples"
         message = (
             f"micro-batch {trial.micro_batch} ran out of memory{where}: one update of {samples} takes "
@@ -100,15 +108,20 @@ def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
     return found
 
 
-def tight_warning(tight: Sequence[int], largest_fit: int) -> str:
+def tight_warning(tight: Sequence[int], largest_fit: int, *, predicted: bool = False) -> str:
     """The sentence on sizes that ran only by the allocator's retries, in ascending order."""
+    if predicted:
+        slow = "fits only if the allocator releases its cache and tries again in every update, which is slow"
+        return f"micro-batch {largest_fit} {slow}" if largest_fit in tight else f"size {tight[0]} {slow}: not chosen"
     if largest_fit in tight:
         return f"micro-batch {largest_fit} ran only because the allocator released its cache and tried again"
     return f"size {tight[0]} ran only because the allocator released its cache and tried again: it was not chosen"
 
 
-def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
+def stop_warning(limit: str, largest_fit: int, first_fail: int | None, *, predicted: bool = False) -> str:
     """The sentence on a search that `limit` ended early."""
+    if predicted:
+        return f"{limit} ended the search: sizes above {largest_fit} were not all tried, larger ones may fit"
     if first_fail == largest_fit + 1:
         return f"{limit} ended the search before {first_fail}, which did not fit, was tried in a fresh process"
     fails = "" if first_fail is None else f" and below {first_fail}"

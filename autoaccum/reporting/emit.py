@@ -127,7 +127,8 @@ def _origin(plan: Plan) -> str:
         f"Written by `autoaccum plan` for {workload.get('name', 'a workload')} ({', '.join(about)}): "
         f"{plan.target_batch} samples an update"
         + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
-        + f" on {card} with {format_bytes(plan.limit_bytes)}. "
+        + f" on {card} with {format_bytes(plan.limit_bytes)}"
+        + (". " if plan.kind == "measured" else ", which is predicted: nothing ran there. ")
         + (
             ""
             if plan.warnings

@@ -56,7 +56,8 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
     yield "largest fit", Text(_largest_fit(plan))
     yield "peak", _peak(plan)
     if plan.least_bytes is not None:
-        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule still ran")
+        ran = "still ran" if plan.kind == "measured" else "would still run"
+        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule {ran}")
     yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
@@ -126,9 +127,11 @@ def _largest_fit(plan: Plan) -> str:
     if plan.capped:
         return f"{plan.largest_fit}, the most that was asked for"
     if plan.stopped is not None:
-        return f"{plan.largest_fit}, the largest that ran before the limit on {plan.stopped} ended the search"
+        ran = "ran" if plan.kind == "measured" else "fits and was tried"
+        return f"{plan.largest_fit}, the largest that {ran} before the limit on {plan.stopped} ended the search"
     failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
-    why = f" ({failed[0].micro_batch} ran out of memory)" if failed else ""
+    why = "ran out of memory" if plan.kind == "measured" else "does not fit"
+    why = f" ({failed[0].micro_batch} {why})" if failed else ""
     return f"{plan.largest_fit}{why}"
 
 
@@ -137,6 +140,8 @@ def _device(plan: Plan) -> str:
     known = [str(device.get("name", "unknown"))]
     if device.get("card"):
         known.append(str(device["card"]))
+    if device.get("kind") == "simulated":
+        known.append(format_bytes(device.get("total_bytes") or 0))
     if device.get("in_place"):
         known.append("in this process")
     if device.get("used_by_others_bytes"):
@@ -154,9 +159,11 @@ def _trials(plan: Plan, seconds: float | None) -> str:
 def _peak(plan: Plan) -> Text:
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return Text(f"not measured, the budget is {format_bytes(plan.limit_bytes)}")
-    label = "" if plan.kind == "measured" else " (predicted)"
-    text = f"{format_bytes(plan.peak_bytes)}{label} of {format_bytes(plan.limit_bytes)}, "
-    return Text(f"{text}headroom {plan.headroom_bytes / MIB:,.0f} MiB")
+    label = "" if plan.band_bytes is None else f" (predicted, give or take {format_bytes(plan.band_bytes)})"
+    peak, limit = f"{format_bytes(plan.peak_bytes)}{label}", format_bytes(plan.limit_bytes)
+    if plan.headroom_bytes < 0:
+        return Text(f"{peak} where nothing limits it; within {limit} the allocator packs it closer")
+    return Text(f"{peak} of {limit}, headroom {plan.headroom_bytes / MIB:,.0f} MiB")
 
 
 def _batch_words(plan: Plan) -> str:

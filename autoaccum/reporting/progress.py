@@ -14,6 +14,7 @@ from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.units import format_bytes
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
+_NO_FIT = "no fit"
 _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
 
 
@@ -31,6 +32,7 @@ class Progress:
         self._live: Status | None = None
         self._schedule: Schedule | None = None
         self._seeks_least = False
+        self._predicted = False
         self._tried: set[tuple[int, ...]] = set()
 
     def __enter__(self) -> Progress:
@@ -49,6 +51,7 @@ class Progress:
             self._start(f"loading {event.reference} ...")
         elif isinstance(event, Inspected):
             self._stop()
+            self._predicted = event.predicted
             self._print(_headline(event))
             self._print(
                 Text(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
@@ -58,15 +61,17 @@ class Progress:
         elif isinstance(event, TrialStarted):
             if event.confirming and self._schedule is not None:
                 parts = format_parts(self._schedule.micro_batches)
-                self._print(Text(f"confirming {parts} from a clean state", "dim"))
+                how = "by a trace of its own" if self._predicted else "from a clean state"
+                self._print(Text(f"confirming {parts} {how}", "dim"))
             if event.limit_bytes is not None and not self._seeks_least:
                 self._seeks_least = True
                 self._print(Text("the least budget at which that still runs", "dim"))
             within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
-            self._start(f"trial {event.number}: micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
+            doing = "predicting" if self._predicted else f"trial {event.number}:"
+            self._start(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
         elif isinstance(event, TrialFinished):
             self._stop()
-            line = trial_line(event.trial, confirming=event.confirming)
+            line = trial_line(event.trial, confirming=event.confirming, predicted=self._predicted)
             if not event.confirming and event.trial.limit_bytes is None:
                 if event.trial.fresh and event.trial.parts in self._tried:
                     line.append("  once more, in a fresh process", "dim")
@@ -92,22 +97,25 @@ class Progress:
         self._console.print(text, soft_wrap=True)
 
 
-def trial_line(trial: Trial, *, confirming: bool = False) -> Text:
+def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = False) -> Text:
     """One trial on one line: size, outcome, peak, seconds, and what went wrong.
+
+    A predicted one has a peak even where it does not fit: what it would take.
 
     >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
     '          8  oom              -     1.2 s  in backward'
     """
     peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
-    shown = peak is not None and trial.ran
+    shown = peak is not None and (trial.ran or predicted)
+    outcome = _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
     line = _COLUMNS.format(
         size=_sizes(trial.parts, confirming) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
-        outcome=trial.outcome,
+        outcome=outcome,
         peak=format_bytes(peak or 0) if shown else "-",
         seconds=f"{trial.seconds:.1f} s",
     )
     text = Text(line)
-    text.highlight_words([f" {trial.outcome} "], _STYLES[trial.outcome])
+    text.highlight_words([f" {outcome} "], _STYLES[trial.outcome])
     if trial.timed_out:
         return text.append("  took too long", "dim")
     return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
@@ -115,10 +123,11 @@ def trial_line(trial: Trial, *, confirming: bool = False) -> Text:
 
 def _headline(event: Inspected) -> Text:
     seen = event.inspection
+    where = "predicted for" if event.predicted else "on"
     return Text.assemble(
         (seen.name, "bold"),
         f": {seen.model}, {seen.parameters:,} parameters, {seen.precision}, {seen.optimizer}; "
-        f"on {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
+        f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
     )
 
 

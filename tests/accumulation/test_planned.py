@@ -126,6 +126,22 @@ def test_a_damaged_plan_is_said_to_be_so(where: str, name: str, value: Any) -> N
         accumulator(Plan.from_json(damaged.to_json()))
 
 
+def test_a_predicted_plan_is_for_the_card_it_names() -> None:
+    predicted = {**CARD, "name": "a100-40gb (simulated)", "kind": "simulated"}
+    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+    other = Facts(kind="cuda", card="NVIDIA A100-SXM4-80GB", total_bytes=80 * GIB)
+    assert differences(planned_facts(Planned(device=predicted)), other) == [
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
+        ("a card of 40.0 GiB", "a card of 80.0 GiB"),
+    ]
+    assert differences(planned_facts(Planned(device=predicted)), Facts(kind="cpu")) == [("a CUDA card", "the CPU")]
+
+
+def test_a_plan_for_a_plain_size_is_for_any_card() -> None:
+    predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
+    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+
+
 def test_a_damaged_card_is_said_to_be_so() -> None:
     with pytest.raises(UsageError, match="the plan is damaged: total_bytes is 'x'"):
         accumulator(Planned(device={**CARD, "total_bytes": "x"}))

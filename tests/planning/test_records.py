@@ -254,14 +254,34 @@ def test_a_cut_file_never_reads(cut: int) -> None:
         capped=True,
         limit_bytes=1,
         peak_bytes=1,
+        least_bytes=1,
+        band_bytes=0,
         device={},
         environment={},
         workload={},
-        trials=(),
+        trials=(Trial(parts=(1,), outcome="ok"),),
     )
     text = plan.to_json().rstrip()
     with pytest.raises(PlanFileError):
         Plan.from_json(text[: min(cut, len(text) - 1)])
+
+
+def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
+    known: dict[str, Any] = {"kind": "predicted", "least_bytes": 800 * MIB, "band_bytes": 40 * MIB}
+    plan = replace(a_plan, **known)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
+    for change, text in (
+        ({"band_bytes": -1}, "band_bytes is -1"),
+        ({"band_bytes": None}, "band_bytes is None, and it is predicted"),
+        ({"kind": "measured", "least_bytes": None}, f"band_bytes is {40 * MIB}, and it is measured"),
+        ({"least_bytes": None}, "no least_bytes are predicted"),
+        ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
+        ({"trials": ()}, "no trial ran at size 86"),
+        ({"largest_fit": 101}, "no trial ran at size 101"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            replace(plan, **change)
 
 
 def test_load_says_what_it_saw(tmp_path: Path, a_plan: Plan) -> None:

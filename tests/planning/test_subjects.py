@@ -67,6 +67,20 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
     assert text in str(seen.value)
 
 
+@pytest.mark.parametrize(
+    ("workload", "parts", "device", "text"),
+    [
+        ("model.py", PARTS, "cuda:1", "both --device cuda:1 and --gpu rtx3090 are given: .* take one"),
+        ("model.py", PARTS, "cpu", "both --device cpu and --gpu rtx3090 are given"),
+        (None, live(), "auto", r"gpu is 'rtx3090', and live objects are given: .* plan\(.model.py., gpu='rtx3090', "),
+        (nn.Linear(2, 2), PARTS, "auto", "gpu is 'rtx3090', and a Linear is given"),
+    ],
+)
+def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        find_subject(workload, parts, Settings(share=8, device=device, gpu="rtx3090"))
+
+
 def test_a_reduction_belongs_to_live_objects() -> None:
     with pytest.raises(UsageError, match="a workload is given, and reduction too"):
         plan("model.py", target_batch=8, reduction="sum")

@@ -50,6 +50,12 @@ def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **c
     )
 
 
+def predicted(**changes: Any) -> Plan:
+    card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
+    known = {"kind": "predicted", "band_bytes": 40 * MIB, "least_bytes": 800 * MIB}
+    return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
+
+
 def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False, **options: Any) -> str:
     file = io.StringIO()
     console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
@@ -104,7 +110,15 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(device={**CARD, "used_by_others_bytes": None}), "device       cuda:1, NVIDIA GeForce RTX 3090\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
-        (make_plan(kind="predicted", band_bytes=MIB), "874 MiB (predicted) of 1.0 GiB"),
+        (predicted(), "peak         874 MiB (predicted, give or take 40.0 MiB) of 1.0 GiB, headroom 150 MiB\n"),
+        (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
+        (predicted(), "largest fit  100 (101 does not fit)\n"),
+        (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
+        (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),
+        (
+            predicted(peak_bytes=1100 * MIB),
+            "1.1 GiB (predicted, give or take 40.0 MiB) where nothing limits it; within 1.0",
+        ),
     ],
 )
 def test_says_how_it_is(plan: Plan, text: str) -> None:
