@@ -1,0 +1,176 @@
+"""LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels import cells, packing
+from autoaccum.devices.simulated.kernels.rnn_meta import MODES, cudnn_rnn, cudnn_rnn_backward
+from autoaccum.devices.simulated.kernels.rnn_steps import run_steps
+from autoaccum.devices.simulated.patches import replaced
+
+DROPOUT_STATE_BYTES = (2 << 20) + 512
+"""The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What `torch.lstm` and its kin are told besides tensors."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+
+def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+    """Run recurrent networks of fake CUDA tensors as CUDA does (facts 1.4 and 3)."""
+    register: Any = library.impl
+    states: list[Tensor] = []
+    for name, mode in MODES.items():
+        for key in ("AutogradCUDA", "CUDA"):
+            register(f"{name}.input", _padded(mode, states), key)
+            register(f"{name}.data", _packed(mode, states), key)
+    register("_cudnn_rnn", cudnn_rnn, "Meta", allow_override=True)
+    register("_cudnn_rnn_backward", cudnn_rnn_backward, "Meta", allow_override=True)
+    cells.install(library, card, stack)
+    packing.install(library, card, stack)
+    # Weights in one buffer take what separate ones take, and it would compare their addresses.
+    stack.enter_context(replaced(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
+
+
+def _padded(mode: int, states: list[Tensor]) -> Callable[..., Any]:
+    def kernel(
+        input: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        network = Network(
+            has_biases=has_biases,
+            num_layers=num_layers,
+            dropout=dropout,
+            train=train,
+            bidirectional=bidirectional,
+            batch_first=batch_first,
+        )
+        return _run(mode, states, network, input, [], hx, params)
+
+    return kernel
+
+
+def _packed(mode: int, states: list[Tensor]) -> Callable[..., Any]:
+    def kernel(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Any:
+        network = Network(
+            has_biases=has_biases,
+            num_layers=num_layers,
+            dropout=dropout,
+            train=train,
+            bidirectional=bidirectional,
+            batch_first=False,
+        )
+        return _run(mode, states, network, data, [int(size) for size in batch_sizes.tolist()], hx, params)
+
+    return kernel
+
+
+def _run(
+    mode: int,
+    states: list[Tensor],
+    network: Network,
+    data: Tensor,
+    batch_sizes: list[int],
+    hidden: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """`lstm`, `gru` in `aten/src/ATen/native/RNN.cpp` and `_cudnn_impl` in `cudnn/RNN.cpp`."""
+    states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+    if not (torch._C._get_cudnn_enabled() and data.numel()):
+        return run_steps(mode, network, data, batch_sizes, states_in, params)
+    hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
+    hidden_size = hx.size(2) if cx is None else cx.size(2)
+    proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
+    dropout_state = _dropout_state(states, network, data)
+    cast = _autocast()
+    data, hx = cast(data), cast(hx)
+    cx = None if cx is None else cast(cx)
+    weights = [cast(weight) for weight in params]
+    with torch.no_grad():  # what cuDNN reads lies step by step, and is given back when it is done
+        steps_first = (data.transpose(0, 1) if network.batch_first else data).contiguous()
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        out = torch.ops.aten._cudnn_rnn(
+            data,
+            weights,
+            (4 if network.has_biases else 2) + (proj_size > 0),
+            _weight_buffer(params, weights),
+            hx,
+            cx,
+            mode,
+            hidden_size,
+            proj_size,
+            network.num_layers,
+            network.batch_first,
+            network.dropout,
+            network.train,
+            network.bidirectional,
+            batch_sizes,
+            dropout_state,
+        )
+    del steps_first
+    return tuple(out[: 1 + len(states_in)])
+
+
+def _autocast() -> Callable[[Tensor], Tensor]:
+    """`_cudnn_rnn_cast_reflatten` in `aten/src/ATen/cudnn/AutocastRNN.cpp`: all is cast for each call, none cached."""
+    if not torch.is_autocast_enabled("cuda"):
+        return lambda tensor: tensor
+    return partial(_cast, torch.get_autocast_dtype("cuda"))
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _weight_buffer(params: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The buffer that weights are copied to for each call when they do not lie in one; empty when they do.
+
+    `RNNBase.flatten_parameters` leaves bf16 alone (`CUDNN_TENSOR_DTYPES` in `torch/backends/cudnn/__init__.py`).
+    """
+    scattered = params[0].dtype == torch.bfloat16 and weights[0] is params[0]
+    elements = sum(weight.numel() for weight in weights) if scattered else 0
+    with torch.no_grad():
+        return torch.empty(elements, dtype=weights[0].dtype, device=weights[0].device)
+
+
+def _dropout_state(states: list[Tensor], network: Network, data: Tensor) -> Tensor | None:
+    """`get_dropout_state`: made once, kept for good."""
+    if network.train and network.dropout > 0 and not states:
+        states.append(torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device))
+    return states[0] if states else None

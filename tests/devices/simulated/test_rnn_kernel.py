@@ -1,0 +1,211 @@
+"""What recurrent networks take and keep on a card (`aten/src/ATen/native/cudnn/RNN.cpp`, `cuda/RNN.cu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels import dropout, rnn
+from autoaccum.devices.simulated.kernels.rnn_reserve import Cell, reserve_bytes
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.simulation import simulate
+
+CARD = Card(name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up")
+BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64
+ROWS = BATCH * STEPS
+
+
+@contextmanager
+def on_card() -> Iterator[Recorder]:
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with simulate(CARD) as mode, ExitStack() as stack:
+            for module in (rnn, dropout):
+                module.install(library, CARD, stack)
+            yield mode.recorder
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def samples(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(BATCH, STEPS, INPUTS, device="cuda:0", dtype=dtype, requires_grad=True)
+
+
+def sizes_of(recorder: Recorder, run: Callable[[], Any]) -> list[Any]:
+    start = len(recorder.sizes)
+    kept = run()
+    del kept
+    return [size for size in recorder.sizes[start:] if size != 4]
+
+
+@pytest.mark.parametrize(("cell", "expected"), [("lstm", 736_000_000), ("gru", 864_000_000)])
+def test_reserve_is_what_was_measured(cell: Cell, expected: int) -> None:
+    """pytorch/pytorch#2895: four layers of 320 units."""
+    measured = reserve_bytes(cell, rows=25_000, hidden_size=320, num_layers=4, directions=1, element_bytes=4)
+    assert measured == expected
+
+
+def test_reserve_grows_with_what_is_asked_for() -> None:
+    def reserve(**changes: Any) -> int:
+        form = {"rows": 80, "hidden_size": 64, "num_layers": 2, "directions": 1, "element_bytes": 4, **changes}
+        return reserve_bytes("lstm", **form)
+
+    assert reserve() == 80 * 4 * (5 * 64 * 2 + 64)
+    assert reserve(directions=2) == 2 * reserve()
+    assert reserve(element_bytes=2) * 2 == reserve()
+    assert reserve(dropout=True) - reserve() == 80 * 4 * 64
+    assert reserve(projection=16) < reserve()
+    assert reserve(rows=160) == 2 * reserve()
+
+
+def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
+    with on_card() as recorder:
+        network, x = nn.LSTM(INPUTS, UNITS, batch_first=True).cuda(), samples()
+        held: list[Tensor] = []
+        state, out = BATCH * UNITS * 4, ROWS * UNITS * 4
+        assert sizes_of(recorder, lambda: held.append(network(x)[0])) == [
+            state,
+            state,
+            ROWS * INPUTS * 4,  # the steps first
+            out,
+            state,
+            state,
+            5 * out,
+        ]
+        assert held[0].shape == (BATCH, STEPS, UNITS)
+        assert held[0].stride() == (UNITS, BATCH * UNITS, 1)
+        weights = sum(parameter.numel() for parameter in network.parameters())
+        gradient = torch.empty(BATCH, STEPS, UNITS, device="cuda:0")
+        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
+        assert sizes == [ROWS * INPUTS * 4, weights * 4, ROWS * INPUTS * 4]  # the last: laid out as the leaf is
+        grads = [parameter.grad for parameter in network.parameters()]
+        assert len({grad.untyped_storage()._cdata for grad in grads if grad is not None}) == 1
+        assert [grad.shape for grad in grads if grad is not None] == [weight.shape for weight in network.parameters()]
+
+
+def test_reserve_lives_until_backward() -> None:
+    with on_card() as recorder:
+        network, x = nn.GRU(INPUTS, UNITS, num_layers=2, bidirectional=True, device="cuda:0"), samples()
+        before = recorder.alive_bytes
+        out = network(x)[0]
+        reserve = reserve_bytes("gru", rows=ROWS, hidden_size=UNITS, num_layers=2, directions=2, element_bytes=4)
+        assert recorder.alive_bytes - before > reserve
+        torch.autograd.backward(out.sum())
+        del out
+        gradients = sum(parameter.numel() for parameter in network.parameters()) + x.numel()
+        assert recorder.alive_bytes - before == gradients * 4
+
+
+def test_evaluation_keeps_nothing() -> None:
+    with on_card() as recorder, torch.no_grad():
+        network, x = nn.LSTM(INPUTS, UNITS, device="cuda:0").eval(), samples()
+        assert 5 * ROWS * UNITS * 4 not in sizes_of(recorder, lambda: network(x))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn")])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_all_kinds_train(name: str, kind: Cell, bidirectional: bool) -> None:
+    with on_card() as recorder:
+        build: Any = getattr(nn, name)
+        network, x = (
+            build(INPUTS, UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional, device="cuda:0"),
+            samples(),
+        )
+        sizes = sizes_of(recorder, lambda: torch.autograd.backward(network(x)[0].sum()))
+        assert rnn.DROPOUT_STATE_BYTES in sizes
+        assert rnn.DROPOUT_STATE_BYTES not in sizes_of(recorder, lambda: network(x))
+        directions = 2 if bidirectional else 1
+        form = {"rows": ROWS, "hidden_size": UNITS, "num_layers": 3, "directions": directions, "element_bytes": 4}
+        assert reserve_bytes(kind, **form, dropout=True) in sizes
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_projections() -> None:
+    with on_card():
+        network = nn.LSTM(INPUTS, UNITS, proj_size=16, num_layers=2, device="cuda:0")
+        out, (hidden, cell) = network(samples())
+        assert (out.shape[-1], hidden.shape[-1], cell.shape[-1]) == (16, 16, UNITS)
+        torch.autograd.backward(out.sum())
+
+
+def test_autocast_copies_weights_for_each_call() -> None:
+    with on_card() as recorder:
+        network, x = nn.LSTM(INPUTS, UNITS, device="cuda:0"), samples()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            held: list[Tensor] = []
+            sizes = sizes_of(recorder, lambda: held.append(network(x)[0]))
+            again = sizes_of(recorder, lambda: network(x))
+        assert held[0].dtype == torch.bfloat16
+        copies = [parameter.numel() * 2 for parameter in network.parameters()]
+        for seen in (sizes, again):
+            assert [size for size in copies if size not in seen] == []
+        assert 5 * ROWS * UNITS * 2 in sizes
+        torch.autograd.backward(held[0].float().sum())
+        assert all(
+            parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in network.parameters()
+        )
+
+
+def test_bf16_weights_are_copied_into_a_buffer() -> None:
+    with on_card() as recorder:
+        network = nn.LSTM(INPUTS, UNITS, device="cuda:0", dtype=torch.bfloat16)
+        weights = sum(parameter.numel() for parameter in network.parameters())
+        assert weights * 2 in sizes_of(recorder, lambda: network(samples(torch.bfloat16)))
+
+
+def test_packed_sequences_count_their_own_rows() -> None:
+    with on_card() as recorder:
+        network, x = nn.LSTM(INPUTS, UNITS, batch_first=True, device="cuda:0"), samples()
+        lengths = torch.tensor([10, 9, 9, 5, 4, 3, 2, 1])
+        held: list[Tensor] = []
+
+        def run() -> None:
+            packed = pack_padded_sequence(x, lengths, batch_first=True)
+            held.append(pad_packed_sequence(network(packed)[0], batch_first=True)[0])
+
+        rows = int(lengths.sum())
+        sizes = sizes_of(recorder, run)
+        assert rows * INPUTS * 4 in sizes
+        assert 5 * rows * UNITS * 4 in sizes
+        assert held[0].shape == (BATCH, 10, UNITS)
+        torch.autograd.backward(held[0].sum())
+        assert x.grad is not None
+
+
+def test_unsorted_packed_sequences() -> None:
+    with on_card():
+        packed = pack_padded_sequence(samples(), torch.tensor([3, 10, 1, 5, 4, 3, 2, 1]), True, enforce_sorted=False)
+        torch.autograd.backward(nn.GRU(INPUTS, UNITS, device="cuda:0")(packed)[0].data.sum())
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_without_cudnn_it_runs_step_by_step(name: str) -> None:
+    with on_card() as recorder, torch.backends.cudnn.flags(enabled=False):
+        build: Any = getattr(nn, name)
+        network = build(INPUTS, UNITS, num_layers=2, bidirectional=True, batch_first=True, device="cuda:0")
+        held: list[Any] = []
+        sizes = sizes_of(recorder, lambda: held.append(network(samples())))
+        assert len(sizes) > 4 * STEPS
+        assert held[0][0].shape == (BATCH, STEPS, 2 * UNITS)
+        torch.autograd.backward(held[0][0].sum())
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_cells_are_fused() -> None:
+    with on_card() as recorder:
+        x = torch.empty(BATCH, INPUTS, device="cuda:0", requires_grad=True)
+        unit = BATCH * UNITS * 4
+        lstm, gru = nn.LSTMCell(INPUTS, UNITS, device="cuda:0"), nn.GRUCell(INPUTS, UNITS, device="cuda:0")
+        zeros, gates = unit, 4 * unit
+        held: list[Any] = []
+        assert sizes_of(recorder, lambda: held.append(lstm(x))) == [zeros, gates, gates, unit, unit, gates]
+        assert sizes_of(recorder, lambda: held.append(gru(x))) == [zeros, 3 * unit, 3 * unit, unit, 5 * unit]
+        torch.autograd.backward(held[0][0].sum() + held[1].sum())
+        assert all(parameter.grad is not None for cell in (lstm, gru) for parameter in cell.parameters())
