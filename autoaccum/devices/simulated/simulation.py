@@ -17,10 +17,13 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autoaccum.devices.simulated import builds
+from autoaccum.devices.simulated import autocast, builds
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD, impersonate
+from autoaccum.devices.simulated.kernels import attention, dropout, foreach, softmax
+from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
@@ -41,7 +44,7 @@ _FACTORIES = frozenset(
         _aten.randn.default,
     }
 )
-_OVERRIDES = (builds,)
+_OVERRIDES = (builds, autocast, attention, dropout, foreach, softmax)
 """Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
 
 _LAZY_ELEMENTS = 1 << 14
@@ -67,13 +70,15 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Nothing is compiled here: without this, each operator pays for keeping the compiler away."""
         return False
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, card: Card, recorder: Recorder) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.recorder = recorder
         self.lazy = False
         self.notices: dict[str, None] = {}
         self._depth = 0
         self._repetitions = Repetitions(self._make)
+        self._observer = ScratchObserver(card, torch_release())
+        self._seen: dict[Any, Seen] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -104,7 +109,21 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 self._repetitions.learn(key, func, args, out)
         self.recorder.see(out)
+        self._take_scratch(key, func, args, kwargs, out)
         return out
+
+    def _take_scratch(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Show the recorder what the operator takes beside its tensors."""
+        in_backward = torch._C._current_autograd_node() is not None
+        seen = None if key is None else self._seen.get((key, in_backward))
+        if seen is None:
+            seen = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
+            if key is not None:
+                self._seen[key, in_backward] = seen
+        for scratch in seen.resident:
+            self.recorder.keep(scratch)
+        if seen.transient:
+            self.recorder.take(seen.transient)
 
     def _make(
         self,
@@ -150,7 +169,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]:
     """Have PyTorch believe in `card`; meant for a process of its own, and undone at the end all the same."""
     with ExitStack() as stack:
-        mode = CardMode(recorder or Recorder())
+        mode = CardMode(card, recorder or Recorder())
         _answer_device_queries(stack)
         impersonate(card, mode.recorder, stack)
         adapt_functions(mode.notices, stack)
