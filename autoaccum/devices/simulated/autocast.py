@@ -43,12 +43,31 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
     stack.enter_context(replaced(torch, "clear_autocast_cache", clear))
     stack.callback(cache.clear)
+    _count_backward_apart(stack)
     register: Any = library.impl
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*overrid", category=UserWarning)  # that is the purpose
         for name in cast_operators():
             register(name, _kernel(name, cache), _KEY, allow_override=True)
         register(RNN, rnn_kernel(cache), _KEY, allow_override=True)
+
+
+def _count_backward_apart(stack: ExitStack) -> None:
+    """Count regions of autocast in a backward pass from 0, as in the thread where CUDA runs it.
+
+    So the end of each checkpointed part clears the cache, also where `backward()` is called within autocast.
+    """
+    enter, leave = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    depth = [0]
+
+    def count(step: int, native: Callable[[], int]) -> int:
+        if torch._C._current_autograd_node() is None:
+            return native()
+        depth[0] += step
+        return depth[0]
+
+    stack.enter_context(replaced(torch, "autocast_increment_nesting", lambda: count(1, enter)))
+    stack.enter_context(replaced(torch, "autocast_decrement_nesting", lambda: count(-1, leave)))
 
 
 def cast_operators() -> list[str]:

@@ -9,7 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from autoaccum.devices.simulated import autocast
 from autoaccum.devices.simulated.autocast_policies import DTYPE_OVERLOADS, POLICIES, RNN, UNKNOWN, Policy, policy_of
 from autoaccum.devices.simulated.autocast_rnn import flatten
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels import softmax
 from autoaccum.devices.simulated.simulation import CardMode, simulate
 
 CARD = Card(
@@ -37,20 +36,9 @@ HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter in inference mode
 
 
-@contextmanager
-def simulated(card: Card = CARD) -> Iterator[CardMode]:
-    """A card with autocast, torn down as `simulate` does it."""
-    with ExitStack() as stack, simulate(card) as mode:
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        stack.callback(library._destroy)
-        autocast.install(library, card, stack)
-        softmax.install(library, card, stack)
-        yield mode
-
-
 @pytest.fixture
 def card() -> Iterator[CardMode]:
-    with simulated() as mode:
+    with simulate(CARD) as mode:
         yield mode
 
 
@@ -131,15 +119,8 @@ def test_what_takes_a_dtype_at_the_end_exists() -> None:
 # CUDA's own kernels, operator by operator, on PyTorch's own test data
 
 Told = dict[str, tuple[Any, Any]]
-_LISTS = (
-    "torch_fp16",
-    "torch_fp32",
-    "torch_need_autocast_promote",
-    "torch_expect_builtin_promote",
-    "nn_fp16",
-    "nn_fp32",
-)
-_OTHERS = ("linalg_fp16", "methods_fp16", "methods_fp32", "banned")
+_LISTS = ("torch_fp16", "torch_fp32", "torch_need_autocast_promote", "torch_expect_builtin_promote")
+_OTHERS = ("nn_fp16", "nn_fp32", "linalg_fp16", "methods_fp16", "methods_fp32", "banned")
 _NEEDS_A_CARD = ("no NVIDIA driver", "not linked with support for cuda", "not compiled with CUDA", "CUDA error")
 
 
@@ -209,7 +190,7 @@ def test_operators_are_cast_as_by_the_kernels_of_this_binary(
 ) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         real = tell(dtype, monkeypatch)
-    with simulated():
+    with simulate(CARD):
         ours = tell(dtype, monkeypatch)
     assert len(real) > 100
     compared = 0
@@ -352,7 +333,7 @@ SCENARIOS = (twice, nested_and_again, disabled_within, without_cache, cleared, n
 def test_weights_are_kept_as_on_the_cpu(scenario: Scenario) -> None:
     noted = []
     for device in ("cpu", "cuda"):
-        with simulated() if device == "cuda" else nullcontext():
+        with simulate(CARD) if device == "cuda" else nullcontext():
             x, w = made(3, 4, device=device), made(4, 4, device=device, grad=True)
             with Copies() as copies:
                 scenario(device, x, w)
@@ -422,6 +403,20 @@ def test_a_cast_outlives_its_weight_and_no_other_weight_is_taken_for_it(card: Ca
         # The cast has a graph, whose end is the weight.
         assert kept_bytes(card) - before == 3 * (2 + 4) * 512 * 512
     assert kept_bytes(card) == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_checkpoint_within_a_backward_pass_within_autocast_keeps_no_weight(card: CardMode, reentrant: bool) -> None:
+    x, w = made(64, 512, grad=True), made(512, 512, grad=True)
+    before = kept_bytes(card)
+    with torch.autocast("cuda", BF16):
+        out = checkpoint(lambda y: F.linear(y, w).relu(), x, use_reentrant=reentrant)
+        backward(out)
+        del out
+        assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)  # gradients
+        F.linear(x, w)
+        assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512) + 2 * 512 * 512 + 2 * 64 * 512
+    assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)
 
 
 def test_an_error_within_autocast_leaves_nothing(card: CardMode) -> None:
@@ -497,10 +492,10 @@ def test_a_custom_function_runs_as_it_was_declared(card: CardMode) -> None:
 
 def test_autocast_is_on_without_a_warning_whatever_the_card() -> None:
     for card in (CARD, T4):
-        with simulated(card), torch.autocast("cuda", BF16):
+        with simulate(card), torch.autocast("cuda", BF16):
             assert torch.is_autocast_enabled("cuda")
             assert torch.mm(made(2, 2), made(2, 2)).dtype is BF16
-    with simulated(), warnings.catch_warnings():
+    with simulate(CARD), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         with torch.cuda.amp.autocast():
             assert torch.mm(made(2, 2), made(2, 2)).dtype is HALF
@@ -533,10 +528,11 @@ def test_an_rnn_is_cast_to_fp16_under_bf16_too(card: CardMode) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = torch.clear_autocast_cache
+    names = ("clear_autocast_cache", "autocast_increment_nesting", "autocast_decrement_nesting")
+    before = [getattr(torch, name) for name in names]
     here = autocast.cast_operators()
     dumps = [torch._C._dispatch_dump(f"aten::{name}") for name in (*here, RNN, "softmax.int")]
-    with simulated():
+    with simulate(CARD):
         x, w = made(2, 4), made(4, 4, grad=True)
         torch.set_autocast_enabled("cuda", True)
         F.linear(x, w)
@@ -544,7 +540,7 @@ def test_nothing_is_left_behind() -> None:
         gone = weakref.ref(w)
         del x, w
     gc.collect()
-    assert torch.clear_autocast_cache is before
+    assert [getattr(torch, name) for name in names] == before
     assert gone() is None
     assert [torch._C._dispatch_dump(f"aten::{name}") for name in (*here, RNN, "softmax.int")] == dumps
     with torch.autocast("cpu", BF16):
