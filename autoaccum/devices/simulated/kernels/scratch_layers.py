@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
+from autoaccum.devices.simulated.kernels.convolution import convolution_format
 from autoaccum.devices.simulated.kernels.scratch_call import (
     Call,
     Handler,
@@ -28,7 +28,7 @@ _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
 
 def _convolution(call: Call) -> list[Scratch]:
     tensor, weight = call["input"], call["weight"]
-    layout = _convolution_format(tensor, weight)
+    layout = convolution_format(tensor, weight)
     copies = layout_copies(tensor, weight, memory_format=layout)
     return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
 
@@ -36,7 +36,7 @@ def _convolution(call: Call) -> list[Scratch]:
 def _convolution_gradient(call: Call) -> list[Scratch]:
     """Gradients of input and weight take one workspace after the other, of about the same size; the bias is a sum."""
     grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
-    layout = _convolution_format(tensor, weight)
+    layout = convolution_format(tensor, weight)
     scratches: list[Scratch] = []
     if mask[0] or mask[1]:
         scratches += layout_copies(grad, tensor, weight, memory_format=layout)
@@ -61,15 +61,6 @@ def _depthwise(call: Call) -> bool:
     """Whether PyTorch's own kernel may run instead of cuDNN's (ATen/native/Convolution.cpp, use_cudnn_depthwise)."""
     tensor, groups = call["input"], call["groups"]
     return bool(groups > 1 and tensor.shape[1] == groups and not call["transposed"])
-
-
-def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
-    """Channels last as soon as one of the two is (ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format)."""
-    wanted = _CHANNELS_LAST.get(tensor.dim())
-    if wanted is None or tensor.dtype == torch.float64:
-        return torch.contiguous_format
-    either = wanted in (suggest_memory_format(tensor), suggest_memory_format(weight))
-    return wanted if either else torch.contiguous_format
 
 
 def _layer_norm(call: Call) -> list[Scratch]:
