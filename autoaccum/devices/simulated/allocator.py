@@ -1,0 +1,232 @@
+"""CUDACachingAllocator, replayed: what PyTorch reserves on a card, and what still fits.
+
+Every rule is that of the function named with it in PyTorch's `c10/cuda/CUDACachingAllocator.cpp`, the same from torch
+2.11 to 2.15, for one stream and no captured graphs. What only CUDA decides is assumed: segments lie in memory in the
+order they were asked for, and a capacity is used to its last byte.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from autoaccum.devices.simulated.allocator_blocks import Block, Pool
+from autoaccum.devices.simulated.allocator_expandable import Handles
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.errors import DoesNotFitError
+from autoaccum.units import MIB, format_bytes
+
+SMALL_BYTES: Final = MIB
+SMALL_SEGMENT_BYTES: Final = 2 * MIB
+LARGE_GRAIN_BYTES: Final = 2 * MIB
+_LARGE_ALONE_BYTES: Final = 10 * MIB
+_LEAST_BYTES: Final = 512
+_NO_LIMIT: Final = 1 << 60
+_ADDRESSES_WITHOUT_CARD: Final = 1 << 45
+
+
+class CapacityExceeded(DoesNotFitError):
+    """Not even giving back all that is cached made room.
+
+    Attributes:
+        asked_bytes: What was asked for.
+        reserved_bytes: What was held of the card then.
+    """
+
+    def __init__(self, asked_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"{format_bytes(asked_bytes)} more are asked for when {format_bytes(reserved_bytes)} of "
+            f"{format_bytes(limit_bytes)} are reserved",
+            hint="try a smaller micro-batch",
+        )
+        self.asked_bytes, self.reserved_bytes = asked_bytes, reserved_bytes
+
+
+class Allocator:
+    """Gives out blocks of segments, and keeps what is freed for the next who asks.
+
+    Args:
+        capacity: Bytes of the card there are for segments; None: any number.
+        settings: What `PYTORCH_CUDA_ALLOC_CONF` asks for.
+
+    Attributes:
+        allocated_bytes, peak_allocated_bytes: In blocks that are given out, each as large as it is.
+        reserved_bytes, peak_reserved_bytes: In segments, or handles of expandable ones.
+        retries: PyTorch's `num_alloc_retries`: how often all that was cached was given back, and CUDA asked again.
+        releases: How often something cached was given back to CUDA, for that or another reason.
+        segments: How often CUDA was asked with success (`num_device_alloc`).
+        denied_bytes: The least capacity at which something would have been granted that was not; None when the
+            capacity denied nothing. At any from `peak_reserved_bytes` to below that, all would have gone the same way.
+    """
+
+    def __init__(self, capacity: int | None = None, settings: AllocatorSettings | None = None) -> None:
+        settings = settings or AllocatorSettings()
+        self._settings, self._expandable = settings, settings.expandable_segments
+        self._capacity = _NO_LIMIT if capacity is None else capacity
+        self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
+        self._collects = settings.garbage_collection_threshold > 0 and settings.allowed_bytes is not None
+        self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
+        self._rounds = any(divisions > 1 for divisions in settings.roundup_divisions)
+        self._small, self._large = Pool(small=True), Pool(small=False)
+        self._handles = {pool: self._handles_of(pool) for pool in (self._small, self._large)}
+        self._next_address = 0
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.retries = self.releases = self.segments = 0
+        self.denied_bytes: int | None = None
+
+    def malloc(self, size: int) -> Block:
+        """A block of at least `size` bytes (`malloc`).
+
+        Raises:
+            CapacityExceeded: There is no room for it.
+        """
+        asked, size = size, -(-size // _LEAST_BYTES) * _LEAST_BYTES if not self._rounds else self._round(size)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = self._find(pool, size)
+        if block is not None:
+            pool.remove(block)
+        else:
+            block = self._ask(pool, size)
+            if block is None:
+                raise CapacityExceeded(asked, self.reserved_bytes, min(self._capacity, self._allowed))
+        rest = block.size - size
+        if rest >= _LEAST_BYTES and (
+            pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
+        ):  # `should_split`
+            pool.insert(block.cut(size))
+        block.allocated = True
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back, and join it with free neighbours (`free_block`)."""
+        self.allocated_bytes -= block.size
+        block.allocated = False
+        block.merge()
+        block.pool.insert(block)
+
+    def _round(self, size: int) -> int:
+        """`round_size`: up to 512 bytes, or to a step between two powers of two."""
+        if size < _LEAST_BYTES:
+            return _LEAST_BYTES
+        interval = min(max(size.bit_length() - 1 - 20, 0), len(self._settings.roundup_divisions) - 1)
+        divisions = self._settings.roundup_divisions[interval]
+        step = _LEAST_BYTES
+        if divisions > 1 and size > _LEAST_BYTES * divisions:
+            step = (1 << size.bit_length() - 1) // divisions
+        return -(-size // step) * step
+
+    def _find(self, pool: Pool, size: int) -> Block | None:
+        """`get_free_block`: the best fit, unless it is too large to be split and too large for what is asked."""
+        pool.searches += self._collects
+        block = self._handles[pool].best(size) if self._expandable else pool.best(size)
+        if block is None or block.size < self._max_split:
+            return block
+        if size < self._max_split or block.size >= size + self._settings.max_unsplit_rounding_bytes:
+            return None
+        return block
+
+    def _ask(self, pool: Pool, size: int) -> Block | None:
+        """The second half of `malloc`: CUDA, then giving back as little as will do, then giving back everything."""
+        if self._collects:
+            self._collect()
+        block = self._grow(pool, size)
+        if block is None and self._release_enough(pool, size):
+            block = self._grow(pool, size)
+        if block is None:
+            self._release_all()
+            self.retries += 1
+            block = self._grow(pool, size)
+        return block
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """`alloc_block`: a segment from CUDA."""
+        segment_bytes = self._segment_bytes(size)
+        if self.reserved_bytes + segment_bytes > self._allowed:
+            return None
+        if self._expandable:
+            return self._handles[pool].grow(size)
+        return Block(pool, self._place(segment_bytes), segment_bytes) if self._take(segment_bytes) else None
+
+    def _segment_bytes(self, size: int) -> int:
+        """`get_allocation_size`."""
+        if size <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size < _LARGE_ALONE_BYTES:
+            return self._settings.large_segment_bytes
+        return -(-size // LARGE_GRAIN_BYTES) * LARGE_GRAIN_BYTES
+
+    def _release_enough(self, pool: Pool, size: int) -> bool:
+        """`release_available_cached_blocks`: too large to be split, they would lie about; the largest first."""
+        if self._expandable or self._settings.max_split_bytes is None:
+            return False
+        wanted, released = max(size, self._max_split), 0
+        block = pool.best(wanted)
+        if block is not None:
+            self._release(block)
+            return True
+        for block in reversed(pool.free()):
+            if released >= wanted or block.size < self._max_split:
+                break
+            released += block.size
+            self._release(block)
+        return released >= wanted
+
+    def _release_all(self) -> None:
+        """`release_cached_blocks`: every segment, or handle, that is wholly free."""
+        for pool in (self._large, self._small):
+            if self._expandable:
+                self.releases += self._handles[pool].release()
+                continue
+            for block in pool.free():
+                if not block.split:
+                    self._release(block)
+
+    def _collect(self) -> None:
+        """`garbage_collect_cached_blocks`: large segments that were not used for longer than others."""
+        excess = self.reserved_bytes - int(self._settings.garbage_collection_threshold * self._allowed)
+        whole = [block for block in self._large.free() if not block.split and block.segment_bytes is None]
+        ages = {block: self._large.searches - block.since for block in whole}
+        while excess > 0 and ages:
+            mean = sum(ages.values()) / len(ages)
+            old = [block for block, age in ages.items() if age >= mean]
+            for block in old:
+                del ages[block]
+                excess -= block.size
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.releases += 1
+        self._give(block.size)
+
+    def _take(self, size: int) -> bool:
+        wanted = self.reserved_bytes + size
+        if wanted > self._capacity:
+            self.denied_bytes = wanted if self.denied_bytes is None else min(self.denied_bytes, wanted)
+            return False
+        self.segments += 1
+        self.reserved_bytes = wanted
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, wanted)
+        return True
+
+    def _give(self, size: int) -> None:
+        self.reserved_bytes -= size
+
+    def _place(self, size: int) -> int:
+        address, self._next_address = self._next_address, self._next_address + size
+        return address
+
+    def _handles_of(self, pool: Pool) -> Handles:
+        total_bytes = self._settings.total_bytes
+        return Handles(
+            pool,
+            handle_bytes=SMALL_SEGMENT_BYTES if pool.small else self._settings.large_segment_bytes,
+            # As many addresses as the card has, and an eighth more, so that some may stay without memory.
+            address_bytes=_ADDRESSES_WITHOUT_CARD if total_bytes is None else total_bytes + total_bytes // 8,
+            place=self._place,
+            take=self._take,
+            give=self._give,
+        )

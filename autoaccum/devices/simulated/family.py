@@ -1,0 +1,139 @@
+"""A trace for any micro-batch from the traces of a few: every size is a whole multiple of the batch, and a rest.
+
+That is checked, in whole numbers, at every size that was traced. What rounds (a kernel's scratch) is a `Scratch`, whose
+numbers grow so and whose rule rounds; any other size that does not grow so, such as the B x B scores of a contrastive
+loss or a row padded to a multiple of 8 samples, makes no family. Padding that the traced sizes are all multiples of
+cannot be seen: let them have no common factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.errors import AutoaccumError
+
+
+class NotAffineError(AutoaccumError):
+    """Traces of a few sizes do not tell those of others: each has to be traced."""
+
+
+class _Line(NamedTuple):
+    """`base + slope * size`."""
+
+    base: int
+    slope: int
+
+    def at(self, size: int) -> int:
+        return self.base + self.slope * size
+
+
+@dataclass(frozen=True)
+class Family:
+    """Traces of one rehearsal at any micro-batch.
+
+    Attributes:
+        sizes: The micro-batches that were traced, ascending: the first is the least it can tell.
+        model: The trace of the smallest.
+        checked: Whether a third size agreed with what two promise.
+    """
+
+    sizes: tuple[int, ...]
+    model: Trace
+    checked: bool
+    _lines: tuple[tuple[_Line, ...], ...]
+
+    def at(self, size: int) -> Trace:
+        """The trace at a micro-batch of `size` samples.
+
+        Raises:
+            NotAffineError: It is smaller than any that was traced: a batch of one often has other operators.
+        """
+        if size < self.sizes[0]:
+            raise NotAffineError(
+                f"{_samples(size)} are fewer than the {self.sizes[0]} from which traces follow", hint="trace that size"
+            )
+        grown = []
+        for block, (lines, known) in enumerate(zip(self._lines, self.model.sizes, strict=True)):
+            numbers = tuple(line.base + line.slope * size for line in lines)
+            if min(numbers, default=0) < 0:
+                raise NotAffineError(f"block {block} would take {numbers} at {_samples(size)}", hint="trace that size")
+            grown.append(Scratch(known.rule, numbers) if isinstance(known, Scratch) else numbers[0])
+        return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
+
+
+def make_family(traces: Sequence[Trace]) -> Family:
+    """Make a family of traces of the same number of equal parts, at two sizes or more.
+
+    Raises:
+        NotAffineError: They are not alike, or a size is no whole multiple of the batch and a rest.
+        ValueError: There are fewer than two sizes, or the parts of a trace are not equal.
+    """
+    by_size = {trace.parts[0]: trace for trace in traces}
+    if len(by_size) < 2 or any(set(trace.parts) != {trace.parts[0]} for trace in traces):
+        raise ValueError(f"a family needs equal parts at two sizes, not {[trace.parts for trace in traces]}")
+    sizes = tuple(sorted(by_size))
+    ordered = [by_size[size] for size in sizes]
+    for other in ordered[1:]:
+        _check_alike(ordered[0], other)
+    lines = tuple(_lines_of(block, ordered) for block in range(len(ordered[0].sizes)))
+    return Family(sizes, ordered[0], len(sizes) > 2, lines)
+
+
+def _check_alike(one: Trace, other: Trace) -> None:
+    if len(one.parts) != len(other.parts):
+        raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts make no family")
+    sizes = f"at {one.parts[0]} and {other.parts[0]} samples"
+    for index, (event, another) in enumerate(zip_longest(one.events, other.events)):
+        if event != another:
+            raise NotAffineError(f"event {index} {_does(event)} and {_does(another)} {sizes}")
+    if (one.phases, one.last_update) != (other.phases, other.last_update):
+        raise NotAffineError(f"the phases of the step are not in the same places {sizes}")
+    for block, (size, another) in enumerate(zip(one.sizes, other.sizes, strict=True)):
+        if _rule(size) != _rule(another):
+            raise NotAffineError(f"block {block} is {_rule(size)} and {_rule(another)} {sizes}")
+
+
+def _does(event: int | None) -> str:
+    if event is None:
+        return "is missing"
+    return f"allocates block {event}" if event >= 0 else f"frees block {~event}"
+
+
+def _rule(size: int | Scratch) -> str:
+    return f"scratch of {size.rule!r} by {len(size.numbers)} numbers" if isinstance(size, Scratch) else "a tensor's"
+
+
+def _lines_of(block: int, traces: Sequence[Trace]) -> tuple[_Line, ...]:
+    kinds = [trace.sizes[block] for trace in traces]
+    rows = [size.numbers if isinstance(size, Scratch) else (size,) for size in kinds]
+    sizes = [trace.parts[0] for trace in traces]
+    lines = tuple(_line(sizes, column) for column in zip(*rows, strict=True))
+    whole = [line for line in lines if line is not None]
+    if len(whole) < len(lines):
+        index = lines.index(None)
+        unit = "bytes" if isinstance(kinds[0], int) else f"as number {index} of {kinds[0].rule!r}"
+        values, at = _list(row[index] for row in rows), _list(sizes)
+        raise NotAffineError(f"block {block} takes {values} {unit} at {at} samples")
+    return tuple(whole)
+
+
+def _line(sizes: Sequence[int], values: Sequence[int]) -> _Line | None:
+    """The line through all points, with whole numbers; None where there is none."""
+    slope, rest = divmod(values[-1] - values[0], sizes[-1] - sizes[0])
+    line = _Line(values[0] - slope * sizes[0], slope)
+    if rest or any(line.at(size) != value for size, value in zip(sizes, values, strict=True)):
+        return None
+    return line
+
+
+def _list(values: Iterable[int]) -> str:
+    *most, last = [str(value) for value in values]
+    return f"{', '.join(most)} and {last}"
+
+
+def _samples(size: int) -> str:
+    return f"{size} sample" if size == 1 else f"{size} samples"

@@ -1,0 +1,186 @@
+"""A trace in the allocator of one card: what it takes, whether it fits, and in how little it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoaccum.devices.simulated.allocator import LARGE_GRAIN_BYTES, SMALL_BYTES, Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator_blocks import Block
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What came of a replay.
+
+    Attributes:
+        peak_allocated_bytes: The most that blocks held, each as large as it is.
+        peak_reserved_bytes: The most that segments held.
+        retries: PyTorch's `num_alloc_retries`.
+        repeat_retries: How often an update that is like the one before had to give cached segments back first: with
+            more than none, every update is slow.
+        failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
+        asked_bytes: What that event asked for; 0 when none failed.
+        like_from_bytes: The same comes of any capacity from here
+        like_below_bytes: to below here (None: of any above): it grants what was granted, and refuses what was refused.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int = 0
+    repeat_retries: int = 0
+    failed_at: int | None = None
+    asked_bytes: int = 0
+    like_from_bytes: int
+    like_below_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every event found memory."""
+        return self.failed_at is None
+
+
+def replay(
+    events: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    capacity: int | None = None,
+    settings: AllocatorSettings | None = None,
+    repeat_from: int | None = None,
+) -> Replay:
+    """Replay a trace.
+
+    Args:
+        events: In order: the number of a block that is allocated, or `~number` of one that is freed.
+        sizes: Of each block, in bytes; those of 0 are never allocated, as PyTorch does.
+        capacity: Bytes of the card there are for segments; None: any number.
+        settings: Of the allocator.
+        repeat_from: Where the last update begins. It is replayed once more if it is closed: all that is allocated in
+            it is freed in it, and nothing else is. That tells what every further update needs; of one that is not
+            closed, it is taken to be what itself needs.
+
+    Raises:
+        ValueError: The settings allow a share of the card, and do not say of how much.
+    """
+    allocator = Allocator(capacity, settings)
+    last = len(events) if repeat_from is None else repeat_from
+    repeats = bool(events[last:]) and closed(events, last)
+    updates = [events[:last], events[last:]] + [events[last:]] * repeats
+    blocks: dict[int, Block] = {}
+    releases = number = 0
+    failed: tuple[int, int] | None = None
+    for update in updates:
+        releases = allocator.releases
+        failed = _run(allocator, update, sizes, blocks)
+        if failed is not None:
+            failed = failed[0] + number, failed[1]
+            break
+        number += len(update)
+    failed_at, asked_bytes = (None, 0) if failed is None else failed
+    return Replay(
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        retries=allocator.retries,
+        repeat_retries=0 if repeat_from is None else allocator.releases - releases,
+        failed_at=failed_at,
+        asked_bytes=asked_bytes,
+        like_from_bytes=allocator.peak_reserved_bytes,
+        like_below_bytes=allocator.denied_bytes,
+    )
+
+
+def _run(
+    allocator: Allocator, events: Sequence[int], sizes: Sequence[int], blocks: dict[int, Block]
+) -> tuple[int, int] | None:
+    """Replay `events`; returns the index of the one that failed and what it asked for, if one did."""
+    malloc, free = allocator.malloc, allocator.free
+    try:
+        for event in events:
+            if event < 0:
+                block = blocks.pop(~event, None)
+                if block is not None:
+                    free(block)
+            elif sizes[event]:
+                blocks[event] = malloc(sizes[event])
+    except CapacityExceeded as error:
+        return _index_of(events, event), error.asked_bytes
+    return None
+
+
+def _index_of(events: Sequence[int], event: int) -> int:
+    # A block is allocated once, so that this is the event that failed.
+    return list(events).index(event)
+
+
+def closed(events: Sequence[int], start: int) -> bool:
+    """Whether all that is allocated from `start` on is freed again, and nothing else is.
+
+    >>> closed((0, 1, ~1, 2, ~2), 3), closed((0, 1, ~1, 2), 3), closed((0, 1, ~0, ~1), 2)
+    (True, False, False)
+    """
+    alive: set[int] = set()
+    for event in events[start:]:
+        if event >= 0:
+            alive.add(event)
+        elif ~event in alive:
+            alive.remove(~event)
+        else:
+            return False
+    return not alive
+
+
+def least_capacity(
+    events: Sequence[int],
+    sizes: Sequence[int],
+    settings: AllocatorSettings | None = None,
+    repeat_from: int | None = None,
+    *,
+    most: int | None = None,
+) -> int:
+    """The smallest capacity at which a trace goes through.
+
+    A replay tells what comes of every capacity from its peak to below the least that CUDA refused it, so that a
+    bisection needs few of them, and ends where what is below is known to fail: at the capacity of just the segments
+    that one replay held. More memory may make an allocator place blocks worse, so that some capacity above the answer
+    may fail and some below it may do: whether a card's own does, a replay at that capacity tells.
+
+    Args:
+        events: As `replay` takes them.
+        sizes: Likewise.
+        settings: Likewise.
+        repeat_from: Likewise.
+        most: A capacity at which it goes through; None: what it takes without a limit is where the search begins.
+
+    Raises:
+        ValueError: Not even any number of bytes is enough, or not `most`.
+    """
+
+    def at(capacity: int | None) -> Replay:
+        return replay(events, sizes, capacity=capacity, settings=settings, repeat_from=repeat_from)
+
+    found = at(most)
+    if not found.fits:
+        raise ValueError("the trace does not go through: the settings allow too little of the card, or `most` is less")
+    grain = math.gcd(LARGE_GRAIN_BYTES, (settings or AllocatorSettings()).large_segment_bytes)
+    enough, fails = found.like_from_bytes, _floor_bytes(events, sizes, grain) - 1
+    while enough - fails > 1:
+        tried = at((enough + fails) // 2)
+        if tried.fits:
+            enough = tried.like_from_bytes
+        else:
+            assert tried.like_below_bytes is not None
+            fails = tried.like_below_bytes - 1
+    return enough
+
+
+def _floor_bytes(events: Sequence[int], sizes: Sequence[int], grain: int) -> int:
+    """What no allocator of such segments can do without: those of the small blocks alive, and of the large ones."""
+    alive, most = {True: 0, False: 0}, 0
+    for event in events:
+        size = sizes[event if event >= 0 else ~event]
+        alive[size <= SMALL_BYTES] += size if event >= 0 else -size
+        if event >= 0:
+            most = max(most, sum(-(-held // grain) for held in alive.values()))
+    return most * grain
