@@ -18,12 +18,18 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
 
 def _output_format(input: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
-    """`cudnn_conv_suggest_memory_format` in `aten/src/ATen/native/ConvUtils.h`: channels last if either operand is.
+    return convolution_format(input, weight)
+
+
+def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+    """The format a convolution runs in and returns.
+
+    `cudnn_conv_suggest_memory_format` in `aten/src/ATen/native/ConvUtils.h`: channels last if either operand is.
 
     Depthwise convolutions run with cuDNN too when they are channels-last (`use_cudnn_depthwise` in `Convolution.cpp`).
     """
-    wide = torch.float64 in (input.dtype, weight.dtype)
+    wide = torch.float64 in (tensor.dtype, weight.dtype)
     if wide or not torch._C._get_cudnn_enabled() or weight.dim() not in (4, 5):
         return torch.contiguous_format
     last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
-    return last if last in (suggest_memory_format(input), suggest_memory_format(weight)) else torch.contiguous_format
+    return last if last in (suggest_memory_format(tensor), suggest_memory_format(weight)) else torch.contiguous_format
