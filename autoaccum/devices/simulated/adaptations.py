@@ -32,7 +32,7 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),
-        (torch.Tensor, "tolist", _tolist),
+        (FakeTensor, "tolist", answer_values),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
@@ -76,12 +76,6 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     return _to(tensor, DEVICE if device is None else device)
-
-
-def _tolist(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, FakeTensor):
-        return answer_values(tensor)
-    return torch._C.TensorBase.tolist(tensor)
 
 
 def _unreadable(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:

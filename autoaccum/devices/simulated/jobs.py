@@ -37,6 +37,10 @@ class SimulatedChild:
         jobs = {"load": self._load, "inspect": self._inspect, "trace": self._trace}
         return jobs[request["job"]](request)
 
+    def close(self) -> None:
+        """Undo the simulation."""
+        self._stack.close()
+
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         look_where(request)
         doing = f"loading {request['reference']}"
