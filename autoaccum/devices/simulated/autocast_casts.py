@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdRef
 
 WIDE = torch.float32
 OUTSIDE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -27,11 +26,12 @@ class Casts:
     """Casts arguments, and keeps those of weights until the outermost autocast ends (`cached_cast`).
 
     What is kept is memory: half a model's bytes. A weight is a leaf in fp32 that requires a gradient and is no view.
-    It is cast with gradients on, also within `torch.no_grad`, so that a later use has them (pytorch#158232).
+    It is cast with gradients on, also within `torch.no_grad`, so that a later use has them (pytorch#158232). So the
+    cast has a graph, the graph holds the weight, and its `id` is no other tensor's for as long.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[WeakIdRef, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
 
     def clear(self) -> None:
         """Forget all."""
@@ -58,9 +58,8 @@ class Casts:
         )
 
     def _cast_once(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        key = WeakIdRef(weight)
-        kept = self._kept.get(key)
+        kept = self._kept.get(id(weight))
         if kept is None:
             with torch.enable_grad():
-                kept = self._kept[key] = _copy(weight, dtype=dtype)
+                kept = self._kept[id(weight)] = _copy(weight, dtype=dtype)
         return kept

@@ -273,12 +273,19 @@ def of_no_leaf(device: str, x: Tensor, w: Tensor) -> None:
 
 
 def of_a_view(device: str, x: Tensor, w: Tensor) -> None:
-    view = w.detach().requires_grad_()
+    view = w.detach().view(2, 8).view(4, 4).requires_grad_()
     with torch.autocast(device, BF16):
         F.linear(x, w.t())
         F.linear(x, w.t())
         F.linear(x, view)
         F.linear(x, view)
+
+
+def of_detached_data(device: str, x: Tensor, w: Tensor) -> None:
+    alias = w.detach().requires_grad_()
+    with torch.autocast(device, BF16):
+        F.linear(x, alias)
+        F.linear(x, alias)
 
 
 def frozen(device: str, x: Tensor, w: Tensor) -> None:
@@ -323,6 +330,7 @@ SCENARIOS = (twice, nested_and_again, disabled_within, without_cache, cleared, n
     another_dtype_within,
     of_no_leaf,
     of_a_view,
+    of_detached_data,
     frozen,
     checkpointed_reentrant,
     checkpointed_anew,
@@ -516,7 +524,7 @@ def test_weights_of_an_rnn_are_views_of_one_buffer_in_fp16(card: CardMode) -> No
 
 def test_an_rnn_is_cast_to_fp16_under_bf16_too(card: CardMode) -> None:
     weights = [made(16, 3), made(16, 4), made(16), made(16)]
-    state = made(1, 2, 4)
+    state = made(1, 2, 4, grad=True)  # no weight is kept in another dtype than autocast's
     with torch.autocast("cuda", BF16), Copies() as copies:
         rest: Any = (2, 4, 0, 1, False, 0.0, True, False, [], None)
         out = torch.ops.aten._cudnn_rnn(made(5, 2, 3), weights, 4, None, state, state, *rest)
