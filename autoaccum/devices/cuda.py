@@ -11,6 +11,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.card_report import CardReport
 from autoaccum.devices.child_device import ChildDevice
+from autoaccum.devices.prediction import Foresight
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 _MOST_NAMED = 5
@@ -72,6 +73,18 @@ class CudaDevice(ChildDevice):
         limit_bytes = self.limit_bytes
         assert self._report is not None
         return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
+
+    def foresee(self) -> Foresight:
+        """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
+        from autoaccum.devices.simulated.at_hand import foresee_peaks
+        from autoaccum.devices.simulated.child_tracer import ChildTracer
+
+        self._use_worker()
+        assert self._report is not None
+        settings = self._settings
+        return foresee_peaks(
+            self._report.memory, lambda card: ChildTracer(settings, card, lambda line: None), settings.share
+        )
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._report = CardReport.from_json(facts["card"])

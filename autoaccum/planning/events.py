@@ -36,6 +36,11 @@ class Inspected:
 
 
 @dataclass(frozen=True)
+class Tracing:
+    """Small sizes are traced on a simulated card, to know what peaks to expect of larger ones."""
+
+
+@dataclass(frozen=True)
 class TrialStarted:
     """A trial begins.
 
@@ -69,5 +74,5 @@ class Scheduled:
     largest_fit: int
 
 
-Event = Loading | Inspected | TrialStarted | TrialFinished | Scheduled
+Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | Scheduled
 Listener = Callable[[Event], None]

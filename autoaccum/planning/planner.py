@@ -12,7 +12,7 @@ from autoaccum.devices.base import Device, Trial
 from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
 from autoaccum.planning.allowance import Allowance
 from autoaccum.planning.confirmation import confirm, inspection_need
-from autoaccum.planning.events import Inspected, Listener, Loading
+from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.least import find_least
 from autoaccum.planning.notes import describe_workload, plan_notes
 from autoaccum.planning.records import Plan
@@ -156,7 +156,7 @@ def plan_on(
     runner.proof_seconds = time.monotonic() - asked
     predicts = isinstance(device, Predicting)
     tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
-    foresight = _foresee(device, request)
+    foresight = _foresee(device, request, tell)
     result = search(
         runner.try_size,
         request.cap,
@@ -203,11 +203,12 @@ def plan_on(
     )
 
 
-def _foresee(device: Device, request: Request) -> Foresight:
+def _foresee(device: Device, request: Request, tell: Listener) -> Foresight:
     """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much."""
     few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
     if few_trials or request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
         return Foresight()
+    tell(Tracing())
     return device.foresee()
 
 

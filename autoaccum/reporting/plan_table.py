@@ -151,6 +151,8 @@ def _device(plan: Plan) -> str:
 
 def _trials(plan: Plan, seconds: float | None) -> str:
     within = sum(trial.seconds for trial in plan.trials)
+    if plan.kind == "predicted":
+        return f"{len(plan.trials)} predicted in {within if seconds is None else seconds:.1f} s"
     if seconds is None:
         return f"{len(plan.trials)} in {within:.1f} s"
     return f"{len(plan.trials)} in {seconds:.1f} s ({within:.1f} s without the start of processes)"

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
-from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, Tracing, TrialFinished, TrialStarted
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.units import format_bytes
 
@@ -56,6 +56,8 @@ class Progress:
             self._print(
                 Text(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
             )
+        elif isinstance(event, Tracing):
+            self._start("tracing small sizes ...")
         elif isinstance(event, Scheduled):
             self._schedule = event.schedule
         elif isinstance(event, TrialStarted):

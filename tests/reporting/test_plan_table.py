@@ -52,7 +52,7 @@ def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **c
 
 def predicted(**changes: Any) -> Plan:
     card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
-    known = {"kind": "predicted", "band_bytes": 40 * MIB, "least_bytes": 800 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "band_bytes": 40 * MIB, "least_bytes": 800 * MIB}
     return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
 
 
@@ -113,6 +113,7 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (predicted(), "peak         874 MiB (predicted, give or take 40.0 MiB) of 1.0 GiB, headroom 150 MiB\n"),
         (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
         (predicted(), "largest fit  100 (101 does not fit)\n"),
+        (predicted(), "trials       3 predicted in 3.0 s\n"),
         (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
         (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),
         (

@@ -7,7 +7,7 @@ import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Outcome, Trial
-from autoaccum.planning.events import Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.events import Inspected, Loading, Scheduled, Tracing, TrialFinished, TrialStarted
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.progress import Progress, trial_line
 from autoaccum.units import GIB, MIB
@@ -74,6 +74,24 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
     assert text.count("the least budget at which that still runs\n") == 1
     assert "trial 5: micro-batch 43 within 150 MiB ..." in text
     assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
+
+
+def test_what_is_predicted_is_said_to_be_so() -> None:
+    file = Terminal()
+    with Progress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
+        progress.tell(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
+        progress.tell(Tracing())
+        progress.tell(TrialStarted(1, OOM.parts, False))
+        progress.tell(TrialFinished(1, OOM, False))
+        progress.tell(Scheduled(make_schedule(128, 64), 64))
+        progress.tell(TrialStarted(2, PROOF.parts, True))
+        progress.tell(TrialFinished(2, PROOF, True))
+    text = file.getvalue()
+    assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\n" in text
+    assert "tracing small sizes ..." in text
+    assert "predicting micro-batch 128 ..." in text
+    assert "        128  no fit     500 MiB     0.5 s  in backward\n" in text
+    assert "confirming 64 + 64 by a trace of its own\n" in text
 
 
 def test_a_size_that_is_tried_again_says_why() -> None:

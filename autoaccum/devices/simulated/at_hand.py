@@ -1,0 +1,52 @@
+"""The card of this machine, simulated: what peaks to expect of trials that will really run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from autoaccum.devices.card import CardMemory
+from autoaccum.devices.prediction import Foresight
+from autoaccum.devices.simulated.allocator_settings import read_settings
+from autoaccum.devices.simulated.catalog import Card, card_at_hand
+from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.tracer import Tracer
+from autoaccum.devices.simulated.traces import Traces
+from autoaccum.devices.torch_release import read_torch_release
+from autoaccum.errors import AutoaccumError
+
+_MOST_SECONDS = 60.0
+_PROBE = 2
+
+
+def foresee_peaks(memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int) -> Foresight:
+    """What peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
+
+    The traces are made now, so that no other process is left while trials run.
+
+    Args:
+        memory: The card.
+        make_tracer: Starts what traces the workload on it.
+        share: Samples per update on this rank.
+    """
+    card = card_at_hand(memory)
+    traces = Traces(lambda: make_tracer(card), share)
+    try:
+        replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+        follows = traces.follow(_PROBE, _MOST_SECONDS)
+    except AutoaccumError as error:
+        return _none(error.message)
+    finally:
+        traces.close()
+    if follows is None:
+        return _none("; ".join(traces.notes) or "there are too few samples")
+
+    def peak_bytes(size: int) -> int | None:
+        trace = traces.follow(size)
+        return None if trace is None else replays.peak_bytes(trace)
+
+    return Foresight(peak_bytes=peak_bytes)
+
+
+def _none(why: str) -> Foresight:
+    return Foresight(notes=(f"the search began without a simulation of the card ({why.splitlines()[0]})",))

@@ -1,0 +1,58 @@
+"""How far off a prediction may be, and of what that is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoaccum.devices.simulated.context import Outside
+from autoaccum.devices.simulated.demand import Demand
+from autoaccum.units import MIB, format_bytes
+
+
+@dataclass(frozen=True)
+class Band:
+    """The band of one schedule on one card.
+
+    It is a sum, since what it is made of is not known to be independent: what the process holds outside of the
+    allocator, and the kernels' own memory that is alive at one time, as far as nobody has measured either.
+
+    Args:
+        outside: What the process holds outside of the allocator.
+        demand: What the schedule asks of the allocator.
+    """
+
+    outside: Outside
+    demand: Demand
+
+    @property
+    def bytes(self) -> int:
+        """In all, either way."""
+        return self.outside.band_bytes + self.demand.band_bytes
+
+    def note(self, card: str) -> str:
+        """What was done and what the band covers, as a sentence for the plan."""
+        context = format_bytes(self.outside.bytes)
+        parts = [
+            f"the CUDA context and what is loaded into it ({context} assumed, give or take "
+            f"{format_bytes(self.outside.band_bytes)})"
+        ]
+        if self.demand.band_bytes:
+            rules = ", ".join(rule.replace("_", " ") for rule in self.demand.guessed) or "libraries"
+            parts.append(f"workspaces that were never measured ({rules}: {format_bytes(self.demand.band_bytes)})")
+        return (
+            f"nothing ran on a card: an update was traced, and its allocations replayed in the memory of {card}; the "
+            f"band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for what other programs hold, nor "
+            "for batches larger than those of batch(size)"
+        )
+
+    def warning(self, limit_bytes: int, least_bytes: int) -> str | None:
+        """A sentence where what the budget leaves above the least that is needed is less than the band."""
+        room_bytes = limit_bytes - least_bytes
+        if room_bytes >= self.bytes:
+            return None
+        reserve = -(-self.bytes // (100 * MIB)) * 100
+        keep = f", or keep more (--reserve {reserve}MiB)" if 2 * reserve * MIB < limit_bytes else ""
+        return (
+            f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
+            f"off by {format_bytes(self.bytes)}: measure on the card (--device cuda){keep}"
+        )

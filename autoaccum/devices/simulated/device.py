@@ -1,0 +1,230 @@
+"""A card that is not there, as a device: trials are replays of what a step asks of its allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
+from autoaccum.devices.prediction import Foresight, Prediction
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
+from autoaccum.devices.simulated.band import Band
+from autoaccum.devices.simulated.catalog import Card, all_cards
+from autoaccum.devices.simulated.context import Outside, context_bytes
+from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.tracer import Tracer
+from autoaccum.devices.simulated.traces import Traces
+from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.units import MemorySize, format_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_PROBE = 2
+
+
+class SimulatedDevice:
+    """Trials on a card that need not be here; nothing runs on any.
+
+    *What counts against the budget* is what PyTorch's caching allocator would get from the driver, whole segments, as
+    on a real card; the budget is chosen as there, of what the card has beside an estimated context.
+
+    *A trial* replays the trace of its parts in an allocator of that capacity. `ok`: it goes through. `tight`: only if
+    the cache is released and asked for again in an update like those that follow. `oom`: it does not. The peaks are
+    those of a replay that nothing limits, so that a trial that ran may have one above the budget, and one that did not
+    has one too.
+
+    *The traces* are few: those of other sizes follow from small ones, where all sizes are affine in the batch. A trial
+    that is asked to be fresh rests on a trace of just its parts (`Trial.fresh`).
+
+    Args:
+        card: The card.
+        make_tracer: Starts what traces the workload on it.
+        share: Samples per update on this rank.
+        torch_version: Of the tracer's torch, such as (2, 15).
+        memory: The budget, a share being one of the card's total; None: what is free beside the context.
+        reserve: Taken off the budget; None: as on a real card.
+        environment: Where the settings of PyTorch's allocator are; None: this process's.
+
+    Raises:
+        UsageError: The budget is more than the card has, or the settings are not simulated.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        make_tracer: Callable[[], Tracer],
+        *,
+        share: int,
+        torch_version: tuple[int, int],
+        memory: MemorySize | None = None,
+        reserve: MemorySize | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._card, self._outside = card, context_bytes(card)
+        self._settings = read_settings(os.environ if environment is None else environment).for_card(card.total_bytes)
+        self._supply = _Supply(card, self._outside, self._settings.allowed_bytes)
+        self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
+        self._traces = Traces(make_tracer, share)
+        self._replays = Replays(card, self._settings, torch_version)
+
+    @property
+    def name(self) -> str:
+        """Such as `rtx3090 (simulated)`."""
+        return f"{self._card.name} (simulated)"
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget in bytes."""
+        return self._limit_bytes
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the plan records: the card as it is assumed to be, and how the budget is enforced."""
+        card = self._card
+        return {
+            "name": self.name,
+            "kind": "simulated",
+            "card": card.title if card in all_cards() else None,
+            "capability": list(card.capability),
+            "multiprocessors": card.multiprocessors,
+            "source": card.source,
+            "total_bytes": card.total_bytes,
+            "free_bytes": self._supply.free_bytes,
+            "context_bytes": self._outside.bytes,
+            "context_band_bytes": self._outside.band_bytes,
+            "context_source": self._outside.source,
+            "limit_bytes": self.limit_bytes,
+            "allocator": _changes(self._settings),
+            "enforced_by": "replay of the caching allocator with that capacity",
+            "peak": "the most the replayed allocator holds where nothing limits it, whole segments",
+        }
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """Load and check the workload, as far as that goes without computing anything.
+
+        Raises:
+            WorkloadError: It is not usable, or cannot be traced.
+            UsageError: It cannot be simulated here.
+            NotMeasuredError: The tracer's process died or took too long.
+        """
+        return self._traces.inspect(limit_seconds)
+
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        """Predict one trial; `fresh` asks for a trace of just these parts.
+
+        Raises:
+            UsageError: As `inspect`.
+        """
+        began = time.monotonic()
+        try:
+            alike = len(parts) == 2 and parts[0] == parts[1]
+            follows = self._traces.follow(parts[0], limit_seconds) if alike and not fresh else None
+            trace = follows or self._traces.make(parts, limit_seconds)
+        except (WorkloadError, NotMeasuredError) as error:
+            seconds = time.monotonic() - began
+            return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
+        trial = self._replays.trial(trace, self.limit_bytes if limit_bytes is None else limit_bytes)
+        return dataclasses.replace(
+            trial, limit_bytes=limit_bytes, fresh=follows is None, seconds=time.monotonic() - began
+        )
+
+    def foresee(self) -> Foresight:
+        """The peaks of sizes that follow from small ones, which are traced now.
+
+        Raises:
+            UsageError: As `inspect`.
+        """
+        self._peak_bytes(_PROBE)
+        return Foresight(peak_bytes=self._peak_bytes)
+
+    def predict(self, parts: tuple[int, ...]) -> Prediction:
+        """What is predicted of `parts`, from a trace of just these.
+
+        Raises:
+            WorkloadError, NotMeasuredError: They cannot be traced.
+        """
+        trace = self._traces.make(parts)
+        least_bytes = self._replays.least_bytes(trace, self.limit_bytes)
+        band = Band(self._outside, self._replays.weigh(trace))
+        caution = band.warning(self.limit_bytes, least_bytes)
+        return Prediction(
+            least_bytes=least_bytes,
+            band_bytes=band.bytes,
+            warnings=(*self._traces.warnings, *([caution] if caution else [])),
+            notes=(*self._traces.notes, band.note(self._card.title)),
+        )
+
+    def close(self) -> None:
+        """End the tracer's process. Idempotent."""
+        self._traces.close()
+
+    def __enter__(self) -> Self:
+        """Nothing is started before the first question."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close, whatever happened."""
+        self.close()
+
+    def _peak_bytes(self, size: int) -> int | None:
+        """The peak of a size that follows from small ones; None of others."""
+        try:
+            trace = self._traces.follow(size)
+        except (WorkloadError, NotMeasuredError):
+            return None  # The trial of that size tells why.
+        return None if trace is None else self._replays.peak_bytes(trace)
+
+
+def _changes(settings: AllocatorSettings) -> dict[str, Any]:
+    """The settings that are not as PyTorch has them by itself."""
+    by_itself = AllocatorSettings().for_card(settings.total_bytes or 0)
+    known = dataclasses.asdict(by_itself)
+    return {name: value for name, value in dataclasses.asdict(settings).items() if value != known[name]}
+
+
+@dataclass(frozen=True)
+class _Supply:
+    """A card's memory as `choose_budget` takes it: free is what is left beside the context."""
+
+    card: Card
+    outside: Outside
+    allowed_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.card.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        free_bytes = max(0, self.card.total_bytes - self.outside.bytes)
+        return free_bytes if self.allowed_bytes is None else min(free_bytes, self.allowed_bytes)
+
+    @property
+    def bound(self) -> str:
+        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context)"
+
+
+def _failed(
+    error: WorkloadError | NotMeasuredError, parts: tuple[int, ...], seconds: float, limit_seconds: float | None
+) -> Trial:
+    """The trial of what could not be traced."""
+    late = limit_seconds is not None and seconds >= limit_seconds
+    if isinstance(error, WorkloadError):
+        return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, blames="user")
+    return Trial(parts=parts, outcome="error", message=str(error), blames="measurement", timed_out=late)

@@ -1,0 +1,70 @@
+"""Trials as replays: a trace in the allocator of one card, with a limit and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoaccum.devices.base import Trial
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.demand import Demand, Weigher
+from autoaccum.devices.simulated.replay import Replay, least_capacity, replay
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.units import format_bytes
+
+
+class Replays:
+    """Replays traces on one card under one torch.
+
+    Args:
+        card: The card.
+        settings: Of PyTorch's allocator.
+        torch_version: Major and minor, such as (2, 15).
+    """
+
+    def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
+        self._weigher, self._settings = Weigher(card, torch_version), settings
+
+    def weigh(self, trace: Trace) -> Demand:
+        """What `trace` asks for, block by block."""
+        return self._weigher.weigh(trace)
+
+    def peak_bytes(self, trace: Trace) -> int:
+        """The most the allocator holds where nothing limits it."""
+        return self._replay(self.weigh(trace), None).peak_reserved_bytes
+
+    def least_bytes(self, trace: Trace, most_bytes: int) -> int:
+        """The smallest capacity at which `trace` goes through, which it does at `most_bytes`."""
+        demand = self.weigh(trace)
+        return least_capacity(trace.events, demand.sizes, self._settings, trace.last_update, most=most_bytes)
+
+    def trial(self, trace: Trace, limit_bytes: int) -> Trial:
+        """The trial of `trace` within a limit; its peaks are those without one."""
+        demand = self.weigh(trace)
+        roomy = self._replay(demand, None)
+        held = roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)
+        about: dict[str, Any] = {
+            "parts": trace.parts,
+            "peak_allocated_bytes": roomy.peak_allocated_bytes,
+            "peak_reserved_bytes": roomy.peak_reserved_bytes,
+            "allocator_retries": held.retries,
+        }
+        if held.failed_at is not None:
+            phase = demand.phase_at(held.failed_at)
+            message = (
+                f"micro-batch {max(trace.parts)} does not fit: {phase} asks for {format_bytes(held.asked_bytes)} more; "
+                f"where nothing limits it, it takes {format_bytes(roomy.peak_reserved_bytes)}"
+            )
+            return Trial(outcome="oom", phase=phase, message=message, **about)
+        if held.repeat_retries:
+            return Trial(outcome="tight", message="every update would release the cache and ask again", **about)
+        return Trial(outcome="ok", **about)
+
+    def _replay(self, demand: Demand, capacity: int | None) -> Replay:
+        return replay(
+            demand.trace.events,
+            demand.sizes,
+            capacity=capacity,
+            settings=self._settings,
+            repeat_from=demand.trace.last_update,
+        )

@@ -1,0 +1,120 @@
+"""Traces of one workload for any sizes: those that were made, and those that follow from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.simulated.family import Family, NotAffineError, make_family
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import Tracer
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+
+T = TypeVar("T")
+_SIZES = (2, 5, 3)
+"""Of the traces a family is made of. One of a single sample often has other operators than larger ones: what is
+squeezed away, broadcast, or not normalised."""
+
+
+class Traces:
+    """Asks a tracer as little as possible, and keeps what it told.
+
+    Args:
+        make_tracer: Starts one; after a failure another is started.
+        share: Samples per update: no larger sizes are traced.
+
+    Attributes:
+        notes: Sentences on sizes that do not follow from small ones.
+        warnings: Likewise, where that showed only when trials had relied on it.
+    """
+
+    def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
+        self._make_tracer, self._share = make_tracer, share
+        self._tracer: Tracer | None = None
+        self._made: dict[tuple[int, ...], Trace] = {}
+        self._family: Family | None = None
+        self._follows = share >= max(_SIZES)
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def inspect(self, limit_seconds: float | None = None) -> Inspection:
+        """As the tracer does.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As there.
+        """
+        return self._ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+
+    def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
+        """The trace of just these parts; where the family tells another one, it is believed no more.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
+        """
+        if parts not in self._made:
+            made = self._ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds))
+            self._made[parts] = made
+            if self._family is not None and not _agrees(self._family, made):
+                self._family, self._follows = None, False
+                self.warnings.append(
+                    f"the trace of {' + '.join(map(str, parts))} is not what those of {_listed()} promised: every size "
+                    "that was tried after it was traced by itself, those before it may be a little off"
+                )
+        return self._made[parts]
+
+    def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
+        """The trace of two parts of `size` as it follows from small ones; None where it does not.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
+        """
+        if not self._follows or size < min(_SIZES):
+            return None
+        try:
+            self._family = self._family or self._make_family(limit_seconds)
+            return self._family.at(size)
+        except NotAffineError as error:
+            self._family, self._follows = None, False
+            self.notes.append(f"every size was traced by itself, memory is not affine in the batch ({error.message})")
+            return None
+
+    def _make_family(self, limit_seconds: float | None) -> Family:
+        began = time.monotonic()
+        traces = []
+        for size in _SIZES:
+            left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
+            traces.append(self.make((size, size), left))
+        return make_family(traces)
+
+    def close(self) -> None:
+        """End the tracer's process."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.close()
+
+    def _ask(self, question: Callable[[Tracer], T]) -> T:
+        try:
+            if self._tracer is None:
+                self._tracer = self._make_tracer()
+            return question(self._tracer)
+        except DoesNotFitError as error:  # The host, not the card.
+            self.close()
+            raise NotMeasuredError(error.message, hint="tracing needs more memory of this machine") from None
+        except AutoaccumError:
+            self.close()
+            raise
+
+
+def _listed() -> str:
+    return ", ".join(map(str, sorted(_SIZES)))
+
+
+def _agrees(family: Family, made: Trace) -> bool:
+    """Whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
+    if len(made.parts) != 2 or min(made.parts) < min(_SIZES):
+        return True
+    large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))
+    sizes = zip(made.sizes, large.sizes, small.sizes, strict=False)
+    return made.events == large.events and all(size in either for size, *either in sizes)

@@ -1,0 +1,277 @@
+"""The simulated device over traces made by hand: budgets, outcomes, and how few traces it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from synthetic_traces import LAYERS, SyntheticTracer, linear, make_trace
+
+from autoaccum.devices.simulated.band import Band
+from autoaccum.devices.simulated.catalog import Card, find_card
+from autoaccum.devices.simulated.context import context_bytes
+from autoaccum.devices.simulated.demand import Weigher
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import GIB, MIB, MemorySize
+
+CARD = find_card("rtx3090")
+
+
+def device(tracer: SyntheticTracer | None = None, *, card: Card = CARD, share: int = 256, **options: Any) -> Any:
+    options = {"memory": MemorySize(bytes=2 * GIB), "environment": {}, **options}
+    made = tracer or SyntheticTracer()
+    return SimulatedDevice(card, lambda: made, share=share, torch_version=(2, 13), **options)
+
+
+# --- the budget -----------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_what_the_context_leaves_less_the_headroom() -> None:
+    free = CARD.total_bytes - context_bytes(CARD).bytes
+    assert device(memory=None).limit_bytes == free - int(0.02 * free)
+    assert device(memory=None, reserve=MemorySize(bytes=GIB)).limit_bytes == free - GIB
+    assert device(memory=MemorySize(fraction=0.5)).limit_bytes == CARD.total_bytes // 2
+    assert device(memory=MemorySize(bytes=10 * GIB), reserve=MemorySize(bytes=GIB)).limit_bytes == 9 * GIB
+
+
+def test_more_than_the_card_has_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"more than the .* that rtx3090 \(simulated, .* for its context\) has free"):
+        device(memory=MemorySize(bytes=30 * GIB))
+
+
+def test_what_the_allocator_is_told_to_keep_to_is_a_budget() -> None:
+    told = device(memory=None, environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
+    assert told.limit_bytes < CARD.total_bytes // 2
+
+
+def test_settings_that_are_not_simulated_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="only PyTorch's own allocator is simulated"):
+        device(environment={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
+
+
+def test_describes_what_is_assumed() -> None:
+    described = device().describe()
+    assert (described["name"], described["kind"]) == ("rtx3090 (simulated)", "simulated")
+    assert described["card"] == "NVIDIA GeForce RTX 3090"
+    assert described["total_bytes"] >= described["free_bytes"] >= described["limit_bytes"] == 2 * GIB
+    assert described["enforced_by"] == "replay of the caching allocator with that capacity"
+    assert described["allocator"] == {}
+    expandable = device(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert expandable.describe()["allocator"] == {"expandable_segments": True}
+    assert described["source"]
+
+
+def test_a_plain_size_names_no_card() -> None:
+    described = device(card=find_card("24GiB")).describe()
+    assert (described["name"], described["card"]) == ("24GiB (simulated)", None)
+
+
+# --- the outcome ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_fits() -> None:
+    trial = device().trial((8, 8))
+    assert (trial.outcome, trial.phase, trial.message, trial.limit_bytes) == ("ok", None, None, None)
+    # Weights, two states and gradients, what four layers keep, and what one passes back.
+    held = 16 * 25 * MIB + (LAYERS + 1) * linear()(8)
+    assert held <= trial.peak_allocated_bytes <= trial.peak_reserved_bytes <= held + 100 * MIB
+    assert trial.allocator_retries == 0
+    assert trial.seconds > 0
+
+
+def test_a_trial_that_does_not_says_where_and_what_it_would_take() -> None:
+    trial = device().trial((200, 200))
+    assert (trial.outcome, trial.ran, trial.certain, trial.blames) == ("oom", False, True, None)
+    assert trial.phase in ("forward", "backward")
+    assert trial.peak_reserved_bytes > 5 * GIB
+    assert trial.message.startswith(f"micro-batch 200 does not fit: {trial.phase} asks for 1.2 GiB more; where nothing")
+
+
+def test_a_trial_may_have_a_smaller_budget_of_its_own() -> None:
+    made = device()
+    peak = made.trial((30, 30)).peak_reserved_bytes
+    trial = made.trial((30, 30), limit_bytes=peak // 2)
+    assert (trial.outcome, trial.limit_bytes, trial.peak_reserved_bytes) == ("oom", peak // 2, peak)
+    assert made.trial((30, 30), limit_bytes=peak).outcome == "ok"
+
+
+def test_larger_parts_take_more() -> None:
+    made = device()
+    peaks = [made.trial((size, size)).peak_reserved_bytes for size in (1, 2, 4, 8, 16, 32)]
+    assert peaks == sorted(peaks)
+
+
+def test_what_is_least_is_enough_and_less_is_not() -> None:
+    made = device()
+    prediction = made.predict((30, 29))
+    assert made.trial((30, 29), limit_bytes=prediction.least_bytes).ran
+    assert not made.trial((30, 29), limit_bytes=prediction.least_bytes - 4 * MIB).ran
+    assert prediction.least_bytes <= made.trial((30, 29)).peak_reserved_bytes
+
+
+# --- how many traces ------------------------------------------------------------------------------------------------
+
+
+def test_any_size_follows_from_three_small_ones() -> None:
+    tracer = SyntheticTracer()
+    made = device(tracer)
+    for size in (100, 7, 33, 64):
+        assert not made.trial((size, size)).fresh
+    assert sorted(tracer.asked) == [(2, 2), (3, 3), (5, 5)]
+    assert made.trial((2, 2), fresh=True).fresh
+    assert len(tracer.asked) == 3
+
+
+def test_what_follows_is_what_a_trace_gives() -> None:
+    made = device()
+    for size in (6, 17, 60):
+        follows, traced = made.trial((size, size)), made.trial((size, size), fresh=True)
+        assert (follows.outcome, follows.peak_reserved_bytes) == (traced.outcome, traced.peak_reserved_bytes)
+        assert (follows.fresh, traced.fresh) == (False, True)
+    assert not made.predict((17, 16)).warnings
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (256,), (86, 85), (9, 1)])
+def test_other_parts_are_traced_by_themselves(parts: tuple[int, ...]) -> None:
+    tracer = SyntheticTracer()
+    trial = device(tracer).trial(parts)
+    assert (trial.parts, trial.fresh, tracer.asked) == (parts, True, [parts])
+    assert not device(SyntheticTracer(linear(0, 1))).predict(parts).warnings
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 4])
+def test_no_larger_sizes_are_traced_than_there_are_samples(share: int) -> None:
+    tracer = SyntheticTracer()
+    made = device(tracer, share=share)
+    for size in range(1, share):
+        assert made.trial((size, size)).fresh
+    assert made.trial((share,)).fresh
+    assert max(max(parts) for parts in tracer.asked) == share
+
+
+def squares(size: int) -> int:
+    return 100_000 * size * size
+
+
+def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
+    tracer = SyntheticTracer(squares)
+    made = device(tracer)
+    trial = made.trial((20, 20))
+    assert trial.fresh
+    assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
+    assert (20, 20) in tracer.asked
+    assert made.foresee().peak_bytes(20) is None
+    assert made.predict((20, 20)).notes[0].startswith("every size was traced by itself, memory is not affine in the")
+
+
+def test_a_trace_that_is_not_what_followed_is_believed() -> None:
+    tracer = SyntheticTracer(change=lambda parts: linear(12 * MIB) if max(parts) > 20 else None)
+    made = device(tracer)
+    promised = made.trial((30, 30))
+    traced = made.trial((30, 30), fresh=True)
+    assert traced.peak_reserved_bytes > promised.peak_reserved_bytes
+    assert made.trial((40, 40)).fresh
+    warning = made.predict((8, 8)).warnings[0]
+    assert warning.startswith("the trace of 30 + 30 is not what those of 2, 3, 5 promised: every size")
+
+
+def test_a_last_part_of_another_size_is_no_contradiction() -> None:
+    made = device()
+    made.trial((30, 30))
+    made.trial((30, 29), fresh=True)
+    assert not made.trial((31, 31)).fresh
+
+
+def test_a_tracer_gets_the_time_that_is_left() -> None:
+    tracer = SyntheticTracer()
+    device(tracer).trial((8, 8), limit_seconds=60.0)
+    assert len(tracer.limits) == 3
+    assert all(limit is not None and 0 < limit <= 60 for limit in tracer.limits)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def failing(error: Exception, size: int = 7) -> SyntheticTracer:
+    return SyntheticTracer(change=lambda parts: error if size in parts else None)
+
+
+def test_an_error_of_the_users_is_theirs_and_does_no_harm() -> None:
+    tracer = failing(WorkloadError("micro-batch 7, forward raised ValueError: seven", user_traceback="in loss"))
+    made = device(tracer)
+    trial = made.trial((7, 1))
+    assert (trial.outcome, trial.blames, trial.traceback) == ("error", "user", "in loss")
+    assert trial.message == "micro-batch 7, forward raised ValueError: seven"
+    assert tracer.closed == 1
+    assert made.trial((1, 1)).outcome == "ok"
+
+
+@pytest.mark.parametrize("kind", [NotMeasuredError, DoesNotFitError])
+def test_a_tracer_that_dies_is_no_answer(kind: Callable[[str], Exception]) -> None:
+    trial = device(failing(kind("its process was killed"))).trial((7,), limit_seconds=60)
+    assert (trial.outcome, trial.blames, trial.timed_out) == ("error", "measurement", False)
+    assert trial.message.startswith("its process was killed")
+
+
+def test_a_tracer_that_takes_too_long_has_timed_out() -> None:
+    trial = device(failing(NotMeasuredError("its process was ended after 0 s"))).trial((7,), limit_seconds=1e-9)
+    assert (trial.outcome, trial.timed_out) == ("error", True)
+
+
+def test_what_cannot_be_simulated_here_is_refused() -> None:
+    with pytest.raises(UsageError, match="cuda:1"):
+        device(failing(UsageError("there is no cuda:1"))).trial((7,))
+
+
+def test_a_forecast_that_fails_is_none() -> None:
+    made = device(failing(WorkloadError("five is unlucky"), 5))
+    assert made.foresee().peak_bytes(20) is None
+    assert made.trial((20, 20)).message == "five is unlucky"
+
+
+def test_closing_ends_the_tracer_and_is_no_end() -> None:
+    tracer = SyntheticTracer()
+    with device(tracer) as made:
+        made.close()
+        assert tracer.closed == 0
+        made.trial((1, 1))
+    assert tracer.closed == 1
+    assert made.trial((3,)).outcome == "ok"
+
+
+# --- the band -------------------------------------------------------------------------------------------------------
+
+
+def test_the_band_is_the_context_s_where_all_else_is_known() -> None:
+    prediction = device().predict((8, 8))
+    assert prediction.band_bytes == context_bytes(CARD).band_bytes
+    (note,) = prediction.notes
+    assert note.startswith("nothing ran on a card: an update was traced")
+    assert "workspaces" not in note
+
+
+def test_what_nobody_has_measured_widens_it() -> None:
+    scratch = Scratch("convolution", (64 * MIB, 64 * MIB, 4, 0, 1, 0))
+    known = device().predict((8, 8))
+    prediction = device(SyntheticTracer(scratch=scratch)).predict((8, 8))
+    assert prediction.band_bytes > known.band_bytes
+    assert "workspaces that were never measured (convolution: " in prediction.notes[0]
+
+
+def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
+    made = device()
+    least = made.predict((30, 30)).least_bytes
+    close = device(memory=MemorySize(bytes=least + 10 * MIB)).predict((30, 30))
+    assert close.least_bytes == least
+    (warning,) = close.warnings
+    assert "the budget leaves 10.0 MiB above the least that is needed" in warning
+    assert warning.endswith("measure on the card (--device cuda), or keep more (--reserve 100MiB)")
+
+
+def test_no_more_is_offered_to_be_kept_than_there_is() -> None:
+    band = Band(context_bytes(CARD), Weigher(CARD, (2, 13)).weigh(make_trace((1, 1), linear())))
+    assert str(band.warning(150 * MIB, 140 * MIB)).endswith("measure on the card (--device cuda)")
+    assert band.warning(2 * GIB, GIB) is None

@@ -1,0 +1,260 @@
+"""Plans of a card that is not there, from traces made by hand; and measured ones that a forecast guides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from synthetic_traces import INSPECTION, SyntheticTracer, linear
+
+from autoaccum.accumulation.planned import planned_facts
+from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.planning.events import Event, Inspected, TrialStarted
+from autoaccum.planning.planner import plan_on
+from autoaccum.planning.records import Plan
+from autoaccum.planning.request import Request
+from autoaccum.planning.subjects import Subject
+from autoaccum.units import GIB, MIB, MemorySize
+
+
+def predict(tracer: SyntheticTracer | None = None, target: int = 256, *, gib: float = 2.0, **request: Any) -> Plan:
+    asked = Request(target, **request)
+    made = tracer or SyntheticTracer()
+    memory = MemorySize(bytes=int(gib * GIB))
+    device = SimulatedDevice(
+        find_card("rtx3090"), lambda: made, share=asked.share, torch_version=(2, 13), memory=memory, environment={}
+    )
+    with device:
+        return plan_on(Subject(device, "model.py", isolated=False), asked)
+
+
+def test_a_predicted_plan() -> None:
+    plan = predict()
+    assert plan.kind == "predicted"
+    assert sum(plan.micro_batches) == 256
+    assert plan.least_bytes is not None
+    assert plan.peak_bytes is not None
+    assert plan.band_bytes is not None
+    assert plan.least_bytes <= plan.limit_bytes == 2 * GIB
+    assert plan.least_bytes <= plan.peak_bytes
+    assert plan.band_bytes > 0
+    assert plan.device["kind"] == "simulated"
+    assert plan.trials[-1].parts == (plan.micro_batch, min(plan.micro_batches))
+    assert plan.trials[-1].fresh
+    assert any("nothing ran on a card" in note for note in plan.notes)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
+    for gib in (1.0, 2.0, 5.0):
+        plan = predict(gib=gib)
+        outcomes = {trial.micro_batch: trial.outcome for trial in plan.trials[:-1]}
+        assert outcomes[plan.largest_fit] == "ok"
+        assert outcomes[plan.largest_fit + 1] != "ok"
+
+
+@pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (256, 20.0), (64, 2.0), (1000, 5.0), (8, 20.0), (5, 20.0)])
+def test_at_most_four_traces(target: int, gib: float) -> None:
+    tracer = SyntheticTracer()
+    predict(tracer, target, gib=gib)
+    assert len(tracer.asked) <= 4
+    assert len(set(tracer.asked)) == len(tracer.asked)
+
+
+@pytest.mark.parametrize("target", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("cap", [None, 1, 2, 3, 6])
+@pytest.mark.parametrize("gib", [0.6, 1.0, 20.0])
+def test_few_samples(target: int, cap: int | None, gib: float) -> None:
+    tracer = SyntheticTracer()
+    plan = predict(tracer, target, gib=gib, max_micro_batch=cap)
+    assert sum(plan.micro_batches) == target
+    assert plan.micro_batch <= (cap or target)
+    assert max(max(parts) for parts in tracer.asked) <= target
+    assert len(tracer.asked) <= 5
+    assert plan.trials[-1].fresh
+
+
+def test_the_whole_share_in_one_micro_batch_is_one_trace_more() -> None:
+    tracer = SyntheticTracer()
+    plan = predict(tracer, 64, gib=20.0)
+    assert (plan.micro_batches, plan.capped) == ((64,), True)
+    assert tracer.asked[-1] == (64,)
+    assert [trial.parts for trial in plan.trials] == [(64,)]
+
+
+def test_every_size_is_traced_where_memory_is_not_affine() -> None:
+    plan = predict(SyntheticTracer(lambda size: 100_000 * size * size))
+    assert all(trial.fresh for trial in plan.trials)
+    assert any("every size was traced by itself" in note for note in plan.notes)
+    assert plan.trials[-1].outcome == "ok"
+
+
+def test_a_confirmation_that_contradicts_goes_down_and_says_so() -> None:
+    plan = predict(SyntheticTracer(change=lambda parts: linear(12 * MIB) if max(parts) > 20 else None))
+    assert plan.trials[-1].fresh
+    assert plan.trials[-1].outcome == "ok"
+    assert any("was traced and does not fit (oom), although" in warning for warning in plan.warnings)
+    assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
+
+
+def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
+    with pytest.raises(DoesNotFitError) as seen:
+        predict(gib=0.3)
+    assert re.fullmatch(
+        r"micro-batch 1 does not fit: it would take 4\d\d MiB where nothing limits it, 307 MiB are there: take a "
+        "smaller model, --precision bf16, activation checkpointing, or more memory",
+        str(seen.value),
+    )
+
+
+def test_a_batchnorm_begins_at_two() -> None:
+    plan = predict(SyntheticTracer(inspection=replace(INSPECTION, least_size=2)), 9)
+    assert min(plan.micro_batches) >= 2
+
+
+def test_an_error_of_the_users_is_theirs() -> None:
+    error = WorkloadError("micro-batch 1 on the simulated card raised ValueError: no", user_traceback="line 3")
+    with pytest.raises(WorkloadError, match=r"^micro-batch 1 on the simulated card raised ValueError: no") as seen:
+        predict(SyntheticTracer(change=lambda parts: error))
+    assert seen.value.user_traceback == "line 3"
+
+
+def test_several_ranks_and_limits() -> None:
+    plan = predict(world_size=4)
+    assert plan.world_size == 4
+    assert predict(max_trials=1).stopped == "trials"
+    assert predict(max_micro_batch=8).largest_fit == 8
+    with pytest.raises(UsageError, match="largest micro-batch to try is 1, the least"):
+        predict(SyntheticTracer(inspection=replace(INSPECTION, least_size=2)), max_micro_batch=1)
+
+
+def test_least_is_there_without_being_asked_for() -> None:
+    assert predict().least_bytes == predict(least=True).least_bytes
+    assert all(trial.limit_bytes is None for trial in predict(least=True).trials)
+
+
+def test_listeners_are_told_that_nothing_runs() -> None:
+    events: list[Event] = []
+    device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
+    plan_on(Subject(device, "model.py", isolated=False), Request(64), on_event=events.append)
+    assert [event.predicted for event in events if isinstance(event, Inspected)] == [True]
+
+
+def test_the_accumulator_takes_it_for_that_card() -> None:
+    facts = planned_facts(predict())
+    assert (facts.kind, facts.card) == ("cuda", "NVIDIA GeForce RTX 3090")
+    assert facts.total_bytes == find_card("rtx3090").total_bytes
+
+
+def test_one_decision_from_one_model() -> None:
+    assert predict().digest() == predict().digest()
+    assert json.loads(predict().to_json())["band_bytes"] > 0
+
+
+# --- a measured plan that a forecast guides -------------------------------------------------------------------------
+
+
+class RealCard:
+    """A card whose trials run by rule, and whose simulation is a little off."""
+
+    name = "cuda:0"
+    limit_bytes = 8 * GIB
+
+    def __init__(self, foresight: Foresight) -> None:
+        self.foresight = foresight
+        self.jobs = 0
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": self.name, "kind": "cuda"}
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        self.jobs = 1
+        return INSPECTION
+
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
+        self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
+        peak = GIB + max(parts) * 77 * MIB
+        ran = peak <= self.limit_bytes
+        trial = Trial(
+            parts=parts,
+            outcome="ok" if ran else "oom",
+            phase=None if ran else "backward",
+            peak_reserved_bytes=peak if ran else None,
+            fresh=self.jobs == 1,
+        )
+        self.jobs = self.jobs if ran else 0
+        return trial
+
+    def foresee(self) -> Foresight:
+        return self.foresight
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def measure(foresight: Foresight, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
+    events: list[Event] = []
+    plan = plan_on(Subject(RealCard(foresight), "model.py"), Request(target, **request), on_event=events.append)
+    return plan, [event for event in events if isinstance(event, TrialStarted)]
+
+
+@pytest.mark.parametrize("error", [-0.03, -0.01, 0.0, 0.01, 0.03])
+def test_a_measured_plan_needs_few_trials(error: float) -> None:
+    plan, trials = measure(Foresight(peak_bytes=lambda size: round((1 + error) * (GIB + size * 77 * MIB))))
+    assert plan.kind == "measured"
+    assert plan.largest_fit == 93
+    assert 2 <= len(trials) <= 6
+    assert plan.least_bytes is None
+    assert plan.band_bytes is None
+
+
+def test_without_a_forecast_the_answer_is_the_same_and_a_note_says_why() -> None:
+    note = "the search began without a simulation of the card (no reason)"
+    plan, trials = measure(Foresight(notes=(note,)))
+    assert plan.largest_fit == 93
+    assert note in plan.notes
+    assert trials[0].parts == (1, 1)
+
+
+@pytest.mark.parametrize(("target", "request_"), [(4, {}), (256, {"max_micro_batch": 5}), (256, {"max_trials": 2})])
+def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: dict[str, Any]) -> None:
+    def never(size: int) -> int:
+        raise AssertionError
+
+    _, trials = measure(Foresight(peak_bytes=never), target, **request_)
+    assert trials[0].parts[0] == 1
+
+
+def test_devices_say_what_they_can() -> None:
+    card = RealCard(Foresight())
+    assert isinstance(card, Foreseeing)
+    assert not isinstance(card, Predicting)
+    assert issubclass(SimulatedDevice, Predicting)
+    assert issubclass(SimulatedDevice, Foreseeing)
+
+
+def test_a_tracer_that_hangs_is_no_answer() -> None:
+    tracer = SyntheticTracer(change=lambda parts: NotMeasuredError("its process was ended after 600 s"))
+    with pytest.raises(NotMeasuredError, match="its process was ended after 600 s"):
+        predict(tracer)

@@ -1,0 +1,129 @@
+"""Traces made by hand: a small training step in bytes, for any parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoaccum.devices.base import Inspection, Phase
+from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.units import MIB
+
+Sizes = Callable[[int], int]
+
+LAYERS = 4
+INSPECTION = Inspection(
+    name="net",
+    digest="d1",
+    model="Net",
+    parameters=100 * MIB // 4,
+    parameter_bytes=100 * MIB,
+    precision="fp32",
+    optimizer="AdamW",
+    reduction="mean",
+    weight="samples",
+    environment={"torch": "2.13.0"},
+    recipe={"call": "one", "divisor": "samples", "batch": {"tuple": ["tensor", "tensor"]}},
+)
+
+
+def linear(sample: int = 6 * MIB, once: int = 3 * MIB) -> Sizes:
+    """Activations of a layer that grow with the batch, as almost all do."""
+    return lambda size: once + sample * size
+
+
+class _Writer:
+    """Writes events down as a recorder would."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.sizes: list[int | Scratch] = []
+        self.phases: list[tuple[int, Phase]] = []
+
+    def take(self, size: int | Scratch) -> int:
+        self.events.append(len(self.sizes))
+        self.sizes.append(size)
+        return self.events[-1]
+
+    def give(self, block: int) -> None:
+        self.events.append(~block)
+
+    def enter(self, phase: Phase) -> None:
+        self.phases.append((len(self.events), phase))
+
+
+def make_trace(
+    parts: tuple[int, ...], activations: Sizes, *, layer_bytes: int = 25 * MIB, scratch: Scratch | None = None
+) -> Trace:
+    """An update by `parts[:1]`, then one by all: weights, gradients and two states of `LAYERS` layers each."""
+    writer = _Writer()
+    writer.enter("model")
+    for _ in range(LAYERS):
+        writer.take(layer_bytes)
+    last_update, gradients = 0, list[int]()
+    for number, window in enumerate((parts[:1], parts)):
+        last_update = len(writer.events)
+        for size in window:
+            writer.enter("forward")
+            held = [writer.take(activations(size)) for _ in range(LAYERS)]
+            writer.enter("backward")
+            if scratch is not None:
+                writer.give(writer.take(scratch))
+            for block in reversed(held):
+                passed = writer.take(activations(size))
+                if len(gradients) < LAYERS:
+                    gradients.append(writer.take(layer_bytes))
+                writer.give(block)
+                writer.give(passed)
+        writer.enter("update")
+        if number == 0:
+            for _ in range(2 * LAYERS):
+                writer.take(layer_bytes)
+        for block in gradients:
+            writer.give(block)
+        gradients.clear()
+    return Trace(
+        parts=parts,
+        events=tuple(writer.events),
+        sizes=tuple(writer.sizes),
+        phases=tuple(writer.phases),
+        last_update=last_update,
+    )
+
+
+class SyntheticTracer:
+    """A tracer of such traces, which remembers what it was asked.
+
+    Args:
+        activations: Bytes of a layer's activations, by size.
+        change: What is different in the traces of some parts: an error to raise, or other activations.
+        inspection: What it tells of the workload.
+        scratch: What a kernel takes in backward.
+    """
+
+    def __init__(
+        self,
+        activations: Sizes | None = None,
+        *,
+        change: Callable[[tuple[int, ...]], Exception | Sizes | None] = lambda parts: None,
+        inspection: Inspection = INSPECTION,
+        scratch: Scratch | None = None,
+    ) -> None:
+        self._activations, self._change = activations or linear(), change
+        self._inspection, self._scratch = inspection, scratch
+        self.asked: list[tuple[int, ...]] = []
+        self.limits: list[float | None] = []
+        self.closed = 0
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        return self._inspection
+
+    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+        self.asked.append(parts)
+        self.limits.append(limit_seconds)
+        changed = self._change(parts)
+        if isinstance(changed, Exception):
+            raise changed
+        return make_trace(parts, changed or self._activations, scratch=self._scratch)
+
+    def close(self) -> None:
+        self.closed += 1
