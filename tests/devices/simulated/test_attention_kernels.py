@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels import attention, dropout
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 
@@ -33,14 +32,8 @@ def card(capability: tuple[int, int]) -> Card:
 
 @contextmanager
 def on(capability: tuple[int, int] = (8, 6)) -> Iterator[Recorder]:
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        with simulate(card(capability)) as mode, ExitStack() as stack:
-            for module in (attention, dropout):
-                module.install(library, card(capability), stack)
-            yield mode.recorder
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+    with simulate(card(capability)) as mode:
+        yield mode.recorder
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = True) -> Tensor:

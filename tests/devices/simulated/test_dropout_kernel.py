@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels import dropout
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 
@@ -23,15 +22,10 @@ ELEMENTS = 1 << 12
 
 @contextmanager
 def recording() -> Iterator[tuple[Recorder, Tensor]]:
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        with simulate(CARD) as mode, ExitStack() as stack:
-            dropout.install(library, CARD, stack)
-            x = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
-            mode.recorder.begin(lambda: "forward")
-            yield mode.recorder, x
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+    with simulate(CARD) as mode:
+        x = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
+        mode.recorder.begin(lambda: "forward")
+        yield mode.recorder, x
 
 
 def test_keeps_a_byte_per_element() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels import foreach
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
@@ -24,13 +23,8 @@ LARGEST = 4 * 300 * 40
 
 @contextmanager
 def on_card() -> Iterator[Recorder]:
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        with simulate(CARD) as mode, ExitStack() as stack:
-            foreach.install(library, CARD, stack)
-            yield mode.recorder
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+    with simulate(CARD) as mode:
+        yield mode.recorder
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from autoaccum.devices.simulated.patches import replaced
 
 DROPOUT_STATE_BYTES = (2 << 20) + 512
 """The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,55 +115,48 @@ def _run(
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
     dropout_state = _dropout_state(states, network, data)
-    cast = _autocast()
-    data, hx = cast(data), cast(hx)
-    cx = None if cx is None else cast(cx)
-    weights = [cast(weight) for weight in params]
     with torch.no_grad():  # what cuDNN reads lies step by step, and is given back when it is done
-        steps_first = (data.transpose(0, 1) if network.batch_first else data).contiguous()
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        out = torch.ops.aten._cudnn_rnn(
-            data,
-            weights,
-            (4 if network.has_biases else 2) + (proj_size > 0),
-            _weight_buffer(params, weights),
-            hx,
-            cx,
-            mode,
-            hidden_size,
-            proj_size,
-            network.num_layers,
-            network.batch_first,
-            network.dropout,
-            network.train,
-            network.bidirectional,
-            batch_sizes,
-            dropout_state,
-        )
+        steps_first = _read(data.transpose(0, 1) if network.batch_first else data)
+    out = torch.ops.aten._cudnn_rnn(
+        data,
+        list(params),
+        (4 if network.has_biases else 2) + (proj_size > 0),
+        _weight_buffer(params),
+        hx,
+        cx,
+        mode,
+        hidden_size,
+        proj_size,
+        network.num_layers,
+        network.batch_first,
+        network.dropout,
+        network.train,
+        network.bidirectional,
+        batch_sizes,
+        dropout_state,
+    )
     del steps_first
     return tuple(out[: 1 + len(states_in)])
 
 
-def _autocast() -> Callable[[Tensor], Tensor]:
-    """`_cudnn_rnn_cast_reflatten` in `aten/src/ATen/cudnn/AutocastRNN.cpp`: all is cast for each call, none cached."""
-    if not torch.is_autocast_enabled("cuda"):
-        return lambda tensor: tensor
-    return partial(_cast, torch.get_autocast_dtype("cuda"))
+def _read(steps: Tensor) -> Tensor:
+    """What `_cudnn_rnn` reads instead of `steps`: a copy unless they are contiguous; autocast has made it fp16."""
+    if steps.is_contiguous():
+        return steps
+    halves = torch.is_autocast_enabled("cuda") and steps.dtype != torch.float64
+    return torch.empty(steps.shape, dtype=torch.float16 if halves else steps.dtype, device=steps.device)
 
 
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-
-def _weight_buffer(params: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
     """The buffer that weights are copied to for each call when they do not lie in one; empty when they do.
 
-    `RNNBase.flatten_parameters` leaves bf16 alone (`CUDNN_TENSOR_DTYPES` in `torch/backends/cudnn/__init__.py`).
+    `RNNBase.flatten_parameters` leaves bf16 alone (`CUDNN_TENSOR_DTYPES` in `torch/backends/cudnn/__init__.py`); under
+    autocast a buffer is made in any case, there.
     """
-    scattered = params[0].dtype == torch.bfloat16 and weights[0] is params[0]
-    elements = sum(weight.numel() for weight in weights) if scattered else 0
+    scattered = params[0].dtype == torch.bfloat16 and not torch.is_autocast_enabled("cuda")
+    elements = sum(weight.numel() for weight in params) if scattered else 0
     with torch.no_grad():
-        return torch.empty(elements, dtype=weights[0].dtype, device=weights[0].device)
+        return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
 
 
 def _dropout_state(states: list[Tensor], network: Network, data: Tensor) -> Tensor | None:
