@@ -118,7 +118,8 @@ def test_what_takes_a_dtype_at_the_end_exists() -> None:
 
 # CUDA's own kernels, operator by operator, on PyTorch's own test data
 
-Told = dict[str, tuple[Any, Any]]
+Told = dict[str, tuple[Any, Any, Any]]
+BUILT_FOR_CUDA = torch.version.cuda is not None
 _LISTS = ("torch_fp16", "torch_fp32", "torch_need_autocast_promote", "torch_expect_builtin_promote")
 _OTHERS = ("nn_fp16", "nn_fp32", "linalg_fp16", "methods_fp16", "methods_fp32", "banned")
 _NEEDS_A_CARD = ("no NVIDIA driver", "not linked with support for cuda", "not compiled with CUDA", "CUDA error")
@@ -164,9 +165,10 @@ def tell(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Told:
             try:
                 with copies:
                     out = function(*args, **kwargs)
-                told[name] = (copies.noted, [t.dtype if isinstance(t, Tensor) else t for t in tree_leaves(out)])
+                dtypes = [t.dtype if isinstance(t, Tensor) else t for t in tree_leaves(out)]
+                told[name] = (copies.noted, dtypes, copies.operators)
             except Exception as error:  # a card is needed, or autocast refuses
-                told[name] = (copies.noted, str(error))
+                told[name] = (copies.noted, str(error), [])
     return told
 
 
@@ -194,12 +196,37 @@ def test_operators_are_cast_as_by_the_kernels_of_this_binary(
         ours = tell(dtype, monkeypatch)
     assert len(real) > 100
     compared = 0
-    for name, (copies, out) in real.items():
+    for name, (copies, out, operators) in real.items():
         assert ours[name][0] == copies, name
         if not (isinstance(out, str) and any(reason in out for reason in _NEEDS_A_CARD)):
             assert ours[name][1] == out, name
+            assert ours[name][2] == operators or not BUILT_FOR_CUDA, name  # builds without it have fewer kernels
             compared += 1
     assert compared > 100
+
+
+def forward(x: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    for _ in range(2):
+        y = F.layer_norm(x, x.shape[-1:])
+        scores = torch.einsum("btd,bsd->bts", y, y) / y.shape[-1] ** 0.5
+        x = x + scores.softmax(-1) @ y
+        x = x + F.linear(F.gelu(F.linear(x, up, bias)), down)
+    return F.mse_loss(x.square().mean(-1).sigmoid(), x.float().logsumexp(-1))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_a_forward_pass_is_that_of_the_kernels_of_this_binary(dtype: torch.dtype) -> None:
+    noted = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), simulate(CARD)):
+        with mode:
+            x = made(2, 8, 16, device="cuda:0")
+            # A build without CUDA ends the process where a graph begins.
+            weights = [made(*shape, device="cuda:0", grad=BUILT_FOR_CUDA) for shape in ((64, 16), (16, 64), (64,))]
+            with autocasting(dtype), Copies() as copies:
+                forward(x, *weights)
+            noted.append((copies.noted, copies.operators))
+    assert noted[1] == noted[0]
+    assert [shape for shape, _, _ in noted[0][0]].count((64, 16)) == (1 if BUILT_FOR_CUDA else 2)
 
 
 # The cache of weights, against autocast on the CPU: the same C++ function
