@@ -84,14 +84,15 @@ class Recorder:
         )
 
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._alive:
+        key, size = id(storage), storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known[2] == size:
             return
-        size = storage.nbytes()
-        if size == 0:
-            return
-        block = self._allocate(size)
-        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size)
+        if size:
+            block = self._allocate(size)
+            self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size)
+        if known is not None:  # It was resized: the old memory goes once the new one is there.
+            self.events.append(~known[1])
 
     def _allocate(self, size: int | Scratch) -> int:
         phase = self._phase()

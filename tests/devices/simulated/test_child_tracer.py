@@ -1,0 +1,67 @@
+"""A child process that simulates a card, from its parent's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.child_tracer import ChildTracer
+from autoaccum.errors import NotMeasuredError, WorkloadError
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+Make = Callable[..., ChildTracer]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[ChildTracer] = []
+
+    def tracer(reference: str | Path, **options: object) -> ChildTracer:
+        settings = TrialSettings(reference=str(reference), share=64, **options)  # type: ignore[arg-type]
+        made.append(ChildTracer(settings, find_card("rtx4090")))
+        return made[-1]
+
+    yield tracer
+    for one in made:
+        one.close()
+
+
+def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
+    tracer = make(EXAMPLES / "digits_cnn.py")
+    inspection = tracer.inspect()
+    assert (inspection.parameters, inspection.least_size, inspection.optimizer) == (19_658, 1, "AdamW")
+    assert any("BatchNorm normalises by the micro-batch" in said for said in inspection.accumulation_warnings)
+    small, large = tracer.trace((2, 2)), tracer.trace((8, 8))
+    assert (small.parts, large.parts) == ((2, 2), (8, 8))
+    assert small.events == large.events
+    assert small.phases == large.phases
+    names = [phase for _, phase in small.phases]
+    assert [names.count(phase) for phase in ("backward", "update")] == [3, 2]
+    assert small.phases[names.index("update")][0] < small.last_update < len(small.events)
+    ints = [(a, b) for a, b in zip(small.sizes, large.sizes, strict=True) if isinstance(a, int) and isinstance(b, int)]
+    assert all(a <= b <= 4 * a for a, b in ints)
+    assert tracer.trace((2, 2)) == small
+
+
+def test_a_repeated_trace_is_the_same_in_another_process(make: Make) -> None:
+    first, second = (make(EXAMPLES / "docstring_gpt.py", precision="bf16").trace((3, 2)) for _ in range(2))
+    assert first == second
+
+
+def test_a_bad_file_is_told_at_once(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(WorkloadError, match="nothing_of_that_name"):
+        make(tmp_path / "bad.py")
+
+
+def test_a_dead_child_is_no_answer(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(
+        "import os, torch\nfrom torch import nn\nmodel = lambda: nn.Linear(2, 1)\n"
+        "def batch(n): os._exit(7)\ndef loss(m, b): return m(b).sum()\n"
+    )
+    with pytest.raises(NotMeasuredError, match="exit code 7|with code 7|7"):
+        make(tmp_path / "dies.py").inspect()

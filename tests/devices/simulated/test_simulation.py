@@ -1,0 +1,148 @@
+"""Fake on the card, real on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoaccum.devices.simulated import builds
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
+
+
+@pytest.fixture
+def mode() -> Iterator[CardMode]:
+    with simulate(find_card("rtx3090")) as mode:
+        yield mode
+
+
+@pytest.mark.usefixtures("mode")
+class TestDevices:
+    def test_the_host_computes(self) -> None:
+        assert torch.arange(4).sum().item() == 6
+        assert type(torch.randn(3)) is torch.Tensor
+        assert nn.Linear(3, 2)(torch.ones(1, 3)).shape == (1, 2)
+
+    def test_the_card_does_not(self) -> None:
+        tensor = torch.arange(4, device="cuda")
+        assert isinstance(tensor, FakeTensor)
+        with pytest.raises(UnknownValue, match=r"shape \(\)"):
+            tensor.sum().item()
+        with pytest.raises(UnknownValue, match=r"shape \(4,\)"):
+            tensor.cpu().numpy()
+
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+    def test_every_way_to_the_card(self, device: str | torch.device | int) -> None:
+        host = torch.ones(2, dtype=torch.float64)
+        for there in (host.to(device), host.cuda(), host.to(device, torch.float16), host.to(device=device)):
+            assert str(there.device) == "cuda:0"
+            assert there.is_cuda
+        assert str(torch.as_tensor(host, device="cuda").device) == "cuda:0"
+        assert str(torch.tensor([1.0], device="cuda").device) == "cuda:0"
+
+    def test_a_tensor_that_is_there_is_not_copied(self, mode: CardMode) -> None:
+        there = torch.ones(2, device="cuda")
+        events = len(mode.recorder.events)
+        assert there.to("cuda") is there
+        assert there.cuda() is there
+        assert there.to(torch.device("cuda", 0), torch.float32) is there
+        assert torch.as_tensor(there, device="cuda") is there
+        assert len(mode.recorder.events) == events
+        copy = there.to("cuda", copy=True)
+        assert copy is not there
+        assert str(copy.device) == "cuda:0"
+        assert len(mode.recorder.events) == events + 1
+
+    def test_what_is_made_alike_lies_alike(self) -> None:
+        there = torch.ones(2, 3, device="cuda")
+        for made in (torch.zeros_like(there), there.new_empty(4), torch.full((2,), 1.0, device=there.device)):
+            assert str(made.device) == "cuda:0"
+        back = there.cpu()
+        assert str(back.device) == "cpu"
+        assert str(torch.zeros_like(back).device) == "cpu"
+        assert str((back + 1).device) == "cpu"
+
+    def test_a_missing_card_is_refused(self) -> None:
+        with pytest.raises(SimulationLimit, match=r"cuda:1, and one card is simulated"):
+            torch.ones(2, device="cuda:1")
+
+
+def test_storages_are_noted_as_they_come_and_go(mode: CardMode) -> None:
+    recorder = mode.recorder
+    recorder.begin(lambda: "forward")
+    first = torch.empty(100, device="cuda")
+    view = first[:50]
+    first.add_(1)
+    assert (recorder.events, recorder.sizes, recorder.alive_bytes) == ([0], [400], 400)
+    del first
+    assert recorder.events == [0]
+    del view
+    assert (recorder.events, recorder.alive_bytes) == ([0, ~0], 0)
+
+
+def test_a_trace_begins_with_what_is_alive(mode: CardMode) -> None:
+    older, newer = torch.empty(3, device="cuda"), torch.empty(5, device="cuda")
+    mode.recorder.begin(lambda: "model")
+    assert mode.recorder.sizes == [12, 20]
+    del older
+    mode.recorder.mark_update()
+    trace = mode.recorder.trace((1,))
+    assert (trace.events, trace.last_update, trace.phases) == ((0, 1, ~0), 3, ((0, "model"),))
+    del newer
+    assert trace.from_record(trace.to_record()) == trace
+
+
+@pytest.mark.usefixtures("mode")
+def test_parameters_are_exchanged_and_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    setattr(model[0].weight, "no_decay", True)  # noqa: B010
+    model[0].bias.requires_grad_(False)
+    model.to("cuda")
+    assert model[1].weight is model[0].weight
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert vars(model[0].weight)["no_decay"] is True
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True]
+    assert {str(t.device) for t in model.state_dict().values()} == {"cuda:0"}
+    model.half()
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.dtype == torch.float16
+    assert model.get_buffer("2.num_batches_tracked").dtype == torch.int64
+
+
+@pytest.mark.usefixtures("mode")
+def test_buffers_are_exchanged_together() -> None:
+    model, shared = nn.Sequential(nn.Module(), nn.Module()), torch.ones(3)
+    for child in model:
+        child.register_buffer("table", shared)
+    model.cuda()
+    assert model.get_buffer("0.table") is model.get_buffer("1.table")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: CardMode) -> None:
+    mode.lazy = inside
+    layer = nn.Linear(200, 200)
+    mode.lazy = False
+    assert isinstance(layer.weight, FakeTensor) is inside
+    assert type(layer.bias) is nn.Parameter
+    assert str(layer.cuda().weight.device) == "cuda:0"
+
+
+def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
+    if not torch.version.cuda:
+        missing = [name for name in builds.OWN_KERNELS if not _has(name, "CompositeImplicitAutograd")]
+        assert missing == ["_fused_rms_norm"] or not missing
+        return
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
+    assert both == {f"aten::{name}" for name in builds.OWN_KERNELS}
+
+
+def _has(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
