@@ -40,6 +40,21 @@ WITHOUT_TORCH = (
     "planning/search.py",
     "planning/records.py",
     "devices/simulated/allocator.py",
+    "devices/simulated/allocator_blocks.py",
+    "devices/simulated/allocator_expandable.py",
+    "devices/simulated/allocator_settings.py",
+    "devices/simulated/catalog.py",
+    "devices/simulated/family.py",
+    "devices/simulated/replay.py",
+    "devices/simulated/scratch/__init__.py",
+    "devices/simulated/scratch/attention.py",
+    "devices/simulated/scratch/estimates.py",
+    "devices/simulated/scratch/indexing.py",
+    "devices/simulated/scratch/iteration.py",
+    "devices/simulated/scratch/layers.py",
+    "devices/simulated/scratch/products.py",
+    "devices/simulated/scratch/reductions.py",
+    "devices/simulated/trace.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -52,7 +52,7 @@ class Allocator:
         allocated_bytes, peak_allocated_bytes: In blocks that are given out, each as large as it is.
         reserved_bytes, peak_reserved_bytes: In segments, or handles of expandable ones.
         retries: PyTorch's `num_alloc_retries`: how often all that was cached was given back, and CUDA asked again.
-        releases: How often something cached was given back to CUDA, for that or another reason.
+        releases: How often something that was cached was given back before CUDA was asked, for that or another reason.
         segments: How often CUDA was asked with success (`num_device_alloc`).
         denied_bytes: The least capacity at which something would have been granted that was not; None when the
             capacity denied nothing. At any from `peak_reserved_bytes` to below that, all would have gone the same way.
@@ -68,7 +68,7 @@ class Allocator:
         self._rounds = any(divisions > 1 for divisions in settings.roundup_divisions)
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._handles = {pool: self._handles_of(pool) for pool in (self._small, self._large)}
-        self._next_address = 0
+        self._next_address = self._given_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.retries = self.releases = self.segments = 0
@@ -130,6 +130,7 @@ class Allocator:
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
         """The second half of `malloc`: CUDA, then giving back as little as will do, then giving back everything."""
+        given_bytes = self._given_bytes
         if self._collects:
             self._collect()
         block = self._grow(pool, size)
@@ -139,6 +140,7 @@ class Allocator:
             self._release_all()
             self.retries += 1
             block = self._grow(pool, size)
+        self.releases += self._given_bytes > given_bytes
         return block
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
@@ -178,7 +180,7 @@ class Allocator:
         """`release_cached_blocks`: every segment, or handle, that is wholly free."""
         for pool in (self._large, self._small):
             if self._expandable:
-                self.releases += self._handles[pool].release()
+                self._handles[pool].release()
                 continue
             for block in pool.free():
                 if not block.split:
@@ -199,7 +201,6 @@ class Allocator:
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
-        self.releases += 1
         self._give(block.size)
 
     def _take(self, size: int) -> bool:
@@ -214,6 +215,7 @@ class Allocator:
 
     def _give(self, size: int) -> None:
         self.reserved_bytes -= size
+        self._given_bytes += size
 
     def _place(self, size: int) -> int:
         address, self._next_address = self._next_address, self._next_address + size

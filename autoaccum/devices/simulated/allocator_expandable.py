@@ -63,13 +63,12 @@ class Handles:
         self._pool.remove(block)
         return block
 
-    def release(self) -> bool:
-        """Unmap every handle that is wholly free (`release_blocks`, `unmap_block`); tells whether there was one."""
+    def release(self) -> None:
+        """Unmap every handle that is wholly free (`release_blocks`, `unmap_block`)."""
         unmapped = [self._unmap(block) for block in self._pool.free() if block.segment_bytes is not None]
         for block in unmapped:
             if block is not None and not block.split:
                 self._pool.remove(block)
-        return any(block is not None for block in unmapped)
 
     def _find(self, size: int) -> Block:
         for block in self._pool.unmapped():

@@ -19,8 +19,8 @@ class Replay:
         peak_allocated_bytes: The most that blocks held, each as large as it is.
         peak_reserved_bytes: The most that segments held.
         retries: PyTorch's `num_alloc_retries`.
-        repeat_retries: How often an update that is like the one before had to give cached segments back first: with
-            more than none, every update is slow.
+        repeat_retries: How often an update that is like the one before had to give cached memory back first, so that
+            every update is slow. PyTorch counts only some of these among its retries.
         failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
         asked_bytes: What that event asked for; 0 when none failed.
         like_from_bytes: The same comes of any capacity from here

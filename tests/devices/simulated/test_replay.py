@@ -1,0 +1,197 @@
+"""Replays: peaks, steady states, where memory ran out, and the least capacity."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_allocator import NoRoom, Reference
+from synthetic_traces import linear, make_trace
+
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.replay import closed, least_capacity, replay
+from autoaccum.units import MIB
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+GRAINS = [100, 4096, 300 * 1024, MIB, 2 * MIB, 7 * MIB, 11 * MIB, 24 * MIB, 40 * MIB]
+
+
+def random_trace(dice: random.Random, blocks: int) -> tuple[list[int], list[int]]:
+    events, live = list[int](), list[int]()
+    for block in range(blocks):
+        events.append(block)
+        live.append(block)
+        while len(live) > 12 or (live and dice.random() < 0.45):
+            events.append(~live.pop(dice.randrange(len(live))))
+    return events, [dice.choice(GRAINS) for _ in range(blocks)]
+
+
+def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSettings) -> bool:
+    """By the slow model."""
+    slow = Reference(capacity, kind)
+    try:
+        for event in events:
+            if event >= 0:
+                slow.malloc(event, sizes[event])
+            else:
+                slow.free(~event)
+    except NoRoom:
+        return False
+    return True
+
+
+def test_tells_peaks_of_a_roomy_card() -> None:
+    done = replay((0, 1, ~0, 2, ~1, ~2), (30 * MIB, 40 * MIB, 29 * MIB))
+    assert (done.fits, done.peak_allocated_bytes, done.peak_reserved_bytes) == (True, 70 * MIB, 70 * MIB)
+    assert (done.retries, done.repeat_retries, done.asked_bytes) == (0, 0, 0)
+
+
+def test_tells_which_event_found_no_memory() -> None:
+    done = replay((0, ~0, 1, 2), (10 * MIB, 30 * MIB, 20 * MIB), capacity=40 * MIB)
+    assert (done.fits, done.failed_at, done.asked_bytes, done.retries) == (False, 3, 20 * MIB, 1)
+
+
+def test_blocks_of_no_bytes_are_not_allocated() -> None:
+    done = replay((0, 1, ~0, ~1), (0, 512))
+    assert (done.peak_allocated_bytes, done.peak_reserved_bytes) == (512, 2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("events", "start", "expected"),
+    [
+        ((0, 1, ~1), 1, True),
+        ((0, 1, ~1), 3, True),
+        ((0, 1), 1, False),
+        ((0, 1, ~0, ~1), 1, False),
+    ],
+)
+def test_a_part_is_closed_when_what_is_born_in_it_dies_in_it(
+    events: tuple[int, ...], start: int, expected: bool
+) -> None:
+    assert closed(events, start) == expected
+
+
+def turns(small: int) -> tuple[list[int], list[int]]:
+    """Two updates of `small` blocks of 1 MiB at once, then a large one of as many."""
+    events, sizes = list[int](), list[int]()
+    for _ in range(2):
+        blocks = range(len(sizes), len(sizes) + small)
+        events += [*blocks, *(~block for block in blocks), blocks.stop, ~blocks.stop]
+        sizes += [MIB] * small + [small * MIB]
+    return events, sizes
+
+
+def test_an_update_that_needs_releases_every_time_is_told() -> None:
+    events, sizes = turns(30)
+    tight = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2)
+    assert (tight.fits, tight.retries, tight.repeat_retries) == (True, 5, 2)
+    roomy = replay(events, sizes, capacity=60 * MIB, repeat_from=len(events) // 2)
+    assert (roomy.retries, roomy.repeat_retries) == (0, 0)
+    assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "nobody asked"
+
+
+def test_releases_at_the_start_only_are_no_matter() -> None:
+    events, sizes = (0, ~0, 1, ~1, 2, ~2, 3, ~3), (30 * MIB, 40 * MIB) * 2
+    done = replay(events, sizes, capacity=45 * MIB, repeat_from=4)
+    assert (done.fits, done.retries, done.repeat_retries) == (True, 1, 0), "40 MiB serve both from then on"
+
+
+def test_releases_that_are_no_retries_to_torch_are_told() -> None:
+    kind = AllocatorSettings(max_split_bytes=20 * MIB)
+    events, sizes = (0, 1, ~0, ~1, 2, ~2), (60 * MIB, 40 * MIB, 80 * MIB)
+    done = replay(events, sizes, capacity=120 * MIB, settings=kind, repeat_from=0)
+    assert (done.fits, done.retries, done.repeat_retries) == (True, 0, 2)
+
+
+def test_an_update_that_is_not_closed_is_not_repeated() -> None:
+    events, sizes = (0, ~0, 1, 2, ~2), (30 * MIB, 40 * MIB, 5 * MIB)
+    done = replay(events, sizes, capacity=62 * MIB, repeat_from=2)
+    assert (done.fits, done.retries, done.repeat_retries) == (True, 1, 1)
+
+
+def test_a_repeated_update_may_fail_and_counts_on() -> None:
+    # The second time, a small block lies in the segment the large one would need.
+    sizes = (20 * MIB, 2 * MIB, 20 * MIB)
+    done = replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=42 * MIB, repeat_from=2)
+    assert done.failed_at is None
+    tried = [replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=size * MIB, repeat_from=2) for size in range(20, 44, 2)]
+    assert {done.failed_at for done in tried} == {None, 3}
+
+
+def test_a_share_of_the_card_limits_it() -> None:
+    kind = AllocatorSettings(memory_fraction=0.5, total_bytes=100 * MIB)
+    assert replay((0, 1), (40 * MIB, 20 * MIB), settings=kind).failed_at == 1
+    with pytest.raises(ValueError, match="does not go through"):
+        least_capacity((0, 1), (40 * MIB, 20 * MIB), kind)
+
+
+def test_the_least_capacity_is_less_than_the_peak_where_the_cache_can_go() -> None:
+    events, sizes = (0, ~0, 1, ~1), (30 * MIB, 40 * MIB)
+    assert replay(events, sizes).peak_reserved_bytes == 70 * MIB
+    assert least_capacity(events, sizes) == 40 * MIB
+    assert least_capacity(events, sizes, EXPANDABLE) == 40 * MIB
+    assert least_capacity((), ()) == 0
+
+
+def test_a_step_needs_little_more_than_its_peak() -> None:
+    trace = make_trace((16, 16), linear())
+    sizes = [size for size in trace.sizes if isinstance(size, int)]
+    done = replay(trace.events, sizes, repeat_from=trace.last_update)
+    least = least_capacity(trace.events, sizes, repeat_from=trace.last_update)
+    assert 0.99 * done.peak_allocated_bytes <= least <= done.peak_reserved_bytes <= 1.1 * done.peak_allocated_bytes
+    assert least_capacity(trace.events, sizes, most=done.peak_reserved_bytes + MIB) <= done.peak_reserved_bytes
+    with pytest.raises(ValueError, match="does not go through"):
+        least_capacity(trace.events, sizes, most=least // 2)
+
+
+kinds = st.sampled_from(
+    [
+        AllocatorSettings(),
+        EXPANDABLE,
+        AllocatorSettings(large_segment_bytes=11 * MIB),
+        AllocatorSettings(max_split_bytes=20 * MIB),
+        AllocatorSettings(roundup_divisions=(4,) * 16),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), blocks=st.integers(1, 60), kind=kinds)
+def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: int, kind: AllocatorSettings) -> None:
+    events, sizes = random_trace(random.Random(seed), blocks)
+    least = least_capacity(events, sizes, kind)
+    roomy = replay(events, sizes, settings=kind)
+    assert least <= roomy.peak_reserved_bytes
+    assert least >= max(sizes)
+    assert fits(events, sizes, least, kind)
+    assert not fits(events, sizes, least - 1, kind)
+    assert replay(events, sizes, capacity=least, settings=kind).peak_reserved_bytes == least
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), kind=kinds, share=st.floats(0.3, 1.1))
+def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: AllocatorSettings, share: float) -> None:
+    events, sizes = random_trace(random.Random(seed), 40)
+    capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
+    done = replay(events, sizes, capacity=capacity, settings=kind)
+    assert done == replay(events, sizes, capacity=capacity, settings=kind), "a replay is deterministic"
+    assert done.like_from_bytes <= capacity
+    assert done == replay(events, sizes, capacity=done.like_from_bytes, settings=kind)
+    if done.like_below_bytes is not None:
+        assert done.like_below_bytes > capacity
+        assert done == replay(events, sizes, capacity=done.like_below_bytes - 1, settings=kind)
+
+
+def test_more_memory_rarely_makes_it_fail() -> None:
+    """Success is no matter of more or less; over random traces, exceptions above the answer are rare."""
+    exceptions = tried = 0
+    for seed in range(30):
+        events, sizes = random_trace(random.Random(seed), 60)
+        least = least_capacity(events, sizes)
+        for capacity in range(least, replay(events, sizes).peak_reserved_bytes, 2 * MIB):
+            tried += 1
+            exceptions += not replay(events, sizes, capacity=capacity).fits
+    print(f"{exceptions} of {tried} capacities above the least fail")
+    assert exceptions <= tried // 5
