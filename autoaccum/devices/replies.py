@@ -21,6 +21,6 @@ def look_where(request: Mapping[str, Any]) -> None:
 
 def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:
     """A reply that tells `error`, as `describe_failure` sees it."""
-    from autoaccum.devices.failures import describe_failure
+    from autoaccum.devices.diagnosis import describe_failure
 
     return {"failure": dataclasses.asdict(describe_failure(error, doing, at=at))}

@@ -129,10 +129,12 @@ def _largest_fit(plan: Plan) -> str:
     if plan.stopped is not None:
         ran = "ran" if plan.kind == "measured" else "fits and was tried"
         return f"{plan.largest_fit}, the largest that {ran} before the limit on {plan.stopped} ended the search"
-    failed = [trial for trial in plan.trials if not trial.ran and trial.micro_batch == plan.largest_fit + 1]
-    why = "ran out of memory" if plan.kind == "measured" else "does not fit"
-    why = f" ({failed[0].micro_batch} {why})" if failed else ""
-    return f"{plan.largest_fit}{why}"
+    above = {trial.outcome for trial in plan.trials if trial.micro_batch == plan.largest_fit + 1}
+    if "oom" in above:
+        why = "ran out of memory" if plan.kind == "measured" else "does not fit"
+    else:
+        why = "is tight" if "tight" in above else ""
+    return f"{plan.largest_fit} ({plan.largest_fit + 1} {why})" if why else f"{plan.largest_fit}"
 
 
 def _device(plan: Plan) -> str:

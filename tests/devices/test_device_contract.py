@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.base import Device, Trial, TrialSettings
+from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.child_tracer import ChildTracer
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -41,7 +45,10 @@ def loss(model, batch):
 
 @dataclass(frozen=True)
 class Case:
-    """A device, and sizes that suit it: `impossible` samples need more than the budget, `large` less than half."""
+    """A device, and sizes that suit it: `impossible` samples need more than the budget, `large` less than half.
+
+    `told`: how it tells where the user's code failed in a trial, and the phase it tells besides.
+    """
 
     make: Callable[[TrialSettings, MemorySize], Device]
     budget_bytes: int
@@ -50,6 +57,7 @@ class Case:
     impossible: int
     noise_bytes: int
     warmth_bytes: int
+    told: tuple[str, Phase | None] = ("micro-batch 7, forward", "forward")
 
     def device(self, reference: str) -> Device:
         settings = TrialSettings(reference=reference, share=self.impossible)
@@ -58,6 +66,18 @@ class Case:
     def workload(self) -> str:
         values = {"SIDE": self.side, "UNLUCKY_SIZE": UNLUCKY_SIZE, "SLOW_SIZE": SLOW_SIZE}
         return "".join(f"{name} = {value}\n" for name, value in values.items()) + WORKLOAD
+
+
+def simulated(settings: TrialSettings, memory: MemorySize) -> Device:
+    card = find_card("rtx3090")
+    return SimulatedDevice(
+        card,
+        lambda: ChildTracer(settings, card),
+        share=settings.share,
+        torch_version=read_torch_release(),
+        memory=memory,
+        environment={},
+    )
 
 
 DEVICES = {
@@ -80,10 +100,21 @@ DEVICES = {
         noise_bytes=64 * MIB,
         warmth_bytes=64 * MIB,
     ),
+    "simulated": Case(
+        make=simulated,
+        budget_bytes=300 * MIB,
+        side=64,
+        large=75,
+        impossible=800,
+        # The same trace is replayed to the same end.
+        noise_bytes=1,
+        warmth_bytes=1,
+        told=("micro-batch 7 on the simulated card", None),
+    ),
 }
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def case(request: pytest.FixtureRequest) -> Case:
     return DEVICES[request.param]
 
@@ -188,10 +219,11 @@ def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
     assert (after.outcome, after.timed_out, after.fresh) == ("ok", False, True)
 
 
-def test_an_error_of_the_users_is_theirs_and_does_no_harm(device: Device) -> None:
+def test_an_error_of_the_users_is_theirs_and_does_no_harm(case: Case, device: Device) -> None:
     trial = device.trial((UNLUCKY_SIZE, 1))
-    assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", "forward")
-    assert trial.message == "micro-batch 7, forward raised ValueError: seven is unlucky"
+    where, phase = case.told
+    assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", phase)
+    assert trial.message == f"{where} raised ValueError: seven is unlucky"
     assert trial.traceback is not None
     assert "in loss" in trial.traceback
     assert "autoaccum" not in trial.traceback
@@ -204,7 +236,7 @@ def test_an_unusable_workload_is_refused(case: Case, write_workload: Any) -> Non
 
 
 def test_closing_leaves_no_process(device: Device) -> None:
-    device.trial((1, 1))
+    device.trial((2, 1))
     assert children_of_this_process()
     device.close()
     device.close()

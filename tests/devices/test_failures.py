@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autoaccum.devices.failures import Failure, describe_failure
+from autoaccum.devices.diagnosis import describe_failure
+from autoaccum.devices.failures import Failure
 from autoaccum.devices.rehearsal import take_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 

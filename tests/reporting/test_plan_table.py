@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
+from autoaccum.devices.base import Outcome, Trial
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.plan_table import accumulator_line, print_plan
@@ -48,6 +48,10 @@ def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **c
             **changes,
         }
     )
+
+
+def alike(outcome: Outcome, size: int) -> tuple[Trial]:
+    return (Trial(parts=(size, size), outcome=outcome),)
 
 
 def predicted(**changes: Any) -> Plan:
@@ -113,6 +117,10 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (predicted(), "peak         874 MiB (predicted, give or take 40.0 MiB) of 1.0 GiB, headroom 150 MiB\n"),
         (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
         (predicted(), "largest fit  100 (101 does not fit)\n"),
+        (
+            predicted(trials=(Trial(parts=(86, 85), outcome="ok"), *alike("ok", 100), *alike("tight", 101))),
+            "largest fit  100 (101 is tight)\n",
+        ),
         (predicted(), "trials       3 predicted in 3.0 s\n"),
         (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
         (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),

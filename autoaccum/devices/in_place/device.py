@@ -15,7 +15,7 @@ import torch
 
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.failures import describe_failure
+from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.host_copy import check_host_copy, count_live_bytes
 from autoaccum.devices.in_place.interruptions import Interruptions

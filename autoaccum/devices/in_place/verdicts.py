@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autoaccum.devices.failures import describe_failure, failure_error
+from autoaccum.devices.diagnosis import describe_failure
+from autoaccum.devices.failures import failure_error
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 
 _RELOAD = "the model is not as it was: load it again before training"

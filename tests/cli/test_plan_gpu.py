@@ -1,0 +1,125 @@
+"""`autoaccum plan --gpu`: a plan for a card that is not here, as a person asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoaccum.planning.records import Plan
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+def batch(size):
+    return torch.randn(size, 256, 1024), torch.randint(0, 10, (size, 256))
+
+def loss(model, batch):
+    outputs = model(batch[0])
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def run(folder: Path, *words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "autoaccum"] if code is None else ["-c", code]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
+    return subprocess.run(
+        [sys.executable, *command, "plan", "model.py", *words],
+        cwd=folder,
+        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def test_a_table_a_plan_and_a_step(folder: Path) -> None:
+    words = ["--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-o", "plan.json", "--emit", "step.py"]
+    done = run(folder, *words)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert plan.kind == "predicted"
+    assert 1 < plan.micro_batch < 256
+    assert plan.least_bytes is not None
+    assert plan.least_bytes <= plan.limit_bytes == 2**30
+    assert f"largest fit  {plan.largest_fit} ({plan.largest_fit + 1} " in done.stdout
+    assert "(predicted, give or take " in done.stdout
+    assert "where the schedule would still run\n" in done.stdout
+    assert "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n" in done.stdout
+    assert "nothing ran on a card" in done.stdout
+    assert "predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256" in done.stderr
+    assert "predicted: nothing ran there" in " ".join((folder / "step.py").read_text().split())
+
+
+def test_json_alone_and_no_torch_in_this_process(folder: Path) -> None:
+    code = """
+import sys
+from autoaccum.cli import main
+try:
+    main()
+finally:
+    assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    done = run(folder, "--target-batch", "16", "--gpu", "24GiB", "--json", "-q", code=code)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["kind"], record["device"]["name"], record["device"]["card"]) == (
+        "predicted",
+        "24GiB (simulated)",
+        None,
+    )
+    assert Plan.from_json(done.stdout).micro_batches == (16,)
+
+
+def test_a_card_too_small_for_the_model(folder: Path) -> None:
+    done = run(folder, "--target-batch", "16", "--gpu", "rtx4090", "--memory", "20MiB")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: micro-batch 1 does not fit: it would take ")
+    assert "where nothing limits it, 20.0 MiB are there: take a smaller model" in last
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--gpu", "rtx9090"], "there is no 'rtx9090' among the"),
+        (["--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
+        (["--gpu", "rtx3090", "--memory", "30GiB"], "a budget of 30.0 GiB is more than the"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_starts(folder: Path, words: list[str], text: str) -> None:
+    (folder / "model.py").write_text("raise SystemExit('loaded')")
+    done = run(folder, "--target-batch", "16", *words)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "loaded" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_allocator_that_is_not_simulated_is_refused(folder: Path) -> None:
+    code = """
+import os
+from autoaccum.cli import main
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
+main()
+"""
+    done = run(folder, "--target-batch", "16", "--gpu", "rtx3090", code=code)
+    assert done.returncode == 2
+    assert "only PyTorch's own allocator is simulated" in done.stderr
