@@ -21,7 +21,16 @@ from autoaccum.devices.simulated import autocast, builds
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD, impersonate
-from autoaccum.devices.simulated.kernels import attention, convolution, dropout, foreach, normalisation, rnn, softmax
+from autoaccum.devices.simulated.kernels import (
+    attention,
+    convolution,
+    ctc,
+    dropout,
+    foreach,
+    normalisation,
+    rnn,
+    softmax,
+)
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.patches import replaced
@@ -44,7 +53,7 @@ _FACTORIES = frozenset(
         _aten.randn.default,
     }
 )
-_OVERRIDES = (builds, autocast, attention, convolution, dropout, foreach, normalisation, rnn, softmax)
+_OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax)
 """Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
 
 _LAZY_ELEMENTS = 1 << 14

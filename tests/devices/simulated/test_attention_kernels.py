@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 
@@ -159,3 +160,41 @@ def test_a_transformer_layer_trains() -> None:
         torch.autograd.backward(layer(x).sum())
         heads = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1, device="cuda:0")
         torch.autograd.backward(heads(x, x, x, need_weights=True)[0].sum())
+
+
+def test_a_frozen_encoder_runs_in_evaluation() -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    with on(), torch.no_grad():
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device="cuda:0")
+        encoder = nn.TransformerEncoder(layer, 2).eval()
+        padding = torch.zeros(2, 16, dtype=torch.bool, device="cuda:0")
+        out = encoder(torch.empty(2, 16, 64, device="cuda:0"), src_key_padding_mask=padding)
+        assert out.shape == (2, 16, 64)
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+def test_grouped_queries_with_a_mask_are_fused_from_2_15_on() -> None:
+    with on() as recorder:
+        q = tensor(dtype=torch.float32)
+        k, v = (tensor(BATCH, 2, LENGTH, SIZE, dtype=torch.float32) for _ in range(2))
+        mask = torch.empty(LENGTH, LENGTH, device="cuda:0")
+        held: list[Tensor] = []
+        sizes = sizes_of(
+            recorder,
+            lambda: held.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)),
+        )
+        fused = BATCH * HEADS * LENGTH * LENGTH * 4 not in sizes
+        assert fused == (torch_release() >= (2, 15))
+        torch.autograd.backward(held[0].sum())
+        assert k.grad is not None
+        assert k.grad.shape == k.shape
+
+
+def test_padded_encoder_under_autocast() -> None:
+    with on(), torch.autocast("cuda", dtype=torch.bfloat16):
+        layer = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda:0")
+        x = torch.empty(2, 16, 64, device="cuda:0", requires_grad=True)
+        padding, mask = (torch.zeros(*shape, dtype=torch.bool, device="cuda:0") for shape in ((2, 16), (16, 16)))
+        out = layer(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
+        assert out.dtype == torch.bfloat16
+        torch.autograd.backward(out.sum())

@@ -22,7 +22,12 @@ _DEFAULT_PRIORITY = [1, 2, 0, 3]
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Decide by the card, not by the device that C++ sees (facts 1.4)."""
+    """Decide by the card, not by the device that C++ sees (facts 1.4).
+
+    Encoders in evaluation without gradients go the way of training, since their fast path asks masks for values.
+    """
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
     for key in ("AutogradCUDA", "CUDA"):
         library.impl("scaled_dot_product_attention", partial(_attention, card), key)  # type: ignore[no-untyped-call]
 
