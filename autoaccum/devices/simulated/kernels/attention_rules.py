@@ -169,7 +169,7 @@ def _cudnn_mask(question: Question) -> str | None:
 
 
 def _cudnn_dropout(question: Question) -> str | None:
-    """Sixteenths only after 2.11 (`check_cudnn_dropout`); none with cuDNN 9.11 to 9.13."""
+    """Sixteenths only after 2.11 (`check_cudnn_dropout`, pytorch/pytorch#174245); none with cuDNN 9.11 to 9.13."""
     dropout = question.call.dropout
     if dropout and 91_100 < question.backends.cudnn_version < 91_400:
         return "this cuDNN has no dropout"
