@@ -1,7 +1,8 @@
 """CUDACachingAllocator, replayed: what PyTorch reserves on a card, and what still fits.
 
 Every rule is that of the function named with it in PyTorch's `c10/cuda/CUDACachingAllocator.cpp`, the same from torch
-2.11 to 2.15, for one stream and no captured graphs. What only CUDA decides is assumed: segments lie in memory in the
+2.11 to 2.15, for one stream and no captured graphs: the libraries of both releases do the same, request by request
+(tests/devices/simulated/test_allocator_recorded.py). What only CUDA decides is assumed: segments lie in memory in the
 order they were asked for, and a capacity is used to its last byte.
 """
 
