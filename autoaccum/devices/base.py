@@ -30,7 +30,8 @@ class Trial:
         traceback: The user's own frames, when their code raised.
         certain: False when an `oom` was recognised by a text that some bugs share: it counts only if a smaller
             size runs in a fresh process.
-        fresh: Whether its process had run no trial before.
+        fresh: Whether its process had run no trial before; where nothing runs, whether it rests on a trace of just its
+            parts.
         blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
         limit_bytes: The budget it was held to, where that is another than the plan's.
         timed_out: Whether it is an `error` only because it took too long, and was ended.

@@ -74,7 +74,7 @@ class CudaDevice(ChildDevice):
         assert self._report is not None
         return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
 
-    def foresee(self) -> Foresight:
+    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
         from autoaccum.devices.simulated.at_hand import foresee_peaks
         from autoaccum.devices.simulated.child_tracer import ChildTracer
@@ -83,7 +83,10 @@ class CudaDevice(ChildDevice):
         assert self._report is not None
         settings = self._settings
         return foresee_peaks(
-            self._report.memory, lambda card: ChildTracer(settings, card, lambda line: None), settings.share
+            self._report.memory,
+            lambda card: ChildTracer(settings, card, lambda line: None),
+            settings.share,
+            limit_seconds,
         )
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:

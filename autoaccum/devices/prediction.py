@@ -53,5 +53,9 @@ class Predicting(Protocol):
 class Foreseeing(Protocol):
     """A device that can tell what peaks to expect."""
 
-    def foresee(self) -> Foresight:
-        """What peaks to expect; where that cannot be told, nothing is lost but trials."""
+    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+        """What peaks to expect; where that cannot be told, nothing is lost but trials.
+
+        Args:
+            limit_seconds: What finding out may take, beside the start of a process; a limit of its own when None.
+        """

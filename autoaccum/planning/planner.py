@@ -27,6 +27,8 @@ _LEAST_CHECK_SECONDS = 60.0
 """What the check of the workload may take under any limit on time: without it there is no plan."""
 
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
+_FORESIGHT_SHARE = 0.25
+"""Of a limit on time."""
 
 if TYPE_CHECKING:
     from torch import nn
@@ -209,7 +211,8 @@ def _foresee(device: Device, request: Request, tell: Listener) -> Foresight:
     if few_trials or request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
         return Foresight()
     tell(Tracing())
-    return device.foresee()
+    limit = request.time_limit
+    return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
 
 
 def _find_least(runner: Runner, device: Device, proof: Trial) -> tuple[int, tuple[str, ...]]:

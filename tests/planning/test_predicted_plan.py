@@ -170,6 +170,7 @@ class RealCard:
 
     def __init__(self, foresight: Foresight) -> None:
         self.foresight = foresight
+        self.limit_seconds: float | None = None
         self.jobs = 0
 
     def describe(self) -> Mapping[str, Any]:
@@ -200,7 +201,8 @@ class RealCard:
         self.jobs = self.jobs if ran else 0
         return trial
 
-    def foresee(self) -> Foresight:
+    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+        self.limit_seconds = limit_seconds
         return self.foresight
 
     def close(self) -> None:
@@ -244,6 +246,14 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
 
     _, trials = measure(Foresight(peak_bytes=never), target, **request_)
     assert trials[0].parts[0] == 1
+
+
+def test_a_limit_on_time_is_one_on_the_simulation_too() -> None:
+    card = RealCard(Foresight())
+    plan_on(Subject(card, "model.py"), Request(256, time_limit=40.0))
+    assert card.limit_seconds == 10.0
+    plan_on(Subject(card, "model.py"), Request(256))
+    assert card.limit_seconds is None
 
 
 def test_devices_say_what_they_can() -> None:

@@ -19,7 +19,9 @@ _MOST_SECONDS = 60.0
 _PROBE = 2
 
 
-def foresee_peaks(memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int) -> Foresight:
+def foresee_peaks(
+    memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
+) -> Foresight:
     """What peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
 
     The traces are made now, so that no other process is left while trials run.
@@ -28,12 +30,13 @@ def foresee_peaks(memory: CardMemory, make_tracer: Callable[[Card], Tracer], sha
         memory: The card.
         make_tracer: Starts what traces the workload on it.
         share: Samples per update on this rank.
+        limit_seconds: What the traces may take; a minute when None.
     """
     card = card_at_hand(memory)
     traces = Traces(lambda: make_tracer(card), share)
     try:
         replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
-        follows = traces.follow(_PROBE, _MOST_SECONDS)
+        follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
     except AutoaccumError as error:
         return _none(error.message)
     finally:

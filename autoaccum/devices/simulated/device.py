@@ -142,8 +142,8 @@ class SimulatedDevice:
             trial, limit_bytes=limit_bytes, fresh=follows is None, seconds=time.monotonic() - began
         )
 
-    def foresee(self) -> Foresight:
-        """The peaks of sizes that follow from small ones, which are traced now.
+    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+        """The peaks of sizes that follow from small ones, which are traced now; trials need them all the same.
 
         Raises:
             UsageError: As `inspect`.
@@ -160,12 +160,13 @@ class SimulatedDevice:
         trace = self._traces.make(parts)
         least_bytes = self._replays.least_bytes(trace, self.limit_bytes)
         band = Band(self._outside, self._replays.weigh(trace))
+        assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
         caution = band.warning(self.limit_bytes, least_bytes)
         return Prediction(
             least_bytes=least_bytes,
             band_bytes=band.bytes,
             warnings=(*self._traces.warnings, *([caution] if caution else [])),
-            notes=(*self._traces.notes, band.note(self._card.title)),
+            notes=(*self._traces.notes, band.note(self._card.title), *assumed),
         )
 
     def close(self) -> None:

@@ -51,6 +51,13 @@ def test_what_cannot_be_simulated_is_said_and_no_more(tracer: SyntheticTracer, w
     assert "\n" not in note
 
 
+@pytest.mark.parametrize(("limit", "most"), [(None, 60), (10.0, 10), (500.0, 60)])
+def test_the_traces_have_a_limit_on_time(limit: float | None, most: int) -> None:
+    tracer = SyntheticTracer()
+    foresee_peaks(CARD, lambda card: tracer, 256, limit)
+    assert all(seconds is not None and most - 1 < seconds <= most for seconds in tracer.limits)
+
+
 def test_an_allocator_that_is_not_simulated_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     tracer = SyntheticTracer()

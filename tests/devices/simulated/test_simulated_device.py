@@ -69,6 +69,12 @@ def test_a_plain_size_names_no_card() -> None:
     assert (described["name"], described["card"]) == ("24GiB (simulated)", None)
 
 
+def test_what_is_only_assumed_of_a_card_is_said() -> None:
+    notes = device(card=find_card("24GiB")).predict((8, 8)).notes
+    assert notes[-1].startswith("what is known of a card with 24.0 GiB: assumed: all of it visible to PyTorch")
+    assert not any("what is known of" in note for note in device().predict((8, 8)).notes)
+
+
 # --- the outcome ----------------------------------------------------------------------------------------------------
 
 
