@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
@@ -21,6 +22,9 @@ from autoaccum.workload.spec import Workload
 
 class Rehearsal:
     """What one trial builds and runs; `phase` tells where it is, or where it was when something was raised.
+
+    Attributes:
+        made: The model and its optimizer, once they are there.
 
     Args:
         workload: With the precision the plan asks for.
@@ -47,6 +51,7 @@ class Rehearsal:
         self._before_update = before_update
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
+        self.made: tuple[nn.Module, Optimizer] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -67,6 +72,7 @@ class Rehearsal:
         model = place_model(self._workload.build_model(), self._device)
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model, self._optimizer)
+        self.made = model, optimizer
         self._phase = "batch"
         batch = self._workload.build_batch(max(self._share, *parts))
         windows = [take_parts(batch, max(self._share, *parts), sizes) for sizes in (parts[:1], parts)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import collected_warnings, describe_subject, runs_one_sample
-from autoaccum.devices.rehearsal import place_model
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.simulation import CardMode
 from autoaccum.devices.simulated.trace import Trace
@@ -42,15 +40,12 @@ def inspect_simulated(
     """
     size = min(_SAMPLES, share)
     with collected_warnings() as said:
-        trace, result = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
-    model = place_model(workload.build_model(), DEVICE)
-    needs_two = batchnorm_names(model) and not runs_one_sample(workload, model)
-    fields = describe_subject(
-        workload, model, workload.build_optimizer(model, optimizer), min(_FORM_SAMPLES, share), result.terms
-    )
+        trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
+    needs_two = batchnorm_names(made.model) and not runs_one_sample(workload, made.model)
+    fields = describe_subject(workload, made.model, made.optimizer, min(_FORM_SAMPLES, share), made.terms)
     inspection = Inspection(
         **fields,
-        environment=describe_environment(model_device(model)),
+        environment=describe_environment(DEVICE),
         least_size=2 if needs_two else 1,
         warnings=tuple(mode.notices),
         accumulation_warnings=tuple(said),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from autoaccum.accumulation.results import StepResult
+from torch import nn
+from torch.optim import Optimizer
+
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.simulation import CardMode
@@ -14,9 +17,18 @@ from autoaccum.devices.simulated.trace import Trace
 from autoaccum.workload.spec import Workload
 
 
+@dataclass(frozen=True)
+class Rehearsed:
+    """A rehearsal's model and optimizer, on the simulated card, and the names of the loss's terms."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    terms: tuple[str, ...]
+
+
 def trace_rehearsal(
     workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode
-) -> tuple[Trace, StepResult]:
+) -> tuple[Trace, Rehearsed]:
     """Rehearse `parts` on the card of `mode`, which is entered.
 
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
@@ -29,7 +41,7 @@ def trace_rehearsal(
         mode: The simulation.
 
     Returns:
-        The trace, and what the last update told, its numbers aside.
+        The trace, and what was rehearsed.
 
     Raises:
         WorkloadError: No update was made.
@@ -48,7 +60,8 @@ def trace_rehearsal(
             result = rehearsal.run(parts)
         finally:
             trace = recorder.trace(parts)
-    return trace, result
+    assert rehearsal.made is not None
+    return trace, Rehearsed(*rehearsal.made, terms=tuple(result.terms))
 
 
 @contextmanager
