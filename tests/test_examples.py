@@ -33,7 +33,7 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_examples_and_each_says_how_it_is_used() -> None:
-    assert len(EXAMPLES) >= 3
+    assert len(EXAMPLES) >= 4
     assert len(COMMANDS) == 2 * len(EXAMPLES)
 
 
@@ -58,5 +58,6 @@ def test_examples_are_planned(name: str, command: str, tmp_path: Path) -> None:
     plan = Plan.load(written)
     assert 1 <= plan.micro_batch < plan.target_batch, f"{name}'s budget should bind, or it shows nothing"
     assert sum(plan.micro_batches) == plan.target_batch
-    assert plan.peak_bytes is not None
-    assert plan.peak_bytes <= plan.limit_bytes
+    needed = plan.peak_bytes if plan.least_bytes is None else plan.least_bytes
+    assert needed is not None
+    assert needed <= plan.limit_bytes
