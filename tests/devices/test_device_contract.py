@@ -109,7 +109,7 @@ DEVICES = {
         # The same trace is replayed to the same end.
         noise_bytes=1,
         warmth_bytes=1,
-        told=("micro-batch 7 on the simulated card", None),
+        told=("micro-batch 7 on the simulated card, in forward", None),
     ),
 }
 

@@ -14,7 +14,7 @@ from autoaccum.devices.replies import failure_reply, look_where
 from autoaccum.devices.simulated.building import built_lazily, on_the_host
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.inspection import inspect_simulated
-from autoaccum.devices.simulated.refusals import refuse
+from autoaccum.devices.simulated.refusals import reads_host, refuse
 from autoaccum.devices.simulated.simulation import CardMode, simulate
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing import trace_rehearsal
@@ -76,7 +76,7 @@ class SimulatedChild:
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card")
 
-    def _run(self, job: Callable[[Workload, CardMode], dict[str, Any]], doing: str) -> dict[str, Any]:
+    def _run(self, job: Callable[[Workload, CardMode], dict[str, Any]], about: str) -> dict[str, Any]:
         """Run a job; where something reads values that a lazily built model has not, again with a real one."""
         assert self._workload is not None
         assert self._mode is not None
@@ -85,11 +85,11 @@ class SimulatedChild:
             return job(built_lazily(self._workload, self._mode) if self._lazy else self._workload, self._mode)
         except BaseException as error:
             failure = error
-        refusal = refuse(failure, doing)
-        if refusal is not None and self._lazy:
+        if self._lazy and reads_host(failure):
             self._lazy = False
-            return self._run(job, doing)
-        return failure_reply(refusal or failure, doing)
+            return self._run(job, about)
+        doing = f"{about}, in {self._mode.phase}"
+        return failure_reply(refuse(failure, doing) or failure, doing)
 
 
 def _card(record: Mapping[str, Any]) -> Card:

@@ -46,6 +46,11 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
     return None
 
 
+def reads_host(error: BaseException) -> bool:
+    """Whether `error` comes of a tensor on the CPU that has no values."""
+    return any(isinstance(cause, UnknownValue) and cause.on_host for cause in _chain(error))
+
+
 def _sentence(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, UnknownValue):
         return str(error), _VALUES

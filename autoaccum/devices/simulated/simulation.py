@@ -17,6 +17,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated import autocast, builds
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
@@ -70,6 +71,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         recorder: Is shown what operators return.
         lazy: Whether large CPU tensors are left without values too, as they are made.
         notices: Sentences on what is simulated otherwise than it would run.
+        phase: Where the last rehearsal was when it ended, one way or another.
     """
 
     avoid_device_init = True
@@ -84,6 +86,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.lazy = False
         self.notices: dict[str, None] = {}
+        self.phase: Phase = "start"
         self._depth = 0
         self._repetitions = Repetitions(self._make)
         self._observer = ScratchObserver(card, torch_release())

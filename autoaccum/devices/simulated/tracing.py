@@ -59,6 +59,7 @@ def trace_rehearsal(
         try:
             result = rehearsal.run(parts)
         finally:
+            mode.phase = rehearsal.phase
             trace = recorder.trace(parts)
     assert rehearsal.made is not None
     return trace, Rehearsed(*rehearsal.made, terms=tuple(result.terms))

@@ -43,7 +43,16 @@ class SimulationLimit(Exception):
 
 
 class UnknownValue(SimulationLimit):
-    """A value was asked for: a simulated card computes none."""
+    """A value was asked for: a simulated card computes none.
+
+    Args:
+        text: As above.
+        on_host: Whether the tensor is on the CPU, where it may have been left without values only to save memory.
+    """
+
+    def __init__(self, text: str, *, on_host: bool) -> None:
+        super().__init__(text)
+        self.on_host = on_host
 
 
 def answer_scalar(tensor: Tensor) -> float | int | bool:
@@ -62,7 +71,8 @@ def answer_scalar(tensor: Tensor) -> float | int | bool:
 
 def unknown_value(tensor: Tensor) -> UnknownValue:
     """The error for reading `tensor`."""
-    return UnknownValue(f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card")
+    text = f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card"
+    return UnknownValue(text, on_host=tensor.device.type == "cpu")
 
 
 def asked_by_torch() -> str | None:

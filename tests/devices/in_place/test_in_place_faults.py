@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.devices.in_place import device as device_module
 from autoaccum.devices.rehearsal import Rehearsal
@@ -81,9 +82,9 @@ def test_a_shortage_at_every_allocation(
     modes: list[ShortageAt] = []
 
     class Short(Rehearsal):
-        def run(self, parts: Sequence[int]) -> None:
+        def run(self, parts: Sequence[int]) -> StepResult:
             with modes[-1]:
-                super().run(parts)
+                return super().run(parts)
 
     device = live_device(model, pairs, optimizer=made)
     assert device.limit_bytes
@@ -172,6 +173,7 @@ SCRIPT = """
 import json, sys
 import torch
 from torch import nn
+from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.units import MIB, MemorySize
