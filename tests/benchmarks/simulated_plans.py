@@ -1,0 +1,84 @@
+"""How long a plan for a card that is not here takes, and in how much memory, beside what importing PyTorch costs.
+
+`python tests/benchmarks/simulated_plans.py [NAME ...]`: whole commands in fresh processes, three times each. The ratio
+is to a process that does no more than any planner must: import PyTorch and make an optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOADS = ROOT / "tests" / "shared" / "workloads"
+PLANS = {"resnet50": ("256", "rtx3090"), "gpt2": ("256", "rtx4090"), "llama_8b": ("64", "b200")}
+FLOOR = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)"
+REPEATS = 3
+_POLL_SECONDS = 0.02
+
+
+def main(names: list[str]) -> None:
+    """Print one line for each workload."""
+    floor = statistics.median(run([sys.executable, "-c", FLOOR])[0] for _ in range(REPEATS))
+    print(f"importing PyTorch and making an optimizer: {floor:.1f} s")
+    for name in names or list(PLANS):
+        target, card = PLANS[name]
+        words = ["plan", str(WORKLOADS / f"{name}.py"), "--target-batch", target, "--gpu", card, "--json"]
+        runs = [run([sys.executable, "-m", "autoaccum", *words]) for _ in range(REPEATS)]
+        seconds = statistics.median(taken for taken, _, _ in runs)
+        most_bytes = max(held for _, held, _ in runs)
+        plan = json.loads(runs[0][2])
+        print(
+            f"{name:<9} on {card:<8} {seconds:5.1f} s ({seconds / floor:.1f} x), {most_bytes / 2**20:4.0f} MiB: "
+            f"{plan['iter_size']} x {plan['micro_batch']}, {len(plan['trials'])} trials"
+        )
+
+
+def run(command: list[str]) -> tuple[float, int, str]:
+    """Seconds, the most bytes resident in the process and its children together, and what it printed."""
+    began = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    most = [0]
+    watcher = threading.Thread(target=watch, args=(process, most))
+    watcher.start()
+    printed, _ = process.communicate()
+    watcher.join()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return time.monotonic() - began, most[0], printed
+
+
+def watch(process: subprocess.Popen[str], most: list[int]) -> None:
+    """Keep the most that the process and its descendants held at one time."""
+    while process.poll() is None:
+        most[0] = max(most[0], sum(map(resident_bytes, family(process.pid))))
+        time.sleep(_POLL_SECONDS)
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    except OSError:
+        return []
+    return [pid, *(one for child in text.split() for one in family(int(child)))]
+
+
+def resident_bytes(pid: int) -> int:
+    """What a process holds in memory; 0 once it is gone."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
