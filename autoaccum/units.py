@@ -23,6 +23,8 @@ _UNITS = {
     "TB": 10**12,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*", re.ASCII)
+_MOST_BYTES = 1024**6
+_LONGEST_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,13 @@ def parse_size(text: str) -> MemorySize:
         return MemorySize(fraction=number / 100)
     if unit not in _UNITS:
         raise UsageError(f"{text!r} has the unknown unit {match[2]!r}", hint=way_out)
-    if int(number * _UNITS[unit]) < 1:
+    size = number * _UNITS[unit]
+    if size > _MOST_BYTES:
+        shown = text.strip() if len(text) <= _LONGEST_SHOWN else f"{text.strip()[:_LONGEST_SHOWN]}..."
+        raise UsageError(f"{shown!r} is more memory than there is anywhere", hint=way_out)
+    if size < 1:
         raise UsageError(f"{text!r} is less than one byte", hint=way_out)
-    return MemorySize(bytes=int(number * _UNITS[unit]))
+    return MemorySize(bytes=int(size))
 
 
 def format_bytes(count: int) -> str:

@@ -38,6 +38,13 @@ def test_anything_else_is_refused_with_the_way_out(text: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("text", ["9" * 30 + "GiB", "9" * 500 + "GiB"], ids=["many digits", "infinite as a float"])
+def test_no_machine_has_that_much(text: str) -> None:
+    with pytest.raises(UsageError, match="is more memory than there is anywhere") as caught:
+        parse_size(text)
+    assert len(str(caught.value)) < 240
+
+
 @given(st.integers(min_value=0, max_value=2**50))
 def test_formatted_sizes_read_back_within_their_digits(count: int) -> None:
     text = format_bytes(count)

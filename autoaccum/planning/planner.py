@@ -155,8 +155,9 @@ def plan_on(
     asked = time.monotonic()
     limit = request.time_limit
     inspection = device.inspect(limit_seconds=None if limit is None else max(limit, _LEAST_CHECK_SECONDS))
-    runner.proof_seconds = time.monotonic() - asked
     predicts = isinstance(device, Predicting)
+    if not predicts:  # One that predicts starts no process for its confirmation.
+        runner.proof_seconds = time.monotonic() - asked
     tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
     foresight = _foresee(device, request, tell)
     result = search(
@@ -206,9 +207,16 @@ def plan_on(
 
 
 def _foresee(device: Device, request: Request, tell: Listener) -> Foresight:
-    """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much."""
+    """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much.
+
+    Where trials are predicted too, they need the same traces, so that few of them are no reason to do without.
+    """
     few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
-    if few_trials or request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
+    if (
+        (few_trials and not isinstance(device, Predicting))
+        or request.cap < _SIZES_FOR_FORESIGHT
+        or not isinstance(device, Foreseeing)
+    ):
         return Foresight()
     tell(Tracing())
     limit = request.time_limit

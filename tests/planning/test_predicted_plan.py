@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,20 @@ def test_several_ranks_and_limits() -> None:
     assert predict(max_micro_batch=8).largest_fit == 8
     with pytest.raises(UsageError, match="largest micro-batch to try is 1, the least"):
         predict(SyntheticTracer(inspection=replace(INSPECTION, least_size=2)), max_micro_batch=1)
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3])
+def test_few_trials_begin_where_the_peaks_of_small_sizes_point(trials: int) -> None:
+    assert 0.9 * predict().largest_fit < predict(max_trials=trials).largest_fit <= predict().largest_fit
+
+
+def test_no_time_is_kept_for_a_process_that_is_not_started() -> None:
+    class Slow(SyntheticTracer):
+        def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+            time.sleep(1.1)
+            return super().inspect(limit_seconds=limit_seconds)
+
+    assert predict(Slow(), time_limit=2.0).stopped is None
 
 
 def test_least_is_there_without_being_asked_for() -> None:

@@ -21,6 +21,7 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 153
 _NOISE = re.compile("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu")
 _GIGABYTES = re.compile(r"(\d)gi?b")
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?b|b|%)\s*", re.IGNORECASE | re.ASCII)
+_NO_UNIT = re.compile(r"\s*(\d{1,3}(\.\d+)?)\s*g?\s*", re.IGNORECASE | re.ASCII)
 _LEAST, _MOST = GIB, 1024 * GIB
 _LONGEST_SHOWN = 40
 _WAY_OUT = "name a card, or a size such as 24GiB"
@@ -142,7 +143,7 @@ def _card_of_size(text: str) -> Card:
             hint=f"a card has from {format_bytes(_LEAST)} to {format_bytes(_MOST)}, as far as is known here",
         )
     return Card(
-        name=text.strip(),
+        name=" ".join(text.split()),
         title=f"a card with {format_bytes(size_bytes)}",
         total_bytes=size_bytes,
         capability=(8, 0),
@@ -163,6 +164,8 @@ def _named() -> Mapping[str, tuple[Card, ...]]:
 
 
 def _near(text: str) -> list[str]:
+    if size := _NO_UNIT.fullmatch(text):
+        return [f"{size[1]}GiB"]
     close = difflib.get_close_matches(_key(text)[:_LONGEST_SHOWN], _named(), n=3, cutoff=0.7)
     return list(dict.fromkeys(card.name for key in close for card in _named()[key]))[:3]
 

@@ -138,6 +138,9 @@ def test_a_name_of_several_cards_is_refused_with_their_names_and_sizes(text: str
         ("a100-60gb", "did you mean a100-80gb or a100-40gb"),
         ("rtx3090-tii", "did you mean rtx3090-ti"),
         ("rtx 4070 ti suepr", "did you mean rtx4070-ti-super"),
+        ("24", "did you mean 24GiB?"),
+        ("24G", "did you mean 24GiB?"),
+        ("10.5 g", "did you mean 10.5GiB?"),
     ],
 )
 def test_a_near_miss_suggests(text: str, guess: str) -> None:
@@ -147,7 +150,7 @@ def test_a_near_miss_suggests(text: str, guess: str) -> None:
     assert "`autoaccum gpus`" in message
 
 
-@pytest.mark.parametrize("text", ["radeon", "", "24", "---", "nvidia", "8" * 1000])
+@pytest.mark.parametrize("text", ["radeon", "", "---", "nvidia", "8" * 1000])
 def test_what_is_no_card_says_where_the_cards_are_and_how_a_size_is_given(text: str) -> None:
     message = refusal(text)
     assert "did you mean" not in message
@@ -173,6 +176,7 @@ def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) ->
         ("0GiB", "'0GiB' is less than one byte: name a card, or a size such as 24GiB"),
         ("120%", "120% is a share of no card: name a card"),
         ("2TiB", "2TiB is 2048.0 GiB"),
+        pytest.param("9" * 500 + "GiB", "is more memory than there is anywhere: name a card", id="a very long one"),
     ],
 )
 def test_a_size_that_cannot_be_a_card(text: str, says: str) -> None:
