@@ -6,6 +6,8 @@ from typing import IO, Any, NoReturn
 
 from rich.console import Console
 
+_USUAL_WIDTH = 80
+
 
 class PlainConsole(Console):
     """A console for records: no markup, no guessed colours; `NO_COLOR`, pipes and dumb terminals get plain text.
@@ -38,4 +40,7 @@ class PlainConsole(Console):
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> PlainConsole:
     """A console on stdout, stderr or `file`."""
-    return PlainConsole(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)
+    console = PlainConsole(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)
+    if console.width < 1:  # COLUMNS=0: rich would print nothing at all.
+        console.width = _USUAL_WIDTH
+    return console

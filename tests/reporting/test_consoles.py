@@ -51,6 +51,14 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "31" not in file.getvalue()
 
 
+@pytest.mark.parametrize("columns", ["0", "-1", "", "x", "1"])
+def test_no_width_leaves_nothing_out(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    make_console(file=file).print("micro-batch  7", soft_wrap=True)
+    assert file.getvalue() == "micro-batch  7\n"
+
+
 def test_an_error_is_one_line() -> None:
     file = io.StringIO()
     print_error(make_console(file=file, width=20), UsageError("a long message " * 9, hint="[way] out"))

@@ -16,6 +16,7 @@ from autoaccum.errors import UsageError
 from autoaccum.units import MIB
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _INTERVALS: Final = 16
 _LEAST_LARGE_MIB: Final = 11
 _SWITCHES: Final = frozenset({"True", "False"})
@@ -95,6 +96,10 @@ def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
     >>> read_settings({}) == AllocatorSettings()
     True
     """
+    if _NO_CACHING in environment:  # Whatever its value: `forceUncachedAllocator` of c10/cuda/CUDACachingAllocator.cpp.
+        raise UsageError(
+            f"{_NO_CACHING} is set, and only PyTorch's allocator with its cache is simulated", hint="unset it to plan"
+        )
     for variable in _VARIABLES:
         text = environment.get(variable)
         if text is not None:

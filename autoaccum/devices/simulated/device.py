@@ -218,7 +218,8 @@ class _Supply:
 
     @property
     def bound(self) -> str:
-        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context)"
+        allowed = "" if self.allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
+        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context{allowed})"
 
 
 def _failed(

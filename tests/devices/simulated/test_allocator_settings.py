@@ -83,6 +83,12 @@ def test_the_older_variable_wins_even_when_empty() -> None:
         read_settings({old: "nonsense:1"})
 
 
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_an_allocator_without_its_cache_is_not_simulated(value: str) -> None:
+    with pytest.raises(UsageError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set, .*: unset it to plan"):
+        read_settings({"PYTORCH_NO_CUDA_MEMORY_CACHING": value})
+
+
 def test_a_share_is_of_the_card() -> None:
     settings = read("per_process_memory_fraction:0.25")
     assert settings.for_card(24 * GIB).allowed_bytes == 6 * GIB

@@ -45,6 +45,8 @@ def test_more_than_the_card_has_is_refused() -> None:
 def test_what_the_allocator_is_told_to_keep_to_is_a_budget() -> None:
     told = device(memory=None, environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
     assert told.limit_bytes < CARD.total_bytes // 2
+    with pytest.raises(UsageError, match=r"and no more than per_process_memory_fraction allows\) has free"):
+        device(memory=MemorySize(bytes=20 * GIB), environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
 
 
 def test_settings_that_are_not_simulated_are_refused_at_once() -> None:
