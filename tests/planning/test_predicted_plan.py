@@ -10,13 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from synthetic_traces import INSPECTION, SyntheticTracer, linear
+from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.planned import planned_facts
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.replay import least_capacity, replay
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.events import Event, Inspected, TrialStarted
 from autoaccum.planning.planner import plan_on
@@ -26,12 +28,24 @@ from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB, MemorySize
 
 
-def predict(tracer: SyntheticTracer | None = None, target: int = 256, *, gib: float = 2.0, **request: Any) -> Plan:
+def predict(
+    tracer: SyntheticTracer | None = None,
+    target: int = 256,
+    *,
+    gib: float = 2.0,
+    expandable: bool = False,
+    **request: Any,
+) -> Plan:
     asked = Request(target, **request)
     made = tracer or SyntheticTracer()
     memory = MemorySize(bytes=int(gib * GIB))
     device = SimulatedDevice(
-        find_card("rtx3090"), lambda: made, share=asked.share, torch_version=(2, 13), memory=memory, environment={}
+        find_card("rtx3090"),
+        lambda: made,
+        share=asked.share,
+        torch_version=(2, 13),
+        memory=memory,
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
     )
     with device:
         return plan_on(Subject(device, "model.py", isolated=False), asked)
@@ -48,7 +62,7 @@ def test_a_predicted_plan() -> None:
     assert plan.least_bytes <= plan.peak_bytes
     assert plan.band_bytes > 0
     assert plan.device["kind"] == "simulated"
-    assert plan.trials[-1].parts == (plan.micro_batch, min(plan.micro_batches))
+    assert set(plan.trials[-1].parts) == {plan.micro_batch, min(plan.micro_batches)}
     assert plan.trials[-1].fresh
     assert any("nothing ran on a card" in note for note in plan.notes)
     assert Plan.from_json(plan.to_json()) == plan
@@ -89,6 +103,24 @@ def test_the_whole_share_in_one_micro_batch_is_one_trace_more() -> None:
     assert (plan.micro_batches, plan.capped) == ((64,), True)
     assert tracer.asked[-1] == (64,)
     assert [trial.parts for trial in plan.trials] == [(64,)]
+
+
+@pytest.mark.parametrize("target", [101, 251, 333])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: int, expandable: bool) -> None:
+    activations = linear(30 * MIB)
+    plan = predict(SyntheticTracer(activations), target, world_size=world_size, expandable=expandable)
+    assert plan.micro_batches[0] == plan.micro_batches[1] > plan.micro_batches[-1]
+    trace = make_trace(plan.micro_batches, activations)
+    sizes = [size for size in trace.sizes if isinstance(size, int)]
+    settings = AllocatorSettings(expandable_segments=expandable)
+    whole = replay(trace.events, sizes, settings=settings, repeat_from=trace.last_update)
+    assert plan.peak_bytes == whole.peak_reserved_bytes
+    assert plan.trials[-1].peak_allocated_bytes == whole.peak_allocated_bytes
+    assert plan.least_bytes == least_capacity(
+        trace.events, sizes, settings, trace.last_update, most=whole.peak_reserved_bytes
+    )
 
 
 def test_every_size_is_traced_where_memory_is_not_affine() -> None:

@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Inspection, Outcome, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.prediction import Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
@@ -18,6 +19,7 @@ from autoaccum.devices.simulated.band import Band
 from autoaccum.devices.simulated.catalog import Card, all_cards
 from autoaccum.devices.simulated.context import Outside, context_bytes
 from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Tracer
 from autoaccum.devices.simulated.traces import Traces
 from autoaccum.errors import NotMeasuredError, WorkloadError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _PROBE = 2
+_WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 
 
 class SimulatedDevice:
@@ -42,7 +45,8 @@ class SimulatedDevice:
     has one too.
 
     *The traces* are few: those of other sizes follow from small ones, where all sizes are affine in the batch. A trial
-    that is asked to be fresh rests on a trace of just its parts (`Trial.fresh`).
+    that is asked to be fresh rests on a trace of just its parts (`Trial.fresh`). One of more than two parts is that of
+    any two that follow each other, for what an earlier part leaves to the next is the same from the second on.
 
     Args:
         card: The card.
@@ -131,15 +135,15 @@ class SimulatedDevice:
         """
         began = time.monotonic()
         try:
-            alike = len(parts) == 2 and parts[0] == parts[1]
-            follows = self._traces.follow(parts[0], limit_seconds) if alike and not fresh else None
-            trace = follows or self._traces.make(parts, limit_seconds)
+            traces = self._trace(parts, fresh, limit_seconds)
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
-        trial = self._replays.trial(trace, self.limit_bytes if limit_bytes is None else limit_bytes)
+        held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
+        trial = _together([self._replays.trial(trace, held_to_bytes) for trace in traces])
+        made = any(self._traces.has_made(trace) for trace in traces)
         return dataclasses.replace(
-            trial, limit_bytes=limit_bytes, fresh=follows is None, seconds=time.monotonic() - began
+            trial, parts=parts, limit_bytes=limit_bytes, fresh=made, seconds=time.monotonic() - began
         )
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
@@ -152,14 +156,14 @@ class SimulatedDevice:
         return Foresight(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """What is predicted of `parts`, from a trace of just these.
+        """What is predicted of `parts`, of which a fresh trial ran.
 
         Raises:
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
-        trace = self._traces.make(parts)
-        least_bytes = self._replays.least_bytes(trace, self.limit_bytes)
-        band = Band(self._outside, self._replays.weigh(trace))
+        traces = self._trace(parts, fresh=True)
+        least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
+        band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
         caution = band.warning(self.limit_bytes, least_bytes)
         return Prediction(
@@ -183,6 +187,16 @@ class SimulatedDevice:
         """Close, whatever happened."""
         self.close()
 
+    def _trace(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
+        """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made."""
+        pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 else {parts: None}
+        traces = []
+        for pair in sorted(pairs, key=sum):  # The one that is made first tells whether others follow.
+            follows = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
+            trace = self._traces.follow(pair[0], limit_seconds) if follows else None
+            traces.append(trace or self._traces.make(pair, limit_seconds))
+        return traces
+
     def _peak_bytes(self, size: int) -> int | None:
         """The peak of a size that follows from small ones; None of others."""
         try:
@@ -190,6 +204,16 @@ class SimulatedDevice:
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size tells why.
         return None if trace is None else self._replays.peak_bytes(trace)
+
+
+def _together(trials: list[Trial]) -> Trial:
+    """The worst of what happens in one update, with the highest peaks."""
+    worst = max(trials, key=lambda trial: _WORSE.index(trial.outcome))
+    return dataclasses.replace(
+        worst,
+        peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
+        peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
+    )
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

@@ -64,6 +64,10 @@ class Traces:
                 )
         return self._made[parts]
 
+    def has_made(self, trace: Trace) -> bool:
+        """Whether the tracer told just this one."""
+        return self._made.get(trace.parts) is trace
+
     def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
         """The trace of two parts of `size` as it follows from small ones; None where it does not.
 

@@ -120,6 +120,18 @@ def test_what_is_least_is_enough_and_less_is_not() -> None:
     assert prediction.least_bytes <= made.trial((30, 29)).peak_reserved_bytes
 
 
+def test_a_trial_of_many_parts_is_that_of_each_two_that_follow_each_other() -> None:
+    tracer = SyntheticTracer(linear(30 * MIB))
+    made = device(tracer)
+    trial = made.trial((9, 9, 8), fresh=True)
+    assert (trial.parts, trial.fresh, trial.outcome) == ((9, 9, 8), True, "ok")
+    assert tracer.asked.count((9, 8)) == 1
+    assert (9, 9) not in tracer.asked
+    alike, unlike = made.trial((9, 9)), made.trial((9, 8))
+    assert trial.peak_allocated_bytes == alike.peak_allocated_bytes > unlike.peak_allocated_bytes
+    assert made.predict((9, 9, 8)).least_bytes >= made.predict((9, 9)).least_bytes
+
+
 # --- how many traces ------------------------------------------------------------------------------------------------
 
 
