@@ -67,11 +67,11 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     precision = _check_precision(settings.precision)
-    if settings.gpu is not None:
+    given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
+    if settings.gpu is not None and (workload is not None or given):
         _check_simulated(workload, settings)
     trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
     memory, reserve = _size(settings.memory, "memory"), _size(settings.reserve, "reserve")
-    given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
     if workload is None:
         return _in_place(_live_objects(parts, given, settings, precision), settings, memory, reserve)
     if given:
@@ -100,6 +100,10 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
 
 def _check_simulated(workload: Any, settings: Settings) -> None:
     """Refuse what a card that is not there does not go together with."""
+    if not isinstance(settings.gpu, str):
+        raise UsageError(
+            f"gpu is {settings.gpu!r}", hint='give the name of a card or a size with its unit: "rtx3090", "24GiB"'
+        )
     if settings.device != "auto":
         raise UsageError(
             f"both --device {settings.device} and --gpu {settings.gpu} are given",

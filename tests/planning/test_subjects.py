@@ -81,6 +81,17 @@ def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, 
         find_subject(workload, parts, Settings(share=8, device=device, gpu="rtx3090"))
 
 
+@pytest.mark.parametrize("gpu", [24, 24.0, True, b"rtx3090", ["rtx3090"], Path("rtx3090")])
+def test_a_card_is_a_text(gpu: Any) -> None:
+    with pytest.raises(UsageError, match='gpu is .*: give the name of a card or a size with its unit: "rtx3090"'):
+        find_subject("model.py", PARTS, Settings(share=8, gpu=gpu))
+
+
+def test_a_card_alone_is_nothing_to_plan() -> None:
+    with pytest.raises(UsageError, match="there is nothing to plan: give one"):
+        find_subject(None, PARTS, Settings(share=8, gpu="rtx3090"))
+
+
 def test_a_reduction_belongs_to_live_objects() -> None:
     with pytest.raises(UsageError, match="a workload is given, and reduction too"):
         plan("model.py", target_batch=8, reduction="sum")

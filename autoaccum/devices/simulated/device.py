@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Inspection, Outcome, Trial
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.prediction import Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 _PROBE = 2
-_WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 
 
 class SimulatedDevice:
@@ -140,7 +139,7 @@ class SimulatedDevice:
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = _together([self._replays.trial(trace, held_to_bytes) for trace in traces])
+        trial = self._replays.update(traces, held_to_bytes)
         made = any(self._traces.has_made(trace) for trace in traces)
         return dataclasses.replace(
             trial, parts=parts, limit_bytes=limit_bytes, fresh=made, seconds=time.monotonic() - began
@@ -204,16 +203,6 @@ class SimulatedDevice:
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size tells why.
         return None if trace is None else self._replays.peak_bytes(trace)
-
-
-def _together(trials: list[Trial]) -> Trial:
-    """The worst of what happens in one update, with the highest peaks."""
-    worst = max(trials, key=lambda trial: _WORSE.index(trial.outcome))
-    return dataclasses.replace(
-        worst,
-        peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
-        peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
-    )
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

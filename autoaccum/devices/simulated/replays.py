@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
 
-from autoaccum.devices.base import Trial
+from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.demand import Demand, Weigher
 from autoaccum.devices.simulated.replay import Replay, least_capacity, replay
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.units import format_bytes
+
+_WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 
 
 class Replays:
@@ -59,6 +63,15 @@ class Replays:
         if held.repeat_retries:
             return Trial(outcome="tight", message="every update would release the cache and ask again", **about)
         return Trial(outcome="ok", **about)
+
+    def update(self, traces: Sequence[Trace], limit_bytes: int) -> Trial:
+        """The trial of an update all of whose stretches are traced: the worst of their outcomes, the highest peaks."""
+        trials = [self.trial(trace, limit_bytes) for trace in traces]
+        return dataclasses.replace(
+            max(trials, key=lambda trial: _WORSE.index(trial.outcome)),
+            peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
+            peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
+        )
 
     def _replay(self, demand: Demand, capacity: int | None) -> Replay:
         return replay(
