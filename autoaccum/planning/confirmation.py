@@ -31,6 +31,10 @@ class Confirmation:
     doubts: tuple[str, ...]
 
 
+class Refuted(Exception):
+    """A schedule was traced and does not fit, although its ceiling does by traces of other sizes; its text says so."""
+
+
 def confirm(
     runner: Runner,
     request: Request,
@@ -40,10 +44,12 @@ def confirm(
     tell: Listener,
     *,
     predicted: bool = False,
+    search_again: bool = False,
 ) -> Confirmation:
     """Prove a schedule in a fresh process, going down to the next one while it fails.
 
     Raises:
+        Refuted: The first one fails, and the caller wants to `search_again` in place of going down.
         WorkloadError, NotMeasuredError: Its trial failed by the workload's fault, or by the measurement's.
         DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts are a UsageError
             where the search was told to go no further, and a NotMeasuredError where a limit stopped it.
@@ -62,6 +68,8 @@ def confirm(
         if trial.outcome == "ok" or trial.outcome in accepted:
             return Confirmation(schedule, trial, max(largest_fit, trial.micro_batch), tuple(doubts))
         doubts.append(_doubt(schedule, ceiling, trial, predicted))
+        if search_again:
+            raise Refuted(doubts[0])
         if schedule.micro_batch == inspection.least_size:
             if trial.outcome == "oom" and not trial.certain:
                 raise NotMeasuredError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.base import Device, Trial
 from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
 from autoaccum.planning.allowance import Allowance
-from autoaccum.planning.confirmation import confirm, inspection_need
+from autoaccum.planning.confirmation import Refuted, confirm, inspection_need
 from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.least import find_least
 from autoaccum.planning.notes import describe_workload, plan_notes
@@ -160,16 +160,23 @@ def plan_on(
         runner.proof_seconds = time.monotonic() - asked
     tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
     foresight = _foresee(device, request, tell)
-    result = search(
+    look = partial(
+        search,
         runner.try_size,
         request.cap,
         limit_bytes=device.limit_bytes,
         need=inspection_need(inspection, predicts),
         least_size=inspection.least_size,
         fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
-        predict=foresight.peak_bytes,
     )
-    found = confirm(runner, request, result, inspection, device.limit_bytes, tell, predicted=predicts)
+    prove = partial(confirm, runner, request, inspection=inspection, limit_bytes=device.limit_bytes, tell=tell)
+    result, refuted = look(predict=foresight.peak_bytes), tuple[str, ...]()
+    try:
+        # Sizes that followed from others are traced from now on; there is no limit that could end that too early.
+        found = prove(result, predicted=predicts, search_again=predicts and not request.limited)
+    except Refuted as doubt:
+        result, refuted = look(), (str(doubt),)
+        found = prove(result, predicted=predicts)
     prediction = device.predict(found.proof.parts) if isinstance(device, Predicting) else None
     least_bytes: int | None = None
     further: tuple[str, ...] = ()
@@ -201,7 +208,7 @@ def plan_on(
         environment=inspection.environment,
         workload=describe_workload(inspection, subject.reference),
         trials=tuple(runner.trials),
-        warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *found.doubts))),
+        warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *refuted, *found.doubts))),
         notes=(*plan_notes(found.schedule, request, found.largest_fit, inspection), *foresight.notes, *further),
     )
 

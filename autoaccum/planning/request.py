@@ -56,6 +56,11 @@ class Request:
         return even_parts(self.target_batch, self.world_size)[0]
 
     @property
+    def limited(self) -> bool:
+        """Whether something may end the search before it knows the largest size."""
+        return self.max_trials is not None or self.time_limit is not None
+
+    @property
     def cap(self) -> int:
         """The largest size worth trying."""
         return min(self.share, self.max_micro_batch or self.share)

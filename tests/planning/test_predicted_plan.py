@@ -138,6 +138,28 @@ def test_a_confirmation_that_contradicts_goes_down_and_says_so() -> None:
     assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
 
 
+def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins_again_by_traces() -> None:
+    """Steps of 8 samples that start above the sizes that are traced first."""
+
+    def padded(size: int) -> int:
+        return 6 * MIB * (size if size < 6 else -(-size // 8) * 8)
+
+    tracer = SyntheticTracer(padded)
+    plan = predict(tracer, 501)
+    ran = {trial.micro_batch: trial.outcome for trial in plan.trials if trial.fresh}
+    assert (ran[plan.largest_fit], ran[plan.largest_fit + 1]) == ("ok", "oom")
+    assert plan.largest_fit % 8 == 0
+    assert plan.trials[-1].outcome == "ok"
+    assert len(tracer.asked) <= 20
+    assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
+
+
+def test_a_limit_keeps_what_was_found_in_place_of_a_second_search() -> None:
+    plan = predict(SyntheticTracer(change=lambda parts: linear(12 * MIB) if max(parts) > 20 else None), max_trials=40)
+    assert plan.trials[-1].outcome == "ok"
+    assert plan.stopped is None
+
+
 def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
     with pytest.raises(DoesNotFitError) as seen:
         predict(gib=0.3)
