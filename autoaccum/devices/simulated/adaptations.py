@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated.impersonation import DEVICE
+from autoaccum.devices.simulated.impersonation import DEVICE, check_index
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.placement import convert_module
 from autoaccum.devices.simulated.values import SimulationLimit, answer_values, asked_by_torch, unknown_value
@@ -20,6 +20,7 @@ COMPILED = (
 )
 _META = torch.device("meta")
 _AS_TENSOR = torch.as_tensor
+_NATIVE_GENERATOR: Any = torch.Generator
 
 
 def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
@@ -32,6 +33,8 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),
+        (torch.Tensor, "type", _type),
+        (torch, "Generator", Generator),
         (FakeTensor, "tolist", answer_values),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
@@ -76,6 +79,41 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     return _to(tensor, DEVICE if device is None else device)
+
+
+def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+    """`Tensor.type`, which names the device along with the dtype: `torch.cuda.FloatTensor`."""
+    if dtype is None:
+        name: str = torch._C.TensorBase.type(tensor)
+        return name.replace(".meta.", ".cuda.") if tensor.device == DEVICE else name
+    if isinstance(dtype, torch.dtype):
+        return _to(tensor, dtype)
+    kind = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+    module, name = kind.rsplit(".", 1)
+    return _to(tensor, DEVICE if module == "torch.cuda" else torch.device("cpu"), getattr(torch, name).dtype)
+
+
+class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _NATIVE_GENERATOR)
+
+
+class Generator(_NATIVE_GENERATOR, metaclass=_Generators):  # type: ignore[misc]
+    """`torch.Generator`; one for the card is the host's, whose numbers nobody sees."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """A generator for a device."""
+        return super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        check_index(device)
+        asked = torch.device(device)
+        self._asked = DEVICE if asked.type == "cuda" else asked
+
+    @property
+    def device(self) -> torch.device:
+        """What it was asked for."""
+        return self._asked
 
 
 def _unreadable(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:

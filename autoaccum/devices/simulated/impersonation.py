@@ -116,7 +116,7 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": _check_index,
+        "set_device": check_index,
         "stream": lambda stream: nullcontext(stream),
         "get_device_name": _of_card(card.title),
         "get_device_capability": _of_card(card.capability),
@@ -155,8 +155,8 @@ def _accelerator_answers() -> dict[str, Callable[..., Any]]:
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
         "current_stream": Stream,
-        "set_device_index": _check_index,
-        "set_device_idx": _check_index,
+        "set_device_index": check_index,
+        "set_device_idx": check_index,
         "set_stream": _nothing,
         "synchronize": _nothing,
         "empty_cache": _nothing,
@@ -195,7 +195,7 @@ class _Guard:
     """`torch.cuda.device(...)`: there is one card to be on."""
 
     def __init__(self, device: Any = None) -> None:
-        _check_index(device)
+        check_index(device)
 
     def __enter__(self) -> None:
         pass
@@ -206,13 +206,13 @@ class _Guard:
 
 def _of_card(answer: Any) -> Callable[..., Any]:
     def tell(device: Any = None) -> Any:
-        _check_index(device)
+        check_index(device)
         return answer
 
     return tell
 
 
-def _check_index(device: Any = None) -> None:
+def check_index(device: Any = None) -> None:
     """Refuse another card than the first.
 
     Raises:

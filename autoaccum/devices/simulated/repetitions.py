@@ -39,7 +39,8 @@ class Repetitions:
     """Remembers the calls of one simulation.
 
     Args:
-        make: Makes a fake tensor on the card of a shape, strides and dtype; a view of another one from an offset on.
+        make: Makes a fake tensor on the card of a shape, strides and dtype: with a storage of its own of some bytes, or
+            as a view of another one from an offset on.
     """
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
@@ -78,12 +79,17 @@ class Repetitions:
             return self._remake_tensor(args, out)
         if type(out) not in (tuple, list):
             return None
-        parts = [self._remake_tensor(args, one) if isinstance(one, Tensor) else None for one in out]
+        parts = [self._remake_part(args, one) for one in out]
         whole = [part for part in parts if part is not None]
-        if len(whole) < len(parts):
+        if len(whole) < len(parts) or _share_storages(args, out):
             return None
         kind = type(out)
         return lambda args: kind(part(args) for part in whole)
+
+    def _remake_part(self, args: Sequence[Any], one: Any) -> Remake | None:
+        if one is None:
+            return lambda args: None
+        return self._remake_tensor(args, one) if isinstance(one, Tensor) else None
 
     def _remake_tensor(self, args: Sequence[Any], out: Tensor) -> Remake | None:
         if not isinstance(out, FakeTensor) or out.fake_device.type != "cuda" or out.layout is not torch.strided:
@@ -98,9 +104,10 @@ class Repetitions:
                 return lambda args: make(shape, stride, dtype, args[index], offset)
         if any(arg.untyped_storage()._cdata == storage for arg in _tensors(args)):
             return None
-        if offset or out.untyped_storage().nbytes() != _nbytes(shape, stride, dtype):
+        if offset:
             return None
-        return lambda args: make(shape, stride, dtype)
+        nbytes = out.untyped_storage().nbytes()
+        return lambda args: make(shape, stride, dtype, nbytes=nbytes)
 
 
 class _Unknown(Exception):
@@ -141,8 +148,9 @@ def _tensors(values: Any) -> Any:
             yield from _tensors(value)
 
 
-def _nbytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
-    if 0 in shape:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (last + 1) * dtype.itemsize
+def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
+    """Whether two results are of one storage that is none of the arguments'."""
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
+    fresh = [storage for storage in made if storage not in given]
+    return len(set(fresh)) < len(fresh)

@@ -21,6 +21,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated import autocast, builds
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.checkpoints import read_checkpoints
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD, impersonate
 from autoaccum.devices.simulated.kernels import (
     attention,
@@ -52,6 +53,16 @@ _FACTORIES = frozenset(
         _aten.full.default,
         _aten.rand.default,
         _aten.randn.default,
+    }
+)
+_INDEXING = frozenset(
+    {
+        _aten.index.Tensor,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten._index_put_impl_.default,
+        _aten._unsafe_index.Tensor,
+        _aten._unsafe_index_put.default,
     }
 )
 _OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax)
@@ -86,6 +97,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.lazy = False
         self.notices: dict[str, None] = {}
+        self.kept: dict[str, torch.Tensor] = {}
         self.phase: Phase = "start"
         self._depth = 0
         self._repetitions = Repetitions(self._make)
@@ -104,6 +116,8 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
         if not self._is_ours(func, args, kwargs):
             return func(*args, **kwargs)
+        if func in _INDEXING:
+            args = [args[0], _numbered(args[1]), *args[2:]]
         if func is _READS:
             return answer_scalar(args[0])
         if self._depth > 0:
@@ -144,14 +158,29 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         dtype: torch.dtype,
         base: torch.Tensor | None = None,
         offset: int = 0,
+        nbytes: int | None = None,
     ) -> FakeTensor:
-        """A tensor on the card; a view of `base` where one is given."""
+        """A tensor on the card, of as many bytes if that is said; a view of `base` where one is given."""
         if base is None:
-            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device=_META), DEVICE)
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
+                made.untyped_storage().resize_(nbytes)
+            return FakeTensor(self, made, DEVICE)
         made = torch.empty(0, dtype=dtype, device=_META)
         with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
             made.set_(base.untyped_storage(), offset, shape, stride)
         return FakeTensor(self, made, DEVICE)
+
+    def _get_output_info_for_cache_entry(self, *args: Any) -> Any:
+        """Keep tensors out of FakeTensorMode's own cache whose storage is larger than they are: it forgets that.
+
+        Rows padded to a multiple of 8 are, such as the gradient of an attention mask. Source:
+        `_get_output_tensor_from_cache_entry` in `torch/_subclasses/fake_tensor.py`.
+        """
+        info = super()._get_output_info_for_cache_entry(*args)
+        if info.view_idx is None and info.inplace_idx is None and _is_padded(args[-1]):
+            raise fake_tensor._BypassDispatchCache("a storage larger than its tensor")
+        return info
 
     def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a fake tensor is among the arguments, or is to be made, or another operator takes itself apart."""
@@ -185,6 +214,7 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
         _answer_device_queries(stack)
         impersonate(card, mode.recorder, stack)
         adapt_functions(mode.notices, stack)
+        read_checkpoints(stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         for overrides in _OVERRIDES:
@@ -220,6 +250,24 @@ def _device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
 
 def _is_of(kind: str, tensor: FakeTensor) -> bool:
     return tensor.device.type == kind
+
+
+def _numbered(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Masks on the host have values: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        else:
+            found.extend(index.nonzero().unbind(1))
+    return found
+
+
+def _is_padded(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
 
 
 def _has_fake(values: Any) -> bool:

@@ -53,6 +53,7 @@ def trace_rehearsal(
         recorder.mark_update()
 
     rehearsal = Rehearsal(workload, max(parts), optimizer, DEVICE, before_update=before_update)
+    mode.kept.clear()
     gc.collect()
     recorder.begin(lambda: rehearsal.phase)
     with _collecting_by_hand():

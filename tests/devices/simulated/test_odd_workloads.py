@@ -25,6 +25,11 @@ def module(forward: str, init: str = "pass") -> str:
 
 
 MLP = "nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))"
+CHECKPOINT = f"""
+import tempfile
+file = tempfile.mktemp()
+torch.save({MLP}.state_dict(), file)
+def model(): m = {MLP}; m.load_state_dict("""
 RUNS = {
     "a factory that moves itself": f"def model(): return {MLP}.cuda()",
     "an instance on the card": f"model = {MLP}.to('cuda' if torch.cuda.is_available() else 'cpu')",
@@ -109,10 +114,40 @@ RUNS = {
     "a recurrent net": "class M(nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"
-    "        self.lstm, self.head = nn.LSTM(1, 6, 2, batch_first=True), nn.Linear(6, 4)\n"
+    "        self.lstm, self.head = nn.LSTM(1, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 4)\n"
     "    def forward(self, x): return self.head(self.lstm(x[..., None])[0][:, -1])\n"
     "model = M",
     "tied": module("return self.layer(self.back(self.layer(x)))", "self.back = nn.Linear(4, 8); self.back.bias = None"),
+    "a checkpoint read onto the card": CHECKPOINT + "torch.load(file, map_location='cuda')); return m",
+    "a checkpoint read to the host": CHECKPOINT + "torch.load(file)); return m",
+    "a checkpoint with a function for places": CHECKPOINT
+    + "torch.load(file, map_location=lambda storage, _: storage.cuda())); return m",
+    "a checkpoint of a lazy model": "import io\ndef model():\n    m, file = nn.Linear(8, 9000), io.BytesIO()\n"
+    "    torch.save(m.state_dict(), file)\n    file.seek(0)\n    m.load_state_dict(torch.load(file))\n    return m",
+    "types of old": module(
+        """
+        assert x.type() == "torch.cuda.FloatTensor" and x.double().type() == "torch.cuda.DoubleTensor"
+        assert x.type("torch.FloatTensor").device.type == "cpu" and x.type(torch.float64).dtype == torch.float64
+        return self.layer(x.type(torch.cuda.FloatTensor) + torch.ones(8).type_as(x))
+        """
+    ),
+    "generators": module(
+        """
+        own = torch.Generator(device=x.device).manual_seed(0)
+        assert own.device == x.device and isinstance(torch.default_generator, torch.Generator)
+        hosts = torch.Generator().manual_seed(0)
+        return self.layer(x + torch.randn(8, generator=own, device=x.device) + torch.randn(8, generator=hosts).cuda())
+        """
+    ),
+    "masks on the host": module(
+        """
+        mask = torch.arange(8) > 3
+        y = x.clone()
+        y[:, mask] = 0
+        assert y[:, mask].shape == (len(x), 4)
+        return self.layer(y) + y[:, mask]
+        """
+    ),
     "frozen": f"def model(): m = {MLP}; m[0].requires_grad_(False); return m",
 }
 
@@ -163,6 +198,19 @@ def test_what_runs_on_a_card_is_traced(name: str, simulated: Callable[[str], Any
     traced = ask("trace", parts=[5, 5])
     assert "failure" not in traced, traced["failure"]
     assert len(traced["trace"]["events"]) > 50
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "checkpoint" in name or "recurrent" in name])
+def test_every_trace_is_like_the_first(name: str, simulated: Callable[[str], Any]) -> None:
+    ask = simulated(RUNS[name])
+    large, other = (ask("trace", parts=parts)["trace"] for parts in ([5, 5], [3, 3]))
+    assert large["events"] == other["events"]
+    assert large["phases"][0] == other["phases"][0] == (0, "model")
+
+
+def test_values_of_a_checkpoint_are_those_of_its_file(simulated: Callable[[str], Any]) -> None:
+    lines = CHECKPOINT + "torch.load(file)); assert torch.equal(m[0].weight, torch.load(file)['0.weight']); return m"
+    assert "failure" not in simulated(lines)("inspect")
 
 
 @pytest.mark.parametrize("name", REFUSED)

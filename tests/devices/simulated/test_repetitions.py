@@ -22,6 +22,13 @@ def mode() -> Iterator[CardMode]:
         yield mode
 
 
+def attended(x: Tensor) -> list[Tensor]:
+    """What backward of attention with a mask of 5 columns takes: it pads the mask's gradient to 8."""
+    grad = query = x.new_empty(1, 2, 5, 8)
+    statistics, seed = x.new_empty(1, 2, 32), x.new_empty((), dtype=torch.int64)
+    return [grad, query, query, query, x.new_empty(1, 2, 5, 5), query, statistics, seed, seed]
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda x: x + 1,
     "in place": lambda x: x.mul_(2),
@@ -33,6 +40,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "lists": lambda x: torch._foreach_mul([x, x], 2.0),
     "strided": lambda x: torch.empty_strided((2, 2), (2, 8), device="cuda").copy_(x[:2, :2]),
     "expanded": lambda x: x[:1].expand(4, -1) * x[:4],
+    "padded": lambda x: torch.ops.aten._scaled_dot_product_efficient_attention_backward(*attended(x), 0.0, [True] * 4),
     "norm": lambda x: F.layer_norm(x, x.shape[1:]),
     "dtype": lambda x: x.to(torch.float16).sum(),
 }

@@ -18,6 +18,7 @@ from autoaccum.devices.simulated.patches import replaced
 
 DROPOUT_STATE_BYTES = (2 << 20) + 512
 """The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
+_STATE = "cuDNN's dropout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,10 @@ class Network:
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
     """Run recurrent networks of fake CUDA tensors as CUDA does (facts 1.4 and 3)."""
     register: Any = library.impl
-    states: list[Tensor] = []
     for name, mode in MODES.items():
         for key in ("AutogradCUDA", "CUDA"):
-            register(f"{name}.input", _padded(mode, states), key)
-            register(f"{name}.data", _packed(mode, states), key)
+            register(f"{name}.input", _padded(mode), key)
+            register(f"{name}.data", _packed(mode), key)
     register("_cudnn_rnn", cudnn_rnn, "Meta", allow_override=True)
     register("_cudnn_rnn_backward", cudnn_rnn_backward, "Meta", allow_override=True)
     cells.install(library, card, stack)
@@ -48,7 +48,7 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     stack.enter_context(replaced(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 
 
-def _padded(mode: int, states: list[Tensor]) -> Callable[..., Any]:
+def _padded(mode: int) -> Callable[..., Any]:
     def kernel(
         input: Tensor,
         hx: Tensor | Sequence[Tensor],
@@ -68,12 +68,12 @@ def _padded(mode: int, states: list[Tensor]) -> Callable[..., Any]:
             bidirectional=bidirectional,
             batch_first=batch_first,
         )
-        return _run(mode, states, network, input, [], hx, params)
+        return _run(mode, network, input, [], hx, params)
 
     return kernel
 
 
-def _packed(mode: int, states: list[Tensor]) -> Callable[..., Any]:
+def _packed(mode: int) -> Callable[..., Any]:
     def kernel(
         data: Tensor,
         batch_sizes: Tensor,
@@ -93,14 +93,13 @@ def _packed(mode: int, states: list[Tensor]) -> Callable[..., Any]:
             bidirectional=bidirectional,
             batch_first=False,
         )
-        return _run(mode, states, network, data, [int(size) for size in batch_sizes.tolist()], hx, params)
+        return _run(mode, network, data, [int(size) for size in batch_sizes.tolist()], hx, params)
 
     return kernel
 
 
 def _run(
     mode: int,
-    states: list[Tensor],
     network: Network,
     data: Tensor,
     batch_sizes: list[int],
@@ -114,7 +113,7 @@ def _run(
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
-    dropout_state = _dropout_state(states, network, data)
+    dropout_state = _dropout_state(network, data)
     with torch.no_grad():  # what cuDNN reads lies step by step, and is given back when it is done
         steps_first = _read(data.transpose(0, 1) if network.batch_first else data)
     out = torch.ops.aten._cudnn_rnn(
@@ -159,8 +158,9 @@ def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
         return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
 
 
-def _dropout_state(states: list[Tensor], network: Network, data: Tensor) -> Tensor | None:
-    """`get_dropout_state`: made once, kept for good."""
-    if network.train and network.dropout > 0 and not states:
-        states.append(torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device))
-    return states[0] if states else None
+def _dropout_state(network: Network, data: Tensor) -> Tensor | None:
+    """`get_dropout_state`: made once, kept for good, which is to the end of a trace."""
+    kept: dict[str, Tensor] = data.fake_mode.kept  # type: ignore[attr-defined]
+    if network.train and network.dropout > 0 and _STATE not in kept:
+        kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
+    return kept.get(_STATE)
