@@ -60,7 +60,8 @@ class Family:
         for block, (lines, known) in enumerate(zip(self._lines, self.model.sizes, strict=True)):
             numbers = tuple(line.base + line.slope * size for line in lines)
             if any(number < 0 and line.slope for line, number in zip(lines, numbers, strict=True)):
-                raise NotAffineError(f"block {block} would take {numbers} at {_samples(size)}", hint="trace that size")
+                taken = ", ".join(map(str, numbers))
+                raise NotAffineError(f"block {block} would take {taken} at {_samples(size)}", hint="trace that size")
             grown.append(Scratch(known.rule, numbers) if isinstance(known, Scratch) else numbers[0])
         return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
 
