@@ -33,9 +33,11 @@ Answer = Callable[..., dict[str, Any]]
 @pytest.fixture
 def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
     """From the lines of a workload file to a function that asks a simulated RTX 3090 for a job, in this process."""
-    child = SimulatedChild()
+    children = [SimulatedChild()]
 
     def load(lines: str, precision: str | None = None) -> Answer:
+        children[-1].close()
+        children.append(child := SimulatedChild())
         path = tmp_path / "model.py"
         path.write_text(HEAD + lines)
         where = {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
@@ -50,4 +52,4 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
         return ask
 
     yield load
-    child.close()
+    children[-1].close()
