@@ -119,7 +119,7 @@ def test_math_holds_scores_in_fp32() -> None:
         held: list[Tensor] = []
         sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v)))
         widened = [wide] * 3 + [wide, wide]  # scaled query, scaled key
-        softmax = [scores, scores // 4, BATCH * HEADS * LENGTH, scores]  # softmax, == -inf, empty rows, where
+        softmax = [scores, scores // 4, BATCH * HEADS * LENGTH]  # softmax, == -inf, empty rows; `where` is in place
         assert sizes == [*widened, scores, *softmax, wide, wide // 2, scores // 2]
         gradient = torch.empty_like(held[0])
         torch.autograd.backward(held[0], gradient)
@@ -133,7 +133,7 @@ def test_math_adds_a_causal_mask_in_place() -> None:
         sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
         head = LENGTH * SIZE * 4
         mask = [LENGTH * LENGTH] * 3 + [scores]  # ones, tril, not, where
-        softmax = [scores, LENGTH * LENGTH, LENGTH, scores]
+        softmax = [scores, LENGTH * LENGTH, LENGTH]
         assert sizes == [head, *mask, head, scores, *softmax, head]
 
 

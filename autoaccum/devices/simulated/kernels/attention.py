@@ -28,8 +28,9 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     """
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
+    register: Any = library.impl
     for key in ("AutogradCUDA", "CUDA"):
-        library.impl("scaled_dot_product_attention", partial(_attention, card), key)  # type: ignore[no-untyped-call]
+        register("scaled_dot_product_attention", partial(_attention, card), key)
 
 
 def _attention(
@@ -144,9 +145,10 @@ class _SafeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        softmax = torch.softmax(scores, -1)
-        empty_rows = scores.eq(-math.inf).all(-1, keepdim=True)
-        weights = torch.where(empty_rows, 0.0, softmax)
+        weights = torch.softmax(scores, -1)
+        empty = scores.isneginf()
+        empty_rows = empty.all(-1, keepdim=True)
+        torch.where(empty_rows, torch.zeros((), dtype=weights.dtype, device=weights.device), weights, out=weights)
         ctx.save_for_backward(weights)
         return weights
 
