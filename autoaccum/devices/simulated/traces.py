@@ -105,7 +105,9 @@ class Traces:
             return question(self._tracer)
         except DoesNotFitError as error:  # The host, not the card.
             self.close()
-            raise NotMeasuredError(error.message, hint="tracing needs more memory of this machine") from None
+            raise NotMeasuredError(
+                error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
+            ) from None
         except AutoaccumError:
             self.close()
             raise
