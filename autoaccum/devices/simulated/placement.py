@@ -16,7 +16,7 @@ _REPLACED_BY = "_autoaccum_replaced_by"
 def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`nn.Module._apply` in its order, where a parameter that `fn` turns into a fake one is exchanged for a new one.
 
-    One parameter under several names stays one. Attributes of a parameter go along.
+    One parameter under several names stays one. Attributes and hooks of a parameter go along.
     """
     if recurse:
         for child in module.children():
@@ -46,6 +46,9 @@ def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
         made = nn.Parameter(applied, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             made.grad = fn(parameter.grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks):
+            setattr(made, hooks, getattr(parameter, hooks))
     for name, value in vars(parameter).items():
         if name not in vars(made) and name != _REPLACED_BY:
             setattr(made, name, value)

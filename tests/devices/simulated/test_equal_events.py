@@ -94,6 +94,18 @@ def half() -> nn.Module:
     return mlp().bfloat16()
 
 
+def hooked() -> nn.Module:
+    def add_squares(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.add_(weight.grad.square())
+
+    model = mlp()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(add_squares)  # type: ignore[no-untyped-call]
+    return model
+
+
 def classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -115,6 +127,7 @@ def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[int, ...]]] = {
     "mlp": (mlp, classes, (12,)),
     "frozen": (frozen, classes, (12,)),
+    "hooks of weights": (hooked, classes, (12,)),
     "half": (half, classes, (12,)),
     "several losses": (mlp, several, (12,)),
     "saved-tensor hooks": (mlp, offloaded, (12,)),
