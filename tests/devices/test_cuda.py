@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autoaccum.devices.nvml import CardProcess
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 REPORT = CardReport(
     memory=CardMemory(
         index=1,
@@ -180,3 +182,32 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
         pytest.raises(UsageError, match="^there is no cuda:99: no card is visible"),
     ):
         device.inspect()
+
+
+def test_peaks_are_foreseen_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the trials need the card; what it is comes from the report."""
+    settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
+    with CudaDevice(settings, index=1) as device:
+        monkeypatch.setattr(device, "_use_worker", lambda: None)
+        device._report = REPORT
+        foresight = device.foresee()
+    assert foresight.notes == ()
+    assert foresight.peak_bytes is not None
+    peaks = [foresight.peak_bytes(size) for size in (2, 64, 128)]
+    assert None not in peaks
+    assert peaks == sorted(set(peaks), key=lambda peak: peak or 0)
+
+
+def test_what_cannot_be_simulated_is_foreseen_by_nobody_and_said(
+    monkeypatch: pytest.MonkeyPatch, write_workload: Any
+) -> None:
+    lines = "model = nn.Linear(3, 1)\ndef batch(n): return torch.zeros(n, 3)\n"
+    loss = "def loss(m, b): return m(b).sum() * float(m.bias)\n"
+    reference = write_workload(f"import torch\nfrom torch import nn\n{lines}{loss}")
+    with CudaDevice(TrialSettings(reference=reference, share=256)) as device:
+        monkeypatch.setattr(device, "_use_worker", lambda: None)
+        device._report = REPORT
+        foresight = device.foresee()
+    assert foresight.peak_bytes is None
+    assert "began without a simulation of the card (" in foresight.notes[0]
+    assert "a value is read" in foresight.notes[0]
