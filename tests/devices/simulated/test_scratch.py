@@ -24,8 +24,8 @@ def card(capability: tuple[int, int], multiprocessors: int) -> Card:
 
 
 H100, A100, B200 = card((9, 0), 132), card((8, 0), 108), card((10, 0), 148)
-RTX_3090, RTX_4090, T4 = card((8, 6), 82), card((8, 9), 128), card((7, 5), 40)
-CARDS = (H100, A100, B200, RTX_3090, RTX_4090, T4)
+RTX_3090, RTX_4090, T4, V100 = card((8, 6), 82), card((8, 9), 128), card((7, 5), 40), card((7, 0), 80)
+CARDS = (H100, A100, B200, RTX_3090, RTX_4090, T4, V100)
 
 
 def bytes_of(rule: str, *numbers: int, on: Card = H100, version: tuple[int, int] = NEWEST) -> int:
@@ -122,6 +122,17 @@ def test_efficient_gradient() -> None:
     assert bytes_of("efficient_row_sums", 8, 12, 1000) == 4 * 8 * 12 * 1000
     assert bytes_of("efficient_output", 8, 12, 1000, 256, 2) == 4 * 8 * 12 * 1000 * 256
     assert bytes_of("efficient_output", 8, 12, 1000, 128, 2) == 0
+
+
+def test_efficient_gradient_multiplies_outside_its_kernel() -> None:
+    """In fp32, and for halves of wide heads on Volta, which are cast first; elsewhere the kernel does it."""
+    rows = 8 * 12 * 1024
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 1024, 64, 256, 4, 0, 0) == 4 * rows * 256
+    narrow = 8 * 12 * 16 * 4 * (64 * 64 + 4)
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 1024, 64, 64, 4, 0, 0) == narrow > 4 * rows * 64
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 64, 64, 256, 2, 0, 0, on=V100) == 3 * 4 * rows * 256
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 64, 64, 256, 2, 0, 0, on=T4) < 4 * rows * 256
+    assert bytes_of("efficient_gradient", 8, 12, 1024, 64, 64, 64, 2, 0, 0, on=V100) == narrow
 
 
 def test_cudnn_attention_is_taken_for_flash_attention() -> None:

@@ -155,10 +155,15 @@ def test_flash_attention() -> None:
 def test_efficient_and_cudnn_attention() -> None:
     with simulate(H100):
         query, key = card_tensor(2, 8, 100, 64), card_tensor(2, 8, 50, 64)
+        rows_first = card_tensor(2, 100, 8, 64).transpose(1, 2)
         forward = see(_aten._scaled_dot_product_efficient_attention.default, query, key, key, None, True)
         backward = see(
             _aten._scaled_dot_product_efficient_attention_backward.default,
-            *(query, query, key, key, None, query, query, query, query, 0.1),
+            *(rows_first, query, key, key, None, query, query, query, query, 0.1),
+        )
+        crooked = see(
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            *(query, query, key, key, None, query, query, query, query, 0.0),
         )
         cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
     assert list(forward.transient) == [Scratch("efficient_output", (2, 8, 100, 64, 4))]
@@ -166,7 +171,34 @@ def test_efficient_and_cudnn_attention() -> None:
         Scratch("efficient_row_sums", (2, 8, 100)),
         Scratch("efficient_gradient", (2, 8, 100, 50, 64, 64, 4, 1, 0)),
     ]
+    assert list(crooked.transient)[0] == Scratch("layout_copy", (4 * 2 * 8 * 100 * 64,))
     assert list(cudnn.transient) == [Scratch("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+
+
+def test_attention_layer_gives_a_gradient_that_is_copied() -> None:
+    """`nn.MultiheadAttention` brings heads and samples together before the output is projected."""
+    with watched() as watch:
+        layer = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda:0")
+        tokens = card_tensor(2, 16, 64)
+        torch.autograd.backward(layer(tokens, tokens, tokens, need_weights=False)[0].sum())
+    assert watch.of("efficient_gradient") == [(2, 4, 16, 16, 16, 16, 4, 0, 0)]
+    assert (4 * 2 * 16 * 64,) in watch.of("layout_copy")
+
+
+@pytest.mark.parametrize(("warn_only", "expected"), [(True, 0), (False, 1)])
+def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: int) -> None:
+    with simulate(H100):
+        query = card_tensor(2, 8, 100, 64, dtype=torch.bfloat16)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            flash = see(_aten._scaled_dot_product_flash_attention_backward.default, *[query] * 5)
+            efficient = see(
+                _aten._scaled_dot_product_efficient_attention_backward.default, *[query] * 4, None, *[query] * 4, 0.0
+            )
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert Scratch("flash_gradient", (2, 8, 100, 64, expected)) in flash.transient
+    assert Scratch("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
 
 
 def test_recurrent_layer_and_batch_norm() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels.attention_call import CUDNN, AttentionCall, Backends, Kernel, Operand
 from autoaccum.devices.simulated.kernels.attention_choice import choose_attention
+from autoaccum.devices.simulated.kernels.determinism import is_strictly_deterministic
 from autoaccum.devices.simulated.kernels.release import torch_release
 
 _NAMES: dict[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
@@ -207,8 +208,7 @@ def _backends() -> Backends:
     return Backends(
         enabled=frozenset(kernel for kernel, on in flags.items() if on),
         order=None if priority == _DEFAULT_PRIORITY else tuple(_NAMES[number] for number in priority),
-        deterministic=torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic=is_strictly_deterministic(),
         prefers_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
         cudnn_version=_cudnn_version(),
     )

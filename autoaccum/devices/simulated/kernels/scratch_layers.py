@@ -1,4 +1,4 @@
-"""What convolutions, normalisations, recurrent layers and attention take."""
+"""What convolutions, normalisations and recurrent layers take."""
 
 from __future__ import annotations
 
@@ -112,66 +112,10 @@ def _recurrent(call: Call) -> list[Scratch]:
     tensor, directions = call["input"], 2 if call["bidirectional"] else 1
     rows = tensor.numel() // max(1, tensor.shape[-1])
     return [
-        Scratch("recurrent", (rows, call["hidden_size"], _GATES.get(call["mode"], 1), directions, _itemsize(tensor)))
+        Scratch(
+            "recurrent", (rows, call["hidden_size"], _GATES.get(call["mode"], 1), directions, tensor.dtype.itemsize)
+        )
     ]
-
-
-def _flash(call: Call) -> list[Scratch]:
-    query, key = call["query"], call["key"]
-    if query.dim() != 4 or call["dropout_p"]:
-        return []
-    batch, heads, queries, size = query.shape
-    return [Scratch("flash_splits", (batch, heads, queries, key.shape[2], size))]
-
-
-def _flash_gradient(call: Call) -> list[Scratch]:
-    query, key = call["query"], call["key"]
-    batch, heads, queries, size = query.shape
-    scratches = layout_copies_of_rows(call["grad_out"], call["out"])
-    scratches.append(Scratch("flash_row_sums", (batch, heads, queries)))
-    scratches.append(Scratch("flash_gradient", (batch, heads, queries, size, _deterministic())))
-    if key.shape[1] != heads:
-        scratches += [Scratch("flash_grouped", (batch, heads, key.shape[2], size, _itemsize(query)))] * 2
-    return scratches
-
-
-def _efficient(call: Call) -> list[Scratch]:
-    query, value = call["query"], call["value"]
-    batch, heads, queries, _ = query.shape
-    return [Scratch("efficient_output", (batch, heads, queries, value.shape[3], _itemsize(query)))]
-
-
-def _efficient_gradient(call: Call) -> list[Scratch]:
-    query, key, value = call["query"], call["key"], call["value"]
-    batch, heads, queries, size = query.shape
-    flags = (_itemsize(query), int(bool(call["dropout_p"])), _deterministic())
-    numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
-    return [Scratch("efficient_row_sums", (batch, heads, queries)), Scratch("efficient_gradient", numbers)]
-
-
-def _cudnn_gradient(call: Call) -> list[Scratch]:
-    query, key = call["query"], call["key"]
-    batch, heads, queries, size = query.shape
-    return [Scratch("cudnn_gradient", (batch, heads, key.shape[1], queries, key.shape[2], size, _itemsize(query)))]
-
-
-def layout_copies_of_rows(*tensors: Tensor) -> list[Scratch]:
-    """A copy for each tensor (samples, heads, rows, size) that is not contiguous with rows before heads."""
-    scratches = []
-    for tensor in tensors:
-        samples, heads, rows, size = tensor.stride()
-        sizes = tensor.shape
-        if (size, heads, rows) != (1, sizes[3], sizes[1] * sizes[3]) or samples != rows * sizes[2]:
-            scratches.append(Scratch("layout_copy", (bytes_of(tensor),)))
-    return scratches
-
-
-def _deterministic() -> int:
-    return int(torch.are_deterministic_algorithms_enabled())
-
-
-def _itemsize(tensor: Tensor) -> int:
-    return tensor.dtype.itemsize
 
 
 LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
@@ -187,10 +131,5 @@ LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "native_batch_norm_backward": _batch_norm_gradient,
         **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
         **dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent),
-        "_scaled_dot_product_flash_attention": _flash,
-        "_scaled_dot_product_flash_attention_backward": _flash_gradient,
-        "_scaled_dot_product_efficient_attention": _efficient,
-        "_scaled_dot_product_efficient_attention_backward": _efficient_gradient,
-        "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient,
     }
 )

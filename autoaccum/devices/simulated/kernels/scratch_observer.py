@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.scratch_attention import ATTENTION_HANDLERS
 from autoaccum.devices.simulated.kernels.scratch_call import Call, Handler, Signature, bytes_of
 from autoaccum.devices.simulated.kernels.scratch_indexing import INDEXING_HANDLERS
 from autoaccum.devices.simulated.kernels.scratch_layers import LAYER_HANDLERS
@@ -61,7 +62,7 @@ class ScratchObserver:
         self._keeps_workspace = keeps_workspace(os.environ, torch_version)
         self._configured = configured_bytes(os.environ), configured_lt_bytes(os.environ)
         self._signatures: dict[Any, Signature] = {}
-        handlers = {**REDUCTION_HANDLERS, **LAYER_HANDLERS, **INDEXING_HANDLERS}
+        handlers = {**REDUCTION_HANDLERS, **LAYER_HANDLERS, **ATTENTION_HANDLERS, **INDEXING_HANDLERS}
         self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
         self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS)))
         self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))

@@ -54,12 +54,16 @@ def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The workspace of memory-efficient attention's backward pass, by the tile that the card's shared memory allows.
 
+    Some kernels leave the rows' sums to operators: their products, in fp32, are gone when the workspace is taken, and
+    where they are larger they count in its place.
+
     Numbers: batch, heads, queries, keys, head size, value size, bytes of an element, dropout, deterministic (0 or 1).
     """
     *_, head_size, value_size, element_bytes, dropout, _ = numbers
     widest = max(head_size, value_size)
-    size = _efficient_workspace(numbers, _efficient_tile(widest, element_bytes, bool(dropout), card))
-    other = size if widest <= 64 else _efficient_workspace(numbers, _Tile(64, 64, element_bytes == 4))
+    tiles = [_efficient_tile(widest, element_bytes, bool(dropout), card), _Tile(64, 64, element_bytes == 4)]
+    size, other = (max(_efficient_workspace(numbers, tile), _efficient_products(numbers, tile, card)) for tile in tiles)
+    other = size if widest <= 64 else other
     return Estimate(bytes=size, band_bytes=abs(size - other), source=_EFFICIENT, measured=size == other)
 
 
@@ -119,6 +123,15 @@ def _efficient_tile(head_size: int, element_bytes: int, dropout: bool, card: Car
     if half:
         return _Tile(128, 64, head_size <= 128)
     return _Tile(64, 64, True) if small or major < 8 else _Tile(128, 64, True)
+
+
+def _efficient_products(numbers: Numbers, tile: _Tile, card: Card) -> int:
+    """The output times its gradient where no kernel multiplies them (`kKernelComputesDelta`); halves are cast first."""
+    batch, heads, queries, _, _, value_size, element_bytes, *_ = numbers
+    on_volta = (7, 0) <= card.capability < (7, 5)
+    if element_bytes < 4 and (tile.in_registers or not on_volta):
+        return 0
+    return 4 * batch * heads * queries * value_size * (3 if element_bytes < 4 else 1)
 
 
 def _efficient_workspace(numbers: Numbers, tile: _Tile) -> int:
