@@ -20,9 +20,7 @@ def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
     each = 4 * batch * heads * round_up(queries, 128)
     copies = max(1, ceil_div(card.multiprocessors, max(1, batch * heads))) if deterministic else 1
     band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
-    return Estimate(
-        bytes=each * rounded * copies, band_bytes=band, source=f"{_FLASH}, mha_bwd", measured=head_size <= 192
-    )
+    return Estimate(bytes=each * rounded * copies, band_bytes=band, source=f"{_FLASH}, mha_bwd", measured=band == 0)
 
 
 def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:

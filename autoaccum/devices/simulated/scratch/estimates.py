@@ -18,7 +18,8 @@ class Estimate:
         bytes: What is likely asked from the allocator; 0 when the kernel needs none at this size.
         band_bytes: By how much that may be wrong, either way.
         source: Where the rule comes from: a file of PyTorch and what to look for in it.
-        measured: Whether the bytes are known: by the source's own formula, or by a measurement. False for a guess.
+        measured: Whether the bytes are known. For most rules that is the formula of PyTorch's source, read there and
+            worked out by hand, which nobody has compared with a card; False for a guess, which has a band.
     """
 
     bytes: int
