@@ -45,7 +45,8 @@ class Root(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **options: Any) -> Any:
         """Run a command and leave with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
-        sys.exit(_guarded(lambda: self._run(words or ["--help"])))
+        asked = f"autoaccum {words[0]}" if words and words[0] in _COMMANDS else "autoaccum"
+        sys.exit(_guarded(lambda: self._run(words or ["--help"]), asked))
 
     def _run(self, words: list[str]) -> None:
         with self.make_context("autoaccum", words) as context:
@@ -61,8 +62,8 @@ def main() -> None:
     """
 
 
-def _guarded(run: Callable[[], None]) -> int:
-    """Run a command; what it raises becomes a message and an exit code."""
+def _guarded(run: Callable[[], None], asked: str) -> int:
+    """Run a command, as it was asked for; what it raises becomes a message and an exit code."""
     _prepare_streams()
     try:
         with _ending_by_exception():
@@ -73,7 +74,7 @@ def _guarded(run: Callable[[], None]) -> int:
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except click.ClickException as error:
-        return _report(_usage_error(error))
+        return _report(_usage_error(error, asked))
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted: the trials were ended, nothing was written")
         return _CODE_INTERRUPTED
@@ -111,11 +112,11 @@ def _say(text: str) -> None:
         click.echo(text, err=True)
 
 
-def _usage_error(error: click.ClickException) -> UsageError:
+def _usage_error(error: click.ClickException, asked: str) -> UsageError:
     """What click found wrong, in our words: seen, bound, way out."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
-    command = context.command_path if context else "autoaccum"
+    command = context.command_path if context else asked
     return UsageError(text[:1].lower() + text[1:], hint=f"see `{command} --help`")
 
 

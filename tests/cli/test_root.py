@@ -44,7 +44,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> type[click.Command]:
         (click.Abort(), 130, "interrupted: the trials were ended"),
         (BrokenPipeError(), 141, "half a result\n"),
         (SystemExit(143), 143, "half a result\n"),
-        (click.UsageError("No such option."), 2, "error: no such option: see `autoaccum --help`\n"),
+        (click.UsageError("No such option."), 2, "error: no such option: see `autoaccum plan --help`\n"),
         (ZeroDivisionError("ours"), 3, "error: this is a fault of autoaccum"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -172,3 +172,10 @@ def test_answers_of_the_command_line_load_nothing_heavy(words: list[str]) -> Non
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna', 'pynvml')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("plan", "model.py", "--gpu"), ("plan", "model.py", "--target-batch")])
+def test_an_option_without_its_value_names_the_commands_own_help(words: tuple[str, ...]) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().endswith("requires an argument: see `autoaccum plan --help`")
