@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
-        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int | Scratch]] = {}
         self._resident: dict[Scratch, int] = {}
         self._phase: Callable[[], Phase] = _no_phase
         self.events: list[int] = []
@@ -38,7 +38,7 @@ class Recorder:
     @property
     def alive_bytes(self) -> int:
         """What the storages hold that are alive."""
-        return sum(size for _, _, size in self._alive.values())
+        return sum(size for _, _, size in self._alive.values() if isinstance(size, int))
 
     def see(self, out: Any) -> None:
         """Note the storages of what an operator returned."""
@@ -58,6 +58,12 @@ class Recorder:
         """Note memory that a library takes once and keeps, such as a workspace."""
         if scratch not in self._resident:
             self._resident[scratch] = self._allocate(scratch)
+
+    def accompany(self, tensor: Tensor, scratch: Scratch) -> None:
+        """Note memory that lives as long as the storage of `tensor`."""
+        storage = tensor.untyped_storage()
+        key = ~id(storage)
+        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(scratch), scratch)
 
     def begin(self, phase: Callable[[], Phase]) -> None:
         """Begin a trace with what is alive now; `phase` tells where the step is."""

@@ -148,6 +148,8 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._seen[key, in_backward] = seen
         for scratch in seen.resident:
             self.recorder.keep(scratch)
+        for index, scratch in seen.beside:
+            self.recorder.accompany(out[index], scratch)
         if seen.transient:
             self.recorder.take(seen.transient)
 

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.demand import Weigher
 from autoaccum.devices.simulated.kernels import rnn
-from autoaccum.devices.simulated.kernels.rnn_reserve import Cell, reserve_bytes
+from autoaccum.devices.simulated.kernels.rnn_reserve import Cell, band_percent, reserve_bytes
 from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.replay import replay
 from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.trace import Scratch
 
 CARD = Card(name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up")
 BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64
@@ -57,6 +60,55 @@ def test_reserve_grows_with_what_is_asked_for() -> None:
     assert reserve(dropout=True) - reserve() == 80 * 4 * 64
     assert reserve(projection=16) < reserve()
     assert reserve(rows=160) == 2 * reserve()
+
+
+@pytest.mark.parametrize(
+    ("cell", "changes", "percent"),
+    [
+        ("lstm", {}, 25),
+        ("gru", {}, 25),
+        ("lstm", {"layers": 1, "dropout": True}, 25),
+        ("lstm", {"dropout": True}, 50),
+        ("gru", {"directions": 2}, 50),
+        ("lstm", {"projection": 16}, 50),
+        ("rnn", {}, 100),
+    ],
+    ids=["lstm", "gru", "no-layer-to-drop", "dropout", "two-directions", "projection", "plain"],
+)
+def test_reserve_is_known_less_well_where_nobody_measured(cell: Cell, changes: dict[str, Any], percent: int) -> None:
+    form: dict[str, Any] = {"layers": 2, "directions": 1, "dropout": False, "projection": 0, **changes}
+    assert band_percent(cell, **form) == percent
+
+
+def test_band_of_the_reserve_lives_as_long() -> None:
+    with on_card() as recorder:
+        network, x = nn.LSTM(INPUTS, UNITS, device="cuda:0"), samples()
+        recorder.begin(lambda: "forward")
+        out = network(x)[0]
+        reserve = 5 * ROWS * UNITS * 4
+        band = recorder.sizes.index(Scratch("recurrent_reserve", (reserve, 25)))
+        tensor = recorder.sizes.index(reserve)
+        assert ~band not in recorder.events
+        torch.autograd.backward(out.sum())
+        assert abs(recorder.events.index(~band) - recorder.events.index(~tensor)) == 1
+        trace = recorder.trace([BATCH])
+        demand = Weigher(CARD, (2, 13)).weigh(trace)
+        assert demand.band_bytes >= reserve // 4
+        assert "recurrent_reserve" in demand.guessed
+        assert demand.sizes[band] == 0
+        replay(trace.events, demand.sizes)
+        network.eval()
+        network(x)
+        assert sum(isinstance(size, Scratch) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
+
+
+def test_a_trace_begins_with_bands_that_are_alive() -> None:
+    with on_card() as recorder:
+        out = nn.GRU(INPUTS, UNITS, device="cuda:0")(samples())[0]
+        recorder.begin(lambda: "forward")
+        band = recorder.sizes.index(Scratch("recurrent_reserve", (6 * ROWS * UNITS * 4, 25)))
+        del out
+        assert ~band in recorder.events
 
 
 def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:

@@ -204,6 +204,11 @@ def test_recurrent_layer_holds_its_gates() -> None:
     assert bytes_of("recurrent", 160, 32, 4, 2, 4) == 160 * 32 * 4 * 2 * 4
 
 
+def test_recurrent_reserve_is_a_band_alone() -> None:
+    answer = estimate(Scratch("recurrent_reserve", (1001, 25)), H100, NEWEST)
+    assert (answer.bytes, answer.band_bytes, answer.measured) == (0, 251, False)
+
+
 def test_embedding_gradient_is_sorted_above_3072_tokens() -> None:
     assert bytes_of("embedding_sums", 3072, 50_257, 768, 4, 3073) == 0
     assert bytes_of("embedding_sums", 8192, 50_257, 768, 4, 3073) == 4 * 768 * (819 + 8192)
@@ -230,7 +235,7 @@ _COUNTS = {
     "product": 2, "product_with_bias": 1, "convolution": 6, "layer_norm_gradient": 3, "batch_norm": 3,
     "group_norm": 1, "recurrent": 5, "embedding_sums": 5, "embedding_indices": 4, "index_put": 1, "sort": 3,
     "scan": 1, "foreach_norm": 3, "layout_copy": 1, "cast_copy": 1, "loss_elements": 1, "difference": 1,
-    "ctc_gradient": 1,
+    "ctc_gradient": 1, "recurrent_reserve": 2,
 }  # fmt: skip
 
 

@@ -207,11 +207,13 @@ def test_recurrent_layer_and_batch_norm() -> None:
         lstm = see(
             _aten._cudnn_rnn.default,
             *(steps, [], 4, None, steps, steps, 2, 32, 0, 2, False, 0.0, True, True, [], None),
+            out=[steps, steps, steps, card_tensor(1000, dtype=torch.uint8)],
         )
         forward = see(_aten.native_batch_norm.default, cl, None, None, None, None, True, 0.1, 1e-5)
         backward = see(_aten.native_batch_norm_backward.default, cl, cl, None, None, None, None, None, True)
         evaluated = see(_aten.native_batch_norm.default, cl, None, None, None, None, False, 0.1, 1e-5)
         planes = see(_aten.native_batch_norm.default, card_tensor(8, 16, 4, 4), *[None] * 4, True)
+    assert list(lstm.beside) == [(3, Scratch("recurrent_reserve", (1000, 50)))]
     assert list(lstm.transient) == [Scratch("recurrent", (160, 32, 4, 2, 4))]
     assert list(forward.transient) == [Scratch("batch_norm", (128, 16, 16))]
     assert list(backward.transient) == [Scratch("batch_norm", (128, 16, 8))]

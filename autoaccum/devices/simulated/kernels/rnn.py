@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels import cells, packing
-from autoaccum.devices.simulated.kernels.rnn_meta import MODES, cudnn_rnn, cudnn_rnn_backward
+from autoaccum.devices.simulated.kernels.rnn_meta import cudnn_rnn, cudnn_rnn_backward
+from autoaccum.devices.simulated.kernels.rnn_reserve import MODES
 from autoaccum.devices.simulated.kernels.rnn_steps import run_steps
 from autoaccum.devices.simulated.patches import replaced
 
@@ -36,7 +37,7 @@ class Network:
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
     """Run recurrent networks of fake CUDA tensors as CUDA does (facts 1.4 and 3)."""
     register: Any = library.impl
-    for name, mode in MODES.items():
+    for mode, name in enumerate(MODES):
         for key in ("AutogradCUDA", "CUDA"):
             register(f"{name}.input", _padded(mode), key)
             register(f"{name}.data", _packed(mode), key)

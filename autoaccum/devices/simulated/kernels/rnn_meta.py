@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.kernels.rnn_reserve import Cell, reserve_bytes
-
-MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""As cuDNN numbers them (`cudnnRNNMode_t`)."""
-
-_CELLS: dict[int, Cell] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
+from autoaccum.devices.simulated.kernels.rnn_reserve import CELLS, reserve_bytes
 
 
 def cudnn_rnn(
@@ -43,7 +38,7 @@ def cudnn_rnn(
     else:
         output = input.new_empty((*leading, outputs))
     reserve = reserve_bytes(
-        _CELLS[mode],
+        CELLS[mode],
         rows=input.numel() // input.size(-1),
         hidden_size=hidden_size,
         num_layers=num_layers,

@@ -6,11 +6,23 @@ from typing import Literal, TypeAlias
 
 Cell: TypeAlias = Literal["lstm", "gru", "rnn"]
 
+MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+"""As cuDNN numbers them (`cudnnRNNMode_t`)."""
+
+CELLS: tuple[Cell, ...] = ("rnn", "rnn", "lstm", "gru")
+"""Which of them are alike."""
+
 STORED = {"lstm": 5, "gru": 6, "rnn": 1}
 """Values a layer stores for each hidden unit and step: for `lstm` four gates and the cell. `rnn` is a guess."""
 
-RESERVE_BAND = 0.25
-"""By how much of it the reserve may be off: measured with an older cuDNN, without dropout or a second direction."""
+MEASURED_PERCENT = 25
+"""By how much of it the reserve may be off in the form that was measured, with an older cuDNN."""
+
+GUESSED_PERCENT = 50
+"""Likewise with dropout, a projection or a second direction, which were not."""
+
+PLAIN_PERCENT = 100
+"""Likewise of `rnn`, for which nothing was."""
 
 
 def reserve_bytes(
@@ -43,3 +55,11 @@ def reserve_bytes(
     outputs = (projection or hidden_size) * (num_layers - 1) * (2 if dropout else 1)
     projected = projection * num_layers
     return rows * directions * element_bytes * (STORED[cell] * hidden_size * num_layers + outputs + projected)
+
+
+def band_percent(cell: Cell, *, layers: int, directions: int, dropout: bool, projection: int) -> int:
+    """How far off `reserve_bytes` may be, either way, in percent of it."""
+    if cell == "rnn":
+        return PLAIN_PERCENT
+    measured = directions == 1 and not projection and not (dropout and layers > 1)
+    return MEASURED_PERCENT if measured else GUESSED_PERCENT

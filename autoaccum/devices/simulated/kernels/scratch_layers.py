@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.kernels.convolution import convolution_format
+from autoaccum.devices.simulated.kernels.rnn_reserve import CELLS, band_percent
 from autoaccum.devices.simulated.kernels.scratch_call import (
     Call,
     Handler,
@@ -21,7 +22,8 @@ from autoaccum.devices.simulated.kernels.scratch_call import (
 from autoaccum.devices.simulated.trace import Scratch
 
 _cudnn: Any = torch.backends.cudnn
-_GATES = {2: 4, 3: 3}
+_GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+_RESERVE = 3
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
 
@@ -113,11 +115,24 @@ def _recurrent(call: Call) -> list[Scratch]:
     rows = tensor.numel() // max(1, tensor.shape[-1])
     return [
         Scratch(
-            "recurrent", (rows, call["hidden_size"], _GATES.get(call["mode"], 1), directions, tensor.dtype.itemsize)
+            "recurrent", (rows, call["hidden_size"], _GATES[CELLS[call["mode"]]], directions, tensor.dtype.itemsize)
         )
     ]
 
 
+def _reserve(call: Call) -> list[tuple[int, Scratch]]:
+    """How far off the reserve may be, as long as it lives."""
+    share = band_percent(
+        CELLS[call["mode"]],
+        layers=call["num_layers"],
+        directions=2 if call["bidirectional"] else 1,
+        dropout=call["dropout"] > 0,
+        projection=call["proj_size"],
+    )
+    return [(_RESERVE, Scratch("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
+
+
+BESIDE_HANDLERS: Mapping[str, Callable[[Call], list[tuple[int, Scratch]]]] = MappingProxyType({"_cudnn_rnn": _reserve})
 LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "convolution": _convolution,

@@ -14,7 +14,7 @@ from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels.scratch_attention import ATTENTION_HANDLERS
 from autoaccum.devices.simulated.kernels.scratch_call import Call, Handler, Signature, bytes_of
 from autoaccum.devices.simulated.kernels.scratch_indexing import INDEXING_HANDLERS
-from autoaccum.devices.simulated.kernels.scratch_layers import LAYER_HANDLERS
+from autoaccum.devices.simulated.kernels.scratch_layers import BESIDE_HANDLERS, LAYER_HANDLERS
 from autoaccum.devices.simulated.kernels.scratch_reductions import REDUCTION_HANDLERS
 from autoaccum.devices.simulated.scratch.products import configured_bytes, configured_lt_bytes, keeps_workspace
 from autoaccum.devices.simulated.trace import Scratch
@@ -39,10 +39,17 @@ _WITH_BIAS = ("addmm", "_addmm_activation")
 
 @dataclass(frozen=True)
 class Seen:
-    """What one operator takes: `transient` memory until it returns, `resident` memory from its first call on."""
+    """What one operator takes.
+
+    Attributes:
+        transient: Memory until it returns.
+        resident: Memory from its first call on.
+        beside: Memory as long as one of the tensors lives that it returned: which one, and what.
+    """
 
     transient: Sequence[Scratch] = ()
     resident: Sequence[Scratch] = ()
+    beside: Sequence[tuple[int, Scratch]] = ()
 
 
 _NOTHING = Seen()
@@ -64,6 +71,7 @@ class ScratchObserver:
         self._signatures: dict[Any, Signature] = {}
         handlers = {**REDUCTION_HANDLERS, **LAYER_HANDLERS, **ATTENTION_HANDLERS, **INDEXING_HANDLERS}
         self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
+        self._beside = _by_operator(BESIDE_HANDLERS)
         self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS)))
         self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))
 
@@ -86,7 +94,8 @@ class ScratchObserver:
         if handler is None:
             return self._product(operator, args, int(in_backward))
         call = Call(self._signature(func), args, kwargs, out, self.torch_version)
-        return Seen(handler(call))
+        beside = self._beside.get(operator)
+        return Seen(handler(call), beside=[] if beside is None else beside(call))
 
     def _product(self, operator: Any, args: Sequence[Any], thread: int) -> Seen:
         copies = [Scratch("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]

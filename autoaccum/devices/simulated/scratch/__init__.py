@@ -31,6 +31,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "batch_norm": layers.batch_norm,
         "group_norm": layers.group_norm,
         "recurrent": layers.recurrent,
+        "recurrent_reserve": layers.recurrent_reserve,
         "embedding_sums": indexing.embedding_sums,
         "embedding_indices": indexing.embedding_indices,
         "index_put": indexing.index_put,

@@ -10,6 +10,7 @@ _LAYER_NORM = "ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUD
 _BATCH_NORM = "ATen/native/cuda/Normalization.cuh, flexible_launch_configs"
 _GROUP_NORM = "ATen/native/cuda/group_norm_kernel.cu"
 _RNN = "cuDNN's own figure (ATen/native/cudnn/RNN.cpp); taken to be one layer's gates"
+_RNN_RESERVE = "cudnnGetRNNTempSpaceSizes (ATen/native/cudnn/RNN.cpp); derived from pytorch/pytorch#2895"
 _CONVOLUTION_LEAST_BAND = 32 << 20
 
 
@@ -61,6 +62,12 @@ def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> E
     rows, hidden, gates, directions, element_bytes = numbers
     size = rows * hidden * gates * directions * element_bytes
     return Estimate(bytes=size, band_bytes=size, source=_RNN, measured=False)
+
+
+def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """How far off the reserve may be, which is a tensor with a size of its own. Numbers: its bytes, percent of it."""
+    reserve_bytes, percent = numbers
+    return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), source=_RNN_RESERVE, measured=False)
 
 
 def _power_below(number: int) -> int:
