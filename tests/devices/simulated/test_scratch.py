@@ -200,6 +200,13 @@ def test_batch_norm_takes_partial_sums_of_channels_last_data() -> None:
     assert bytes_of("group_norm", 8 * 32) == 8 * 8 * 32
 
 
+def test_batch_norm_of_cudnn_is_a_band_alone() -> None:
+    """Two pairs of sums for each of 64 channels; on channels-last data, a pair on each of 132 multiprocessors."""
+    contiguous, channels_last = (estimate(Scratch("cudnn_batch_norm", (64, last)), H100, NEWEST) for last in (0, 1))
+    assert (contiguous.bytes, contiguous.band_bytes, contiguous.measured) == (0, 4 * 4 * 64, False)
+    assert (channels_last.bytes, channels_last.band_bytes) == (0, 2 * 4 * 64 * 132)
+
+
 def test_recurrent_layer_holds_its_gates() -> None:
     assert bytes_of("recurrent", 160, 32, 4, 2, 4) == 160 * 32 * 4 * 2 * 4
 
@@ -235,7 +242,7 @@ _COUNTS = {
     "product": 2, "product_with_bias": 1, "convolution": 6, "layer_norm_gradient": 3, "batch_norm": 3,
     "group_norm": 1, "recurrent": 5, "embedding_sums": 5, "embedding_indices": 4, "index_put": 1, "sort": 3,
     "scan": 1, "foreach_norm": 3, "layout_copy": 1, "cast_copy": 1, "loss_elements": 1, "difference": 1,
-    "ctc_gradient": 1, "recurrent_reserve": 2,
+    "ctc_gradient": 1, "recurrent_reserve": 2, "cudnn_batch_norm": 2,
 }  # fmt: skip
 
 

@@ -220,6 +220,16 @@ def test_recurrent_layer_and_batch_norm() -> None:
     assert list(evaluated.transient) == list(planes.transient) == []
 
 
+def test_batch_norm_of_cudnn() -> None:
+    with watched() as watch:
+        layer = nn.BatchNorm2d(16, device="cuda:0")
+        image = card_tensor(8, 16, 4, 4).requires_grad_()
+        torch.autograd.backward(layer(image).sum())
+        layer(image.detach().to(memory_format=torch.channels_last))
+        layer.eval()(image)
+    assert watch.of("cudnn_batch_norm") == [(16, 0), (16, 0), (16, 1)]
+
+
 def test_indexing_sorting_and_scanning() -> None:
     with watched() as watch:
         table, index = card_tensor(100, 8).requires_grad_(), card_tensor(40, dtype=torch.long)

@@ -101,6 +101,15 @@ def _batch_norm_by_backend(call: Call) -> list[Scratch]:
     return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
 
 
+def _cudnn_batch_norm(call: Call) -> list[Scratch]:
+    """Its gradient exists for training alone, and autograd lays that of the output out before."""
+    tensor: Tensor = call["input"]
+    if "training" in call.signature and not call["training"]:
+        return []
+    channels_last = torch._prims_common.suggest_memory_format(tensor) != torch.contiguous_format
+    return [Scratch("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
+
+
 def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Scratch]:
     """For channels-last data only (Normalization.cu, batch_norm_use_channels_last_kernels)."""
     layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
@@ -144,6 +153,7 @@ LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
         **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
         **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
         "native_batch_norm_backward": _batch_norm_gradient,
+        **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
         **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
         **dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent),
     }

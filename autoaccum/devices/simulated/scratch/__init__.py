@@ -29,6 +29,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "convolution": layers.convolution,
         "layer_norm_gradient": layers.layer_norm_gradient,
         "batch_norm": layers.batch_norm,
+        "cudnn_batch_norm": layers.cudnn_batch_norm,
         "group_norm": layers.group_norm,
         "recurrent": layers.recurrent,
         "recurrent_reserve": layers.recurrent_reserve,

@@ -8,6 +8,7 @@ from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, cei
 _CONVOLUTION = "cuDNN's own figure (ATen/native/cudnn/Conv_v8.cpp); taken to be its copies into the other layout"
 _LAYER_NORM = "ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel"
 _BATCH_NORM = "ATen/native/cuda/Normalization.cuh, flexible_launch_configs"
+_CUDNN_BATCH_NORM = "cuDNN's own figures (ATen/native/cudnn/BatchNorm.cpp); taken to be sums for each channel"
 _GROUP_NORM = "ATen/native/cuda/group_norm_kernel.cu"
 _RNN = "cuDNN's own figure (ATen/native/cudnn/RNN.cpp); taken to be one layer's gates"
 _RNN_RESERVE = "cudnnGetRNNTempSpaceSizes (ATen/native/cudnn/RNN.cpp); derived from pytorch/pytorch#2895"
@@ -50,6 +51,20 @@ def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> 
     height = min(_power_below(ceil_div(values, 16)), 512 // width)
     blocks = min(ceil_div(values, height * 16), 128)
     return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0, source=_BATCH_NORM)
+
+
+def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of cuDNN, and its reserve: a band alone.
+
+    Contiguous data needs a few fp32 numbers for each channel. The persistent kernels, which run on channels-last data,
+    share them between the card's multiprocessors: two sums on each. A reserve of a bit for each element belongs to a
+    fused activation, which PyTorch does not ask for (`CUDNN_BATCHNORM_OPS_BN`).
+
+    Numbers: channels, channels last (0 or 1).
+    """
+    channels, channels_last = numbers
+    shares = max(2, card.multiprocessors) if channels_last else 2
+    return Estimate(bytes=0, band_bytes=2 * 4 * channels * shares, source=_CUDNN_BATCH_NORM, measured=False)
 
 
 def group_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
