@@ -160,7 +160,7 @@ class _SafeSoftmax(torch.autograd.Function):
 
 
 def _accumulated(tensor: Tensor) -> Tensor:
-    halves = tensor.dtype in (torch.float16, torch.bfloat16)
+    halves = tensor.dtype.itemsize == 2
     return tensor.float() if halves and not torch._C._get_math_sdp_allow_fp16_bf16_reduction() else tensor
 
 

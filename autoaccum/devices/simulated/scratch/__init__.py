@@ -38,7 +38,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "index_put": indexing.index_put,
         "sort": indexing.sort,
         "scan": indexing.scan,
-        "foreach_norm": indexing.foreach_norm,
+        "foreach_norm": reductions.foreach_norm,
         "layout_copy": tensor_of_bytes("operators that call contiguous() or clone() inside, such as Convolution.cpp"),
         "cast_copy": tensor_of_bytes("ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype"),
         "loss_elements": tensor_of_bytes("ATen/native/Loss.cpp: the losses before they are averaged"),

@@ -49,6 +49,15 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def power_below(number: int) -> int:
+    """The largest power of two that is not above it; 1 for what is less.
+
+    >>> power_below(96), power_below(0)
+    (64, 1)
+    """
+    return 1 << max(number.bit_length() - 1, 0)
+
+
 def tensor_of_bytes(source: str) -> Rule:
     """A rule for a whole tensor inside an operator. Numbers: its bytes."""
 

@@ -9,11 +9,9 @@ _EMBEDDING = "ATen/native/cuda/EmbeddingBackwardKernel.cu, embedding_backward_cu
 _INDEX_PUT = "ATen/native/cuda/Indexing.cu, index_put_with_sort_kernel"
 _SORT = "ATen/native/cuda/Sort.cpp, launch_stable_sort_kernel, and CUB's DeviceRadixSort"
 _SCAN = "ATen/native/cuda/ScanUtils.cuh, scan_dim, and CUB's DeviceScan"
-_FOREACH_NORM = "ATen/native/cuda/ForeachReduceOp.cu, output_per_tensor"
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
 _SMALL_SORT = 4096
-_CHUNK = 65_536
 
 
 def embedding_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -47,12 +45,6 @@ def scan(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estima
     """The state of each tile of a scan over one long row. Numbers: elements."""
     size = 16 * ceil_div(numbers[0], 1024)
     return Estimate(bytes=size, band_bytes=size, source=_SCAN, measured=False)
-
-
-def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
-    tensors, largest, norm_bytes = numbers
-    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes, source=_FOREACH_NORM)
 
 
 def index_threshold(*, bag: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, power_below
 
 _CONVOLUTION = "cuDNN's own figure (ATen/native/cudnn/Conv_v8.cpp); taken to be its copies into the other layout"
 _LAYER_NORM = "ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel"
@@ -47,8 +47,8 @@ def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> 
     Numbers: values per channel, channels, bytes of all that is summed for one channel.
     """
     values, channels, sums_bytes = numbers
-    width = min(_power_below(channels), 32)
-    height = min(_power_below(ceil_div(values, 16)), 512 // width)
+    width = min(power_below(channels), 32)
+    height = min(power_below(ceil_div(values, 16)), 512 // width)
     blocks = min(ceil_div(values, height * 16), 128)
     return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0, source=_BATCH_NORM)
 
@@ -83,7 +83,3 @@ def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, in
     """How far off the reserve may be, which is a tensor with a size of its own. Numbers: its bytes, percent of it."""
     reserve_bytes, percent = numbers
     return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), source=_RNN_RESERVE, measured=False)
-
-
-def _power_below(number: int) -> int:
-    return 1 << max(number.bit_length() - 1, 0)

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from math import prod
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, power_below
 from autoaccum.devices.simulated.scratch.iteration import Layout
 
 _SOURCE = "ATen/native/cuda/Reduce.cuh, ReduceConfig::global_memory_size"
+_FOREACH_NORM = "ATen/native/cuda/ForeachReduceOp.cu, output_per_tensor"
 _FLAGS_SOURCE = "ATen/native/cuda/Reduce.cuh, ReduceConfig::semaphore_size"
 _MAX_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
+_CHUNK = 65_536
 _MOST_32_BIT = 2**31 - 1
 
 
@@ -28,6 +30,12 @@ def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> E
 def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """A counter for each column of blocks. Numbers: `reduction_numbers`."""
     return Estimate(bytes=_launch(numbers, card).flag_bytes, source=_FLAGS_SOURCE)
+
+
+def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """A partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
+    tensors, largest, norm_bytes = numbers
+    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes, source=_FOREACH_NORM)
 
 
 def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
@@ -82,7 +90,7 @@ def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, lay
     if along and layout.strides[0] == 1 and inputs >= 128 and layout.reduced == 1:
         first //= unroll
     most = _MAX_THREADS // vector
-    first, second = min(_power_below(first), most), min(_power_below(second), most)
+    first, second = min(power_below(first), most), min(power_below(second), most)
     height = min(second, most // min(first, _WARP))
     return min(first, most // height), height
 
@@ -94,7 +102,3 @@ def _output_vector(layout: Layout) -> int:
     numbers = [layout.shape[layout.reduced]]
     numbers += [stride for dim, stride in enumerate(layout.strides) if dim != layout.reduced]
     return next(size for size in (4, 2, 1) if all(number % size == 0 for number in numbers))
-
-
-def _power_below(number: int) -> int:
-    return 1 << max(number.bit_length() - 1, 0)
