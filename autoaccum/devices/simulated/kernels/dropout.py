@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
     In-place and channel dropout have no fused kernel on CUDA either.
     """
+    register: Any = library.impl
     for key in ("AutogradCUDA", "CUDA"):
-        library.impl("dropout", _dropout, key)  # type: ignore[no-untyped-call]
+        register("dropout", _dropout, key)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

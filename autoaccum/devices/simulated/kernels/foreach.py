@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
         known = module._foreach_supported_types
         stack.enter_context(replaced(module, "_foreach_supported_types", [*known, FakeTensor]))
     stack.enter_context(replaced(torch._C, "_group_tensors_by_device_and_dtype", _group))
+    register: Any = library.impl
     for name in _without_meta():
-        library.impl(name, lambda *_, **__: None, "Meta")  # type: ignore[no-untyped-call]
+        register(name, lambda *_, **__: None, "Meta")
 
 
 def _without_meta() -> list[str]:

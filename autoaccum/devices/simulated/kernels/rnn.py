@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels import cells, packing
 from autoaccum.devices.simulated.kernels.rnn_meta import cudnn_rnn, cudnn_rnn_backward
+from autoaccum.devices.simulated.kernels.rnn_network import Network
 from autoaccum.devices.simulated.kernels.rnn_reserve import MODES
 from autoaccum.devices.simulated.kernels.rnn_steps import run_steps
 from autoaccum.devices.simulated.patches import replaced
@@ -20,18 +20,6 @@ from autoaccum.devices.simulated.patches import replaced
 DROPOUT_STATE_BYTES = (2 << 20) + 512
 """The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
 _STATE = "cuDNN's dropout"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """What `torch.lstm` and its kin are told besides tensors."""
-
-    has_biases: bool
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
@@ -50,51 +38,17 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
 
 def _padded(mode: int) -> Callable[..., Any]:
-    def kernel(
-        input: Tensor,
-        hx: Tensor | Sequence[Tensor],
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        network = Network(
-            has_biases=has_biases,
-            num_layers=num_layers,
-            dropout=dropout,
-            train=train,
-            bidirectional=bidirectional,
-            batch_first=batch_first,
-        )
-        return _run(mode, network, input, [], hx, params)
+    def kernel(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
+        return _run(mode, Network(*form), input, [], hx, params)
 
     return kernel
 
 
 def _packed(mode: int) -> Callable[..., Any]:
     def kernel(
-        data: Tensor,
-        batch_sizes: Tensor,
-        hx: Tensor | Sequence[Tensor],
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
+        data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
     ) -> Any:
-        network = Network(
-            has_biases=has_biases,
-            num_layers=num_layers,
-            dropout=dropout,
-            train=train,
-            bidirectional=bidirectional,
-            batch_first=False,
-        )
-        return _run(mode, network, data, [int(size) for size in batch_sizes.tolist()], hx, params)
+        return _run(mode, Network(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
 
     return kernel
 

@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.kernels.cells import gru_cell, lstm_cell
+from autoaccum.devices.simulated.kernels.rnn_network import Network
+from autoaccum.devices.simulated.kernels.rnn_reserve import MODES
 
 State: TypeAlias = tuple[Tensor, ...]
 Cell: TypeAlias = Callable[[Tensor, State, Sequence[Tensor]], State]
 
 
-class Layers(Protocol):
-    """The form of a network."""
-
-    @property
-    def has_biases(self) -> bool:
-        """Whether each linear map has one."""
-
-    @property
-    def num_layers(self) -> int:
-        """How many."""
-
-    @property
-    def dropout(self) -> float:
-        """Probability between layers."""
-
-    @property
-    def train(self) -> bool:
-        """Whether it is in training mode."""
-
-    @property
-    def bidirectional(self) -> bool:
-        """Whether each layer has a second direction."""
-
-    @property
-    def batch_first(self) -> bool:
-        """Whether the first dimension is the batch."""
-
-
 def run_steps(
     mode: int,
-    network: Layers,
+    network: Network,
     data: Tensor,
     batch_sizes: Sequence[int],
     hidden: Sequence[Tensor],
@@ -58,7 +32,7 @@ def run_steps(
     """
     if batch_sizes:
         raise RuntimeError("packed sequences are simulated with cuDNN only: set torch.backends.cudnn.enabled = True")
-    cell, directions = _CELLS[mode], 2 if network.bidirectional else 1
+    cell, directions = _CELLS[MODES[mode]], network.directions
     projected = len(hidden) == 2 and hidden[0].size(2) != hidden[1].size(2)
     per_layer = (4 if network.has_biases else 2) + projected
     layer_input = data.transpose(0, 1) if network.batch_first else data
@@ -109,4 +83,4 @@ def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
     return cell
 
 
-_CELLS: dict[int, Cell] = {0: _simple(torch.relu), 1: _simple(torch.tanh), 2: _lstm, 3: _gru}
+_CELLS: dict[str, Cell] = {"rnn_relu": _simple(torch.relu), "rnn_tanh": _simple(torch.tanh), "lstm": _lstm, "gru": _gru}
