@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated.simulation import CardMode
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.nests import tensors
 from autoaccum.workload.spec import Workload

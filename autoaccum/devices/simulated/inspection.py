@@ -6,8 +6,8 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import collected_warnings, describe_subject, runs_one_sample
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.impersonation import DEVICE
-from autoaccum.devices.simulated.simulation import CardMode
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing import trace_rehearsal
 from autoaccum.workload.spec import Workload

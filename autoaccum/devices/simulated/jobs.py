@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,10 +13,11 @@ from typing import Any
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.devices.replies import failure_reply, look_where
 from autoaccum.devices.simulated.building import built_lazily, on_the_host
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.inspection import inspect_simulated
 from autoaccum.devices.simulated.refusals import reads_host, refuse
-from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing import trace_rehearsal
 from autoaccum.workload.loading import load_workload
@@ -44,6 +46,8 @@ class SimulatedChild:
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         look_where(request)
         doing = f"loading {request['reference']}"
+        # What cannot be run is said in one sentence, with the user's own frames.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             self._mode = self._stack.enter_context(simulate(_card(request["card"])))
             seed_everything()

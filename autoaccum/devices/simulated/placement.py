@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
+from autoaccum.devices.simulated.values import SimulationLimit
+
+_SHAPED = "have model() run one sample through before it returns"
 _REPLACED_BY = "_autoaccum_replaced_by"
 
 
@@ -31,6 +35,8 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
+    if is_lazy(parameter):
+        raise SimulationLimit("a parameter without a shape yet is put on the card (a lazy module's)", hint=_SHAPED)
     with torch.no_grad():
         known = _replacement(parameter)
         if known is not None:

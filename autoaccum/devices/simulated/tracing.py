@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.devices.rehearsal import Rehearsal
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.impersonation import DEVICE
-from autoaccum.devices.simulated.simulation import CardMode
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.workload.spec import Workload
 

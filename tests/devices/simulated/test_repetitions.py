@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.repetitions import Repetitions
-from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.simulation import simulate
 
 
 @pytest.fixture

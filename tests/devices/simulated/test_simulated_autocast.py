@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from autoaccum.devices.simulated import autocast
 from autoaccum.devices.simulated.autocast_policies import DTYPE_OVERLOADS, POLICIES, RNN, UNKNOWN, Policy, policy_of
 from autoaccum.devices.simulated.autocast_rnn import flatten
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.simulation import simulate
 
 CARD = Card(
     name="any", title="Any", total_bytes=24 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"

@@ -10,8 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.simulated import builds
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.simulation import CardMode, simulate
+from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 
 

@@ -1,0 +1,217 @@
+"""Operators on the card: without values, one after the other shown to a recorder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
+from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.repetitions import Repetitions
+from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+DEVICE_QUERY = torch.ops.prim.device.default
+_READS = torch.ops.aten._local_scalar_dense.default
+_aten = torch.ops.aten
+_FACTORIES = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.rand.default,
+        _aten.randn.default,
+    }
+)
+_INDEXING = frozenset(
+    {
+        _aten.index.Tensor,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten._index_put_impl_.default,
+        _aten._unsafe_index.Tensor,
+        _aten._unsafe_index_put.default,
+    }
+)
+_LAZY_ELEMENTS = 1 << 14
+"""Tensors of at least so many elements are not materialised while a model is built; smaller ones are, since
+constructors read them (a schedule of drop rates, say)."""
+
+
+class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Runs operators on CUDA tensors without values, and shows their storages to a recorder.
+
+    Operators on CPU tensors alone run as always.
+
+    Attributes:
+        recorder: Is shown what operators return.
+        lazy: Whether large CPU tensors are left without values too, as they are made.
+        notices: Sentences on what is simulated otherwise than it would run.
+        phase: Where the last rehearsal was when it ended, one way or another.
+    """
+
+    avoid_device_init = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: without this, each operator pays for keeping the compiler away."""
+        return False
+
+    def __init__(self, card: Card, recorder: Recorder) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.recorder = recorder
+        self.lazy = False
+        self.notices: dict[str, None] = {}
+        self.kept: dict[str, torch.Tensor] = {}
+        self.phase: Phase = "start"
+        self._depth = 0
+        self._repetitions = Repetitions(self._make)
+        self._observer = ScratchObserver(card, torch_release())
+        self._seen: dict[Any, Seen] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_QUERY:  # Most of all calls are this question.
+            return device_seen_by_cpp(args[0])
+        kwargs = {} if kwargs is None else kwargs
+        if "device" in kwargs:
+            kwargs = self._with_device(kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
+        if not self._is_ours(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func in _INDEXING:
+            args = [args[0], _numbered(args[1]), *args[2:]]
+        if func is _READS:
+            return answer_scalar(args[0])
+        if self._depth > 0:
+            return self.dispatch(func, types, args, kwargs)
+        key = self._repetitions.key(func, args, kwargs)
+        remake = None if key is None else self._repetitions.find(key)
+        if remake is not None:
+            out = remake(args)
+        else:
+            self._depth = 1
+            try:
+                out = self.dispatch(func, types, args, kwargs)
+            finally:
+                self._depth = 0
+            if key is not None:
+                self._repetitions.learn(key, func, args, out)
+        self.recorder.see(out)
+        self._take_scratch(key, func, args, kwargs, out)
+        return out
+
+    def _take_scratch(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Show the recorder what the operator takes beside its tensors."""
+        in_backward = torch._C._current_autograd_node() is not None
+        seen = None if key is None else self._seen.get((key, in_backward))
+        if seen is None:
+            seen = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
+            if key is not None:
+                self._seen[key, in_backward] = seen
+        for scratch in seen.resident:
+            self.recorder.keep(scratch)
+        for index, scratch in seen.beside:
+            self.recorder.accompany(out[index], scratch)
+        if seen.transient:
+            self.recorder.take(seen.transient)
+
+    def _make(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        base: torch.Tensor | None = None,
+        offset: int = 0,
+        nbytes: int | None = None,
+    ) -> FakeTensor:
+        """A tensor on the card, of as many bytes if that is said; a view of `base` where one is given."""
+        if base is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
+                made.untyped_storage().resize_(nbytes)
+            return FakeTensor(self, made, DEVICE)
+        made = torch.empty(0, dtype=dtype, device=_META)
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, made, DEVICE)
+
+    def _get_output_info_for_cache_entry(self, *args: Any) -> Any:
+        """Keep tensors out of FakeTensorMode's own cache whose storage is larger than they are: it forgets that.
+
+        Rows padded to a multiple of 8 are, such as the gradient of an attention mask. Source:
+        `_get_output_tensor_from_cache_entry` in `torch/_subclasses/fake_tensor.py`.
+        """
+        info = super()._get_output_info_for_cache_entry(*args)
+        if info.view_idx is None and info.inplace_idx is None and _is_padded(args[-1]):
+            raise fake_tensor._BypassDispatchCache("a storage larger than its tensor")
+        return info
+
+    def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a fake tensor is among the arguments, or is to be made, or another operator takes itself apart."""
+        if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
+            return True
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            return True
+        return self.lazy and func in _FACTORIES and math.prod(args[0]) >= _LAZY_ELEMENTS
+
+    def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with a device of the card: what C++ makes like a fake CUDA tensor, it makes on `meta`."""
+        device = kwargs["device"]
+        if device is None:
+            return dict(kwargs)
+        device = torch.device(device)
+        if device.type == "meta" and (self._depth == 0 or not self.in_kernel_invocation):
+            device = _CPU if self.lazy else DEVICE
+        if device.type == "cuda" and device != DEVICE:
+            if device.index is not None:
+                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
+            device = DEVICE
+        return {**kwargs, "device": device}
+
+
+def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
+    """What C++ is told: `meta` of tensors on the card."""
+    device = tensor.fake_device
+    return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
+
+
+def _numbered(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Masks on the host have values: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        else:
+            found.extend(index.nonzero().unbind(1))
+    return found
+
+
+def _is_padded(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
+
+
+def _has_fake(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return True
+        if isinstance(value, list | tuple) and value and _has_fake(value):
+            return True
+    return False
