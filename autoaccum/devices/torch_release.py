@@ -13,6 +13,8 @@ _LEAST = (2, 11)
 def read_torch_release() -> tuple[int, int]:
     """Major and minor number of the torch that is installed.
 
+    Inside of a simulation, `kernels.release.torch_release` asks the one that runs.
+
     Raises:
         UsageError: There is none, or an older one than can be simulated.
     """
