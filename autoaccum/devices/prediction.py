@@ -13,7 +13,7 @@ class Prediction:
 
     Attributes:
         least_bytes: The smallest budget at which it would still run.
-        band_bytes: How far off its peak may be.
+        band_bytes: How far off it may be whether it fits.
         warnings: Sentences for the plan.
         notes: Likewise.
     """

@@ -39,7 +39,8 @@ class Plan:
         peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it. A predicted
             one is that with room to spare, and may lie above the budget: the allocator makes do with less.
         least_bytes: The smallest budget at which this schedule would still run; None when measured, unless asked for.
-        band_bytes: How far off predicted bytes may be; None when measured.
+        band_bytes: How far off it may be whether a prediction fits, of what is needed and of what the card has free,
+            as far as that was never measured; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction,

@@ -58,6 +58,11 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
     if plan.least_bytes is not None:
         ran = "still ran" if plan.kind == "measured" else "would still run"
         yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule {ran}")
+    if plan.band_bytes is not None:
+        yield (
+            "band",
+            Text(f"{format_bytes(plan.band_bytes)} either way, of what is needed and of what the card has free"),
+        )
     yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
@@ -163,7 +168,7 @@ def _trials(plan: Plan, seconds: float | None) -> str:
 def _peak(plan: Plan) -> Text:
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return Text(f"not measured, the budget is {format_bytes(plan.limit_bytes)}")
-    label = "" if plan.band_bytes is None else f" (predicted, give or take {format_bytes(plan.band_bytes)})"
+    label = "" if plan.kind == "measured" else " (predicted)"
     peak, limit = f"{format_bytes(plan.peak_bytes)}{label}", format_bytes(plan.limit_bytes)
     if plan.headroom_bytes < 0:
         return Text(f"{peak} where nothing limits it; within {limit} the allocator packs it closer")

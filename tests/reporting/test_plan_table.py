@@ -114,8 +114,9 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(device={**CARD, "used_by_others_bytes": None}), "device       cuda:1, NVIDIA GeForce RTX 3090\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
-        (predicted(), "peak         874 MiB (predicted, give or take 40.0 MiB) of 1.0 GiB, headroom 150 MiB\n"),
+        (predicted(), "peak         874 MiB (predicted) of 1.0 GiB, headroom 150 MiB\n"),
         (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
+        (predicted(), "band         40.0 MiB either way, of what is needed and of what the card has free\n"),
         (predicted(), "largest fit  100 (101 does not fit)\n"),
         (
             predicted(trials=(Trial(parts=(86, 85), outcome="ok"), *alike("ok", 100), *alike("tight", 101))),
@@ -126,7 +127,7 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),
         (
             predicted(peak_bytes=1100 * MIB),
-            "1.1 GiB (predicted, give or take 40.0 MiB) where nothing limits it; within 1.0",
+            "1.1 GiB (predicted) where nothing limits it; within 1.0",
         ),
     ],
 )

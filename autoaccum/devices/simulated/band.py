@@ -41,8 +41,8 @@ class Band:
             parts.append(f"workspaces that were never measured ({rules}: {format_bytes(self.demand.band_bytes)})")
         return (
             f"nothing ran on a card: an update was traced, and its allocations replayed in the memory of {card}; the "
-            f"band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for what other programs hold, nor "
-            "for batches larger than those of batch(size)"
+            f"band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for rules read in PyTorch's "
+            "source, which count as known, nor for what other programs hold, nor for batches larger than batch(size)"
         )
 
     def warning(self, limit_bytes: int, least_bytes: int) -> str | None:

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.release import cudnn_version
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.values import SimulationLimit
 
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
-_CUDNN_VERSION = 91002
-"""Of the builds of torch 2.11 to 2.15; said by a CPU build, which has none."""
-
 _SILENT = (
     "empty_cache",
     "ipc_collect",
@@ -95,7 +93,7 @@ def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     cudnn: Any = torch.backends.cudnn
     stack.enter_context(replaced(cudnn, "is_available", lambda: True))
     if not torch._C._has_cudnn:
-        stack.enter_context(replaced(cudnn, "version", lambda: _CUDNN_VERSION))
+        stack.enter_context(replaced(cudnn, "version", cudnn_version))
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
         stack.enter_context(replaced(nvtx, name, _nothing))
@@ -181,13 +179,14 @@ def _properties(card: Card) -> Any:
 
 def _limits(card: Card) -> Mapping[str, int]:
     """Limits of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications)."""
-    kib = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+    shared = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
+    in_all = shared.get(card.capability, 100)
     return {
         "max_threads_per_multi_processor": card.threads_per_multiprocessor,
         "regs_per_multiprocessor": 65536,
         "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_block_optin": kib.get(card.capability, 99) << 10,
-        "shared_memory_per_multiprocessor": (kib.get(card.capability, 99) + 1) << 10,
+        "shared_memory_per_block_optin": (in_all if card.capability < (8, 0) else in_all - 1) << 10,
+        "shared_memory_per_multiprocessor": in_all << 10,
     }
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.attention_call import CUDNN, AttentionCall, Backends, Kernel, Operand
+from autoaccum.devices.simulated.kernels.attention_call import AttentionCall, Backends, Kernel, Operand
 from autoaccum.devices.simulated.kernels.attention_choice import choose_attention
 from autoaccum.devices.simulated.kernels.determinism import is_strictly_deterministic
-from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.kernels.release import cudnn_version, torch_release
 
 _NAMES: dict[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_PRIORITY = [1, 2, 0, 3]
@@ -210,14 +210,5 @@ def _backends() -> Backends:
         order=None if priority == _DEFAULT_PRIORITY else tuple(_NAMES[number] for number in priority),
         deterministic=is_strictly_deterministic(),
         prefers_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
-        cudnn_version=_cudnn_version(),
+        cudnn_version=cudnn_version(),
     )
-
-
-def _cudnn_version() -> int:
-    """This build's, or that of the default wheel of this release when it has none."""
-    version = torch._C._cudnn.getVersionInt() if hasattr(torch._C, "_cudnn") else None
-    if version is not None:
-        return int(version)
-    release = torch_release()
-    return CUDNN[max((known for known in CUDNN if known <= release), default=min(CUDNN))]

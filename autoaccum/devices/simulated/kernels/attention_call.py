@@ -10,8 +10,6 @@ from autoaccum.devices.simulated.catalog import Card
 Kernel: TypeAlias = Literal["flash", "efficient", "cudnn", "math"]
 
 ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
-# What the default wheel of a release is built with (its Requires-Dist); between two of them the older one's counts.
-CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class Backends:
     order: tuple[Kernel, ...] | None = None
     deterministic: bool = False
     prefers_cudnn: bool = True
-    cudnn_version: int = CUDNN[2, 15]
+    cudnn_version: int = 92_600
 
 
 @dataclass(frozen=True)

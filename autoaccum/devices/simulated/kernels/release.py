@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
+"""What the default wheel of a release is built with (its Requires-Dist); between two of them the older one's counts."""
 
 
 def torch_release() -> tuple[int, int]:
@@ -13,3 +18,13 @@ def torch_release() -> tuple[int, int]:
     """
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def cudnn_version() -> int:
+    """Of cuDNN, as 91900 for 9.19.0: this build's, or that of the default wheel of this release when it has none."""
+    cudnn: Any = getattr(torch._C, "_cudnn", None)
+    version = None if cudnn is None else cudnn.getVersionInt()
+    if version is not None:
+        return int(version)
+    release = torch_release()
+    return CUDNN[max((known for known in CUDNN if known <= release), default=min(CUDNN))]
