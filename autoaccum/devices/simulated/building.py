@@ -1,11 +1,12 @@
-"""A model for the simulated card, whose weights take no memory on the host where that is possible."""
+"""Models and batches for the simulated card, which take no memory on the host where that is possible."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,6 +15,8 @@ from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.nests import tensors
 from autoaccum.workload.spec import Workload
+
+T = TypeVar("T")
 
 
 def on_the_host(workload: Workload) -> Workload:
@@ -32,21 +35,25 @@ def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
 
 
 def built_lazily(workload: Workload, mode: CardMode) -> Workload:
-    """`workload`, whose models are built without values for large tensors.
+    """`workload`, whose models and batches are built without values for large tensors.
 
     A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
     """
+    lazy = dataclasses.replace(workload, batch=partial(_lazily, mode, workload.batch))
     if isinstance(workload.model, nn.Module):
-        return workload
-    return dataclasses.replace(workload, model=partial(_build, workload, mode))
+        return lazy
+    return dataclasses.replace(lazy, model=partial(_build, workload, mode))
 
 
 def _build(workload: Workload, mode: CardMode) -> nn.Module:
+    with suppress(Exception):  # Whatever it is: built for real, it either works, or fails by the user's own fault.
+        return _lazily(mode, workload.build_model)
+    return workload.build_model()
+
+
+def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:
     mode.lazy = True
     try:
-        return workload.build_model()
-    except Exception:  # Whatever it is: built for real, it either works, or fails by the user's own fault.
-        pass
+        return build(*args)
     finally:
         mode.lazy = False
-    return workload.build_model()

@@ -45,8 +45,8 @@ _INDEXING = frozenset(
     }
 )
 _LAZY_ELEMENTS = 1 << 14
-"""Tensors of at least so many elements are not materialised while a model is built; smaller ones are, since
-constructors read them (a schedule of drop rates, say)."""
+"""Floating tensors of at least so many elements are not materialised while a model or a batch is built; smaller ones
+are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""
 
 
 class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         recorder: Is shown what operators return.
-        lazy: Whether large CPU tensors are left without values too, as they are made.
+        lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on what is simulated otherwise than it would run.
         phase: Where the last rehearsal was when it ended, one way or another.
     """
@@ -167,7 +167,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":
             return True
-        return self.lazy and func in _FACTORIES and math.prod(args[0]) >= _LAZY_ELEMENTS
+        return self.lazy and func in _FACTORIES and _is_large(args[0], kwargs.get("dtype"))
 
     def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with a device of the card: what C++ makes like a fake CUDA tensor, it makes on `meta`."""
@@ -206,6 +206,10 @@ def _is_padded(tensor: Any) -> bool:
         return False
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
+
+
+def _is_large(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
+    return math.prod(shape) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
 
 
 def _has_fake(values: Any) -> bool:
