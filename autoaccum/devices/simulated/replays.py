@@ -28,14 +28,15 @@ class Replays:
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._weigher, self._settings = Weigher(card, torch_version), settings
+        self._known: dict[Trace, tuple[Demand, Replay]] = {}
 
     def weigh(self, trace: Trace) -> Demand:
         """What `trace` asks for, block by block."""
-        return self._weigher.weigh(trace)
+        return self._uncapped(trace)[0]
 
     def peak_bytes(self, trace: Trace) -> int:
         """The most the allocator holds where nothing limits it."""
-        return self._replay(self.weigh(trace), None).peak_reserved_bytes
+        return self._uncapped(trace)[1].peak_reserved_bytes
 
     def least_bytes(self, trace: Trace, most_bytes: int) -> int:
         """The smallest capacity at which `trace` goes through, which it does at `most_bytes`."""
@@ -44,8 +45,7 @@ class Replays:
 
     def trial(self, trace: Trace, limit_bytes: int) -> Trial:
         """The trial of `trace` within a limit; its peaks are those without one."""
-        demand = self.weigh(trace)
-        roomy = self._replay(demand, None)
+        demand, roomy = self._uncapped(trace)
         held = roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)
         about: dict[str, Any] = {
             "parts": trace.parts,
@@ -72,6 +72,13 @@ class Replays:
             peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
             peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
         )
+
+    def _uncapped(self, trace: Trace) -> tuple[Demand, Replay]:
+        """The demand of `trace`, and its replay where nothing limits it; asked for more than once."""
+        if trace not in self._known:
+            demand = self._weigher.weigh(trace)
+            self._known[trace] = demand, self._replay(demand, None)
+        return self._known[trace]
 
     def _replay(self, demand: Demand, capacity: int | None) -> Replay:
         return replay(

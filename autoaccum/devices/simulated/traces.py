@@ -35,6 +35,7 @@ class Traces:
         self._tracer: Tracer | None = None
         self._made: dict[tuple[int, ...], Trace] = {}
         self._family: Family | None = None
+        self._followed: dict[int, Trace] = {}
         self._follows = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
@@ -78,7 +79,9 @@ class Traces:
             return None
         try:
             self._family = self._family or self._make_family(limit_seconds)
-            return self._family.at(size)
+            if size not in self._followed:
+                self._followed[size] = self._family.at(size)
+            return self._followed[size]
         except NotAffineError as error:
             self._family, self._follows = None, False
             self.notes.append(f"every size was traced by itself, memory is not affine in the batch ({error.message})")
