@@ -21,6 +21,7 @@ from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
+_COPIES = torch.ops.aten._to_copy.default
 _READS = torch.ops.aten._local_scalar_dense.default
 _aten = torch.ops.aten
 _FACTORIES = frozenset(
@@ -98,6 +99,10 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return answer_scalar(args[0])
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
+        if func is _COPIES and _only_moves(args[0], kwargs):
+            moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            self.recorder.see(moved)
+            return moved
         key = self._repetitions.key(func, args, kwargs)
         remake = None if key is None else self._repetitions.find(key)
         if remake is not None:
@@ -199,6 +204,14 @@ def _numbered(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | Non
         else:
             found.extend(index.nonzero().unbind(1))
     return found
+
+
+def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy goes from the host to the card as the tensor lies, as those of a model's weights do."""
+    if kwargs.get("device") != DEVICE or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    is_plain = kwargs.get("layout") in (None, torch.strided)
+    return is_plain and kwargs.get("memory_format") in (None, torch.preserve_format)
 
 
 def _is_padded(tensor: Any) -> bool:
