@@ -6,7 +6,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,14 @@ from autoaccum.devices.prediction import Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.band import Band
 from autoaccum.devices.simulated.catalog import Card, all_cards
-from autoaccum.devices.simulated.context import Outside, context_bytes
+from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.supply import CardSupply
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Tracer
 from autoaccum.devices.simulated.traces import Traces
 from autoaccum.errors import NotMeasuredError, WorkloadError
-from autoaccum.units import MemorySize, format_bytes
+from autoaccum.units import MemorySize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +73,7 @@ class SimulatedDevice:
     ) -> None:
         self._card, self._outside = card, context_bytes(card)
         self._settings = read_settings(os.environ if environment is None else environment).for_card(card.total_bytes)
-        self._supply = _Supply(card, self._outside, self._settings.allowed_bytes)
+        self._supply = CardSupply(card, self._outside, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
         self._traces = Traces(make_tracer, share)
         self._replays = Replays(card, self._settings, torch_version)
@@ -210,29 +210,6 @@ def _changes(settings: AllocatorSettings) -> dict[str, Any]:
     by_itself = AllocatorSettings().for_card(settings.total_bytes or 0)
     known = dataclasses.asdict(by_itself)
     return {name: value for name, value in dataclasses.asdict(settings).items() if value != known[name]}
-
-
-@dataclass(frozen=True)
-class _Supply:
-    """A card's memory as `choose_budget` takes it: free is what is left beside the context."""
-
-    card: Card
-    outside: Outside
-    allowed_bytes: int | None
-
-    @property
-    def total_bytes(self) -> int:
-        return self.card.total_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        free_bytes = max(0, self.card.total_bytes - self.outside.bytes)
-        return free_bytes if self.allowed_bytes is None else min(free_bytes, self.allowed_bytes)
-
-    @property
-    def bound(self) -> str:
-        allowed = "" if self.allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
-        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context{allowed})"
 
 
 def _failed(

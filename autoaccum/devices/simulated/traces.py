@@ -124,6 +124,9 @@ def _agrees(family: Family, made: Trace) -> bool:
     """Whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
     if len(made.parts) != 2 or min(made.parts) < min(_SIZES):
         return True
-    large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))
+    try:
+        large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))
+    except NotAffineError:
+        return False
     sizes = zip(made.sizes, large.sizes, small.sizes, strict=False)
     return made.events == large.events and all(size in either for size, *either in sizes)

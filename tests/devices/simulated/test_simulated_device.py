@@ -198,6 +198,14 @@ def test_a_trace_that_is_not_what_followed_is_believed() -> None:
     assert warning.startswith("the trace of 30 + 30 is not what those of 2, 3, 5 promised: every size")
 
 
+def test_memory_that_shrinks_with_the_batch_does_not_follow_for_ever() -> None:
+    shrinking = SyntheticTracer(lambda size: 2 * MIB - 16 * 1024 * size if size < 100 else MIB)
+    with device(shrinking) as made:
+        assert made.trial((64, 64)).outcome == "ok"
+        assert made.trial((200, 199), fresh=True).outcome == "ok"
+        assert any("is not what those of 2, 3, 5 promised" in said for said in made.predict((200, 199)).warnings)
+
+
 def test_a_last_part_of_another_size_is_no_contradiction() -> None:
     made = device()
     made.trial((30, 30))
