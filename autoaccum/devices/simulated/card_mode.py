@@ -59,6 +59,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         recorder: Is shown what operators return.
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on what is simulated otherwise than it would run.
+        kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
         phase: Where the last rehearsal was when it ended, one way or another.
     """
 

@@ -147,3 +147,12 @@ def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
 
 def _has(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+
+
+@pytest.mark.usefixtures("mode")
+def test_whole_numbers_keep_their_values_while_lazy(mode: CardMode) -> None:
+    mode.lazy = True
+    labels, images = torch.zeros(200, 200, dtype=torch.long), torch.zeros(200, 200)
+    mode.lazy = False
+    assert int((labels != -100).sum()) == 40_000
+    assert isinstance(images, FakeTensor)
