@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoaccum.devices.base import Trial
+from autoaccum.devices.simulated.catalog import all_cards
 from autoaccum.planning.records import Plan
 from autoaccum.workload.loading import load_workload
 
@@ -116,3 +117,7 @@ def test_files_and_scripts_it_names_are_there() -> None:
     named = re.findall(r"`(?:python )?((?:autoaccum|tests|examples)/[\w/.]*)", README)
     assert {"tests/benchmarks/peers.py", "tests/gpu/", "autoaccum/planning/"} <= set(named)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_it_counts_the_cards_there_are() -> None:
+    assert f"`autoaccum gpus` lists {len(all_cards())} cards" in README

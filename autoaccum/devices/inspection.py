@@ -26,10 +26,10 @@ from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weighting import check_weighting
 
-_SAMPLES = 2
+SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
-_FORM_SAMPLES = 3
+FORM_SAMPLES = 3
 """In a batch of two samples, a pair could be one entry for each."""
 
 
@@ -56,7 +56,7 @@ def inspect_workload(
     model = place_model(model, meter.device)
     batchnorms = batchnorm_names(model)
     made = workload.build_optimizer(model, optimizer)
-    size = min(_SAMPLES, share)
+    size = min(SAMPLES, share)
     batch = workload.build_batch(size)
     accumulator = make_accumulator(workload, model, made, size)
     with collected_warnings() as said:
@@ -70,7 +70,7 @@ def inspect_workload(
         model.to(origin)
         workload.objective.move_criterion(origin)
     return Inspection(
-        **describe_subject(workload, model, made, min(_FORM_SAMPLES, share), first.terms),
+        **describe_subject(workload, model, made, min(FORM_SAMPLES, share), first.terms),
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.inspection import collected_warnings, describe_subject, runs_one_sample
+from autoaccum.devices.inspection import (
+    FORM_SAMPLES,
+    SAMPLES,
+    collected_warnings,
+    describe_subject,
+    runs_one_sample,
+)
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing import trace_rehearsal
 from autoaccum.workload.spec import Workload
-
-_SAMPLES = 2
-"""BatchNorm in training mode refuses a single sample."""
-
-_FORM_SAMPLES = 3
-"""In a batch of two samples, a pair could be one entry for each."""
 
 
 def inspect_simulated(
@@ -38,11 +38,11 @@ def inspect_simulated(
     Raises:
         WorkloadError: It cannot be trained, as far as that shows without values.
     """
-    size = min(_SAMPLES, share)
+    size = min(SAMPLES, share)
     with collected_warnings() as said:
         trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
     needs_two = batchnorm_names(made.model) and not runs_one_sample(workload, made.model)
-    fields = describe_subject(workload, made.model, made.optimizer, min(_FORM_SAMPLES, share), made.terms)
+    fields = describe_subject(workload, made.model, made.optimizer, min(FORM_SAMPLES, share), made.terms)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),

@@ -184,6 +184,10 @@ REFUSED = {
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",
         ["batch(2) is on the card", "make it on the CPU"],
     ),
+    "a lazy module": (
+        "def model(): return nn.Sequential(nn.LazyLinear(4))",
+        ["a parameter without a shape yet", "have model() run one sample through"],
+    ),
     "no parameters": ("def model(): return nn.Flatten()", ["Flatten has no parameters"]),
     "a bug of theirs": (module("return self.layer(x[:, :7])"), ["RuntimeError", "7"]),
 }
