@@ -1,0 +1,1 @@
+"""Training by a plan: windows of data, updates, evaluation, checkpoints."""

@@ -1,0 +1,208 @@
+"""What training tells while it goes on: small frozen records, for whoever draws or logs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from autoaccum.planning.records import Plan
+    from autoaccum.training.results import FitResult
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A plan is made first; the planner's own events follow, until `Started`."""
+
+    reference: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The first update comes next.
+
+    Attributes:
+        model: The model, on its device.
+        optimizer: Its optimizer.
+        plan: What the micro-batch was taken from; None where it was given as a number.
+        micro_batch: The ceiling to begin with, in samples.
+        target_batch: Samples per update.
+        device: Where it trains: `cpu`, `cuda:0`.
+        update: Updates made before, by an earlier run in the same folder.
+        updates: Updates there will be in all; None where the data does not tell.
+        epochs: Epochs there will be in all; None where only updates count.
+        resumed_from: The checkpoint that training goes on from; None for a new run.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    plan: Plan | None
+    micro_batch: int
+    target_batch: int
+    device: str
+    update: int = 0
+    updates: int | None = None
+    epochs: int | None = None
+    resumed_from: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """One update; also a line of `metrics.jsonl`.
+
+    Attributes:
+        update: Counted from 1; windows that were skipped count, so that the number tells the place in the data.
+        epoch: Counted from 1.
+        samples: Samples trained on so far, over all epochs.
+        loss: The loss of the effective batch; NaN when nothing in it had weight.
+        grad_norm: 2-norm of its gradient before clipping; None where there was none.
+        learning_rate: Of the first parameter group, in this update.
+        samples_per_second: Of this update, with the data it waited for.
+        peak_bytes: On a card the most PyTorch's allocator reserved during the update; on the CPU the most memory the
+            process has held so far; None where that is not known.
+        micro_batches: How many the batch was cut into.
+        micro_batch: The largest of them, in samples.
+        retries: How often it was repeated in smaller micro-batches, because memory ran out.
+        updated: False when the weights stayed: nothing had weight, the scaler found gradients not finite, or the
+            window was skipped for that.
+        noise_scale: The gradient noise scale as estimated by now, in samples; None where it is not, or not asked for.
+        terms: The terms of the loss by name, where there are several.
+    """
+
+    update: int
+    epoch: int
+    samples: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    samples_per_second: float
+    peak_bytes: int | None
+    micro_batches: int
+    micro_batch: int
+    retries: int
+    updated: bool
+    noise_scale: float | None = None
+    terms: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class ShortageMet:
+    """Memory ran out in an update: nothing was changed, and its batch is repeated in smaller micro-batches.
+
+    Attributes:
+        update: Which one.
+        phase: Where in the step.
+        micro_batch: The largest part that was tried, in samples.
+        next_micro_batch: The most that is tried next.
+    """
+
+    update: int
+    phase: str
+    micro_batch: int
+    next_micro_batch: int
+
+
+@dataclass(frozen=True)
+class CeilingRaised:
+    """After a calm stretch, larger micro-batches are tried again, from the next update on."""
+
+    update: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class EpochEnded:
+    """All of the data was seen once more; `epoch` is counted from 1, `samples` are those of this epoch."""
+
+    epoch: int
+    update: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation is done.
+
+    Attributes:
+        update: After which update.
+        values: By name: `loss`, or what the workload's own `evaluate` returned, averaged over samples.
+        samples: Samples it went over.
+        seconds: What it took.
+    """
+
+    update: int
+    values: Mapping[str, float]
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvaluationFailed:
+    """An evaluation could not be finished; training goes on."""
+
+    update: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    """A checkpoint is on disk, whole and read back."""
+
+    update: int
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; the earlier ones are as they were, and training goes on."""
+
+    update: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The loss or the gradient of an update was not finite: its window is passed over, the weights stay."""
+
+    update: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a person should know, as a sentence: a damaged checkpoint was passed over, data is read forward."""
+
+    text: str
+    warns: bool = True
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Training is over."""
+
+    result: FitResult
+
+
+TrainingEvent = (
+    Planning
+    | Started
+    | Updated
+    | ShortageMet
+    | CeilingRaised
+    | EpochEnded
+    | Evaluated
+    | EvaluationFailed
+    | CheckpointWritten
+    | CheckpointFailed
+    | Skipped
+    | Noted
+    | Finished
+)
+TrainingListener = Callable[[Any], Any]
+"""Given every `TrainingEvent`, and the planner's events while it plans."""
