@@ -34,11 +34,7 @@ class RandomState:
             sys.modules["numpy.random"].set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         for device, state in self._devices:
-            module = torch.get_device_module(device)
-            if device.type == "mps":
-                module.set_rng_state(state)
-            else:
-                module.set_rng_state(state, device)
+            set_device_state(device, state)
         for rewind in self._rewinds:
             rewind()
 
@@ -88,3 +84,12 @@ def device_state(device: torch.device) -> Tensor:
     state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     assert isinstance(state, Tensor)
     return state
+
+
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Put the default generator of `device` to `state` of `device_state`."""
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
