@@ -70,6 +70,22 @@ class NotMeasuredError(AutoaccumError):
     exit_code = 3
 
 
+class NonFiniteError(AutoaccumError):
+    """The loss or the gradient of an update is not finite; it was not made.
+
+    Attributes:
+        loss: The loss of the effective batch.
+        grad_norm: The 2-norm of its gradient; None where it was not measured.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, loss: float, grad_norm: float | None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+
 class UpdateInterrupted(AutoaccumError):
     """An optimizer step failed half-way and no copy of the state from before it was kept: load a checkpoint."""
 

@@ -15,6 +15,7 @@ from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.notices import warn_caller
+from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.planned import PlanLike, check_plan, choose_ceiling, choose_objective, choose_precision
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
@@ -74,6 +75,9 @@ class Accumulator:
         scaler: A GradScaler; for `fp16` one is made when None is given.
         scheduler: Stepped once after each update that was made.
         recover: False: an out-of-memory rolls everything back and is raised as it came.
+        check_finite: Refuse an update whose loss or (with `clip_norm`) gradient is not finite, before it is made.
+            With a scaler, whose business they are, only a loss that is no number and that no smaller scale mends.
+        observer: Told of each step from within, and of an out-of-memory in place of the warning.
 
     Raises:
         UsageError: An argument cannot be honoured, or the plan is for something else: says what differs.
@@ -96,6 +100,8 @@ class Accumulator:
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         recover: bool = True,
+        check_finite: bool = False,
+        observer: StepObserver | None = None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, model)
@@ -111,7 +117,18 @@ class Accumulator:
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self._model = model
         self._recover = recover
-        self._attempt = Attempt(model, optimizer, objective, chosen, clip_norm, scaler, scheduler)
+        self._observer = observer
+        self._attempt = Attempt(
+            model,
+            optimizer,
+            objective,
+            chosen,
+            clip_norm,
+            scaler,
+            scheduler,
+            check_finite=check_finite,
+            observer=StepObserver() if observer is None else observer,
+        )
 
     @property
     def phase(self) -> StepPhase:
@@ -134,6 +151,7 @@ class Accumulator:
             DoesNotFitError: Not even one sample at a time fits; the state is as before.
             UpdateInterrupted: The update failed half-way, now or earlier.
             WorkloadError: The batch cannot be split, or the loss is not usable.
+            NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
         """
         with self._attempt.interrupts:
             return self._run([batch])
@@ -176,10 +194,16 @@ class Accumulator:
             del outcome
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1)
-            warn_caller(
-                f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
-                f" repeated with at most {ceiling}, and later steps keep to that"
-            )
+            self._tell_shortage(largest, ceiling)
+
+    def _tell_shortage(self, largest: int, ceiling: int) -> None:
+        if self._observer is not None:
+            self._observer.shortage(self.phase, largest, ceiling)
+            return
+        warn_caller(
+            f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
+            f" repeated with at most {ceiling}, and later steps keep to that"
+        )
 
     def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""

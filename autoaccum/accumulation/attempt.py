@@ -19,6 +19,7 @@ from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.notices import warn_caller
+from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import is_context_dead
@@ -26,7 +27,7 @@ from autoaccum.accumulation.results import StepResult
 from autoaccum.accumulation.shares import Shares, has_weight, make_shares
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.errors import UpdateInterrupted
+from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.weights import Objective
 
@@ -48,13 +49,19 @@ class Attempt:
         clip_norm: float | None,
         scaler: GradScaler | None,
         scheduler: LRScheduler | None,
+        *,
+        check_finite: bool,
+        observer: StepObserver,
     ) -> None:
         self.phase: StepPhase = "batch"
         self.interrupts = HeldInterrupts()
         self._model, self._optimizer, self._objective = model, optimizer, objective
         self._clip_norm, self._scaler = clip_norm, scaler
+        self._check_finite, self._observer = check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
-        self._backpropagation = Backpropagation(model, objective, precision=precision, scaler=scaler, enter=self._enter)
+        self._backpropagation = Backpropagation(
+            model, objective, precision=precision, scaler=scaler, enter=self._enter, observer=observer
+        )
         self._generators = own_generators(self._modules())
         self._is_first = True
         self._has_warned = self._knows_buffers = False
@@ -100,6 +107,8 @@ class Attempt:
         record, buffers = self._accumulate(parts, shares)
         self._enter("clip")
         loss, terms, norm = self._measure(record, buffers)
+        if self._check_finite:
+            self._refuse_nonfinite(loss, norm)
         self._enter("update")
         if buffers is not None:
             buffers.settle()
@@ -142,6 +151,13 @@ class Attempt:
         values = _read(scalars)
         count = len(record.values)
         return *record.total(values[:count]), values[count] if self._clip_norm is not None else None
+
+    def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
+        """A scaler skips an infinite gradient, and what overflowed by its scale: that is no fault of the training."""
+        if self._scaler is None and not math.isfinite(norm or 0.0):
+            raise _nonfinite(f"the gradient's norm is {norm}", loss, norm)
+        if math.isnan(loss) or (self._scaler is None and math.isinf(loss)):
+            raise _nonfinite(f"the loss is {loss}", loss, norm)
 
     def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
         """Undo everything and give `error` back; UpdateInterrupted when that cannot be done."""
@@ -192,6 +208,16 @@ class Attempt:
     def _enter(self, phase: StepPhase) -> None:
         self.interrupts.deliver()
         self.phase = phase
+        self._observer.phase(phase)
+
+
+def _nonfinite(seen: str, loss: float, norm: float | None) -> NonFiniteError:
+    return NonFiniteError(
+        f"{seen}, the update was not made",
+        loss=loss,
+        grad_norm=norm,
+        hint="lower the learning rate, clip the gradient, or look at this batch",
+    )
 
 
 def _drop_gradients(parameters: Iterable[Tensor]) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.shares import has_weight
-from autoaccum.workload.batches import move_batch
+from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.weights import Objective, Weights, match_weights
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +53,7 @@ class Backpropagation:
         precision: `bf16` and `fp16` run forward under autocast.
         scaler: Scales losses, unless there is none.
         enter: Called with each phase as it begins.
+        observer: Told of each part before its backward.
     """
 
     def __init__(
@@ -62,12 +64,15 @@ class Backpropagation:
         precision: str,
         scaler: GradScaler | None,
         enter: Callable[[StepPhase], None],
+        observer: StepObserver,
     ) -> None:
         self._model = model
         self._objective = objective
         self._precision = precision
         self._scaler = scaler
         self._enter = enter
+        self._observer = observer
+        self._scale = 1.0
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """Go through `parts` one by one; the graph of each is freed by its own backward.
@@ -76,6 +81,7 @@ class Backpropagation:
         """
         record = LossRecord()
         device = model_device(self._model)
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
@@ -101,11 +107,14 @@ class Backpropagation:
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
-        self._backward(losses)
-
-    def _backward(self, losses: list[Tensor]) -> None:
         loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
         self._enter("backward")
+        common_share = next(iter(shares.values())) if len(set(shares.values())) == 1 else None
+        applied = (1.0 if common_share is None else common_share) / common
+        self._observer.part(batch_size(part), common_share, applied * self._scale)
+        self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
             return
         if self._scaler is not None:
