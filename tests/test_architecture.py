@@ -70,6 +70,7 @@ WITHOUT_TORCH = (
     "reporting/pictures/layout.py",
     "reporting/pictures/spans.py",
     "reporting/pictures/theme.py",
+    "training/ceiling.py",
     "workload/companions.py",
     "workload/module_names.py",
 )
