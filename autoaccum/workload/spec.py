@@ -51,6 +51,8 @@ class Workload:
         evaluation_batch: Samples of each pass of an evaluation between updates; None: none is planned.
         evaluate: `evaluate(model, batch)`: such a pass, called in eval mode without gradients in the workload's
             precision; what it returns is held until the next pass is done. None: the loss, and the model's outputs.
+        scheduler: `scheduler(optimizer)`: a learning-rate schedule, stepped once per update; None: a constant rate.
+        evaluation_dataset: What is evaluated on between updates, of the same kinds as `dataset`; None: nothing.
         name: What reports call it.
         path: The file it came from; None when made in code.
         digest: SHA-256 over that file and the local modules it imported; empty when made in code.
@@ -73,6 +75,8 @@ class Workload:
     keeps: Sequence[str] = ()
     evaluation_batch: int | None = None
     evaluate: Callable[[nn.Module, Any], Any] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    evaluation_dataset: Any = None
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
@@ -89,10 +93,8 @@ class Workload:
         if callable(self.weight):
             _check_call(self.weight, "weight", 1, "write def weight(batch)")
         check_optimizer(self.optimizer)
-        if self.dataset is not None and not (hasattr(self.dataset, "__getitem__") or hasattr(self.dataset, "__iter__")):
-            raise WorkloadError(
-                f"dataset is {kind(self.dataset)}", hint="give samples by index or an iterable over samples"
-            )
+        _check_dataset(self.dataset, "dataset")
+        _check_dataset(self.evaluation_dataset, "evaluation_dataset")
         if self.batch is no_batch and self.dataset is None:
             raise WorkloadError(
                 "there is neither batch nor dataset", hint="write def batch(size): return a batch of that many samples"
@@ -158,6 +160,22 @@ class Workload:
         """
         return make_optimizer(self.optimizer if name is None else name, model)
 
+    def build_scheduler(self, optimizer: Optimizer) -> Any:
+        """The schedule of the learning rate of `optimizer`; None when there is none.
+
+        Checked here and not before: what a file calls `scheduler` matters to training only.
+
+        Raises:
+            WorkloadError: It is no function of an optimizer.
+        """
+        if self.scheduler is None:
+            return None
+        hint = "write def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
+        if not callable(self.scheduler):
+            raise WorkloadError(f"scheduler is {kind(self.scheduler)}", hint=hint)
+        _check_call(self.scheduler, "scheduler", 1, hint)
+        return self.scheduler(optimizer)
+
 
 def _check_model(model: Any) -> None:
     if isinstance(model, nn.Module):
@@ -171,6 +189,11 @@ def _check_model(model: Any) -> None:
             f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
         )
     _check_call(model, "model", 0, "give a function without arguments, or an instance")
+
+
+def _check_dataset(dataset: Any, name: str) -> None:
+    if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        raise WorkloadError(f"{name} is {kind(dataset)}", hint="give samples by index or an iterable over samples")
 
 
 def _check_evaluate(evaluate: Any) -> None:
