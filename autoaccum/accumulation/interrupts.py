@@ -16,7 +16,8 @@ class HeldInterrupts:
 
     A KeyboardInterrupt strikes between any two bytecodes: half-way through an update, or within the `__exit__` of a
     context manager, after which gradients stay disabled or a hook stays registered. Only the main thread hears
-    signals; elsewhere this does nothing. Not to be entered again within itself.
+    signals; elsewhere this does nothing. A handler that says `only_notes` is left in place: it raises nothing at the
+    first signal, and should know when the second comes. Not to be entered again within itself.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,11 @@ class HeldInterrupts:
     def __enter__(self) -> HeldInterrupts:
         if threading.current_thread() is threading.main_thread():
             handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
-            self._handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+            self._handlers = {
+                number: handler
+                for number, handler in handlers.items()
+                if callable(handler) and not getattr(handler, "only_notes", False)
+            }
             for number in self._handlers:
                 signal.signal(number, self._hold)
         return self
