@@ -1,0 +1,176 @@
+"""The evaluation between updates: it changes no result of training, and cannot end it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autoaccum.accumulation.backpropagation import autocast, model_device
+from autoaccum.accumulation.eval_mode import eval_mode
+from autoaccum.accumulation.randomness import Generator, RandomState, own_generators
+from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError, first_line
+from autoaccum.training.evaluation_data import EvaluationData
+from autoaccum.training.events import Evaluated, EvaluationFailed
+from autoaccum.training.scores import LossScore, OwnScore, Score
+from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.tracebacks import user_line
+from autoaccum.workload.weights import Objective
+
+
+class Evaluation:
+    """Goes over the evaluation data: in eval mode, without gradients, in the precision of training.
+
+    Where memory runs out, the rest of this evaluation and later ones use smaller micro-batches. Modes and random
+    states are put back, and what it reads and draws is the same each time, so that it does not matter to training how
+    often one evaluates.
+
+    Args:
+        objective: The loss, which is what is evaluated where there is no `evaluate`.
+        evaluate: The workload's own `evaluate(model, batch)`: a number, or several by name; averaged over samples.
+        precision: `fp32`, `bf16` or `fp16`.
+        data: What to evaluate on.
+        micro_batch: The most samples to begin with.
+        seed: What reading and evaluating draw from.
+        note: Told, once each, what `evaluate` returned that is no number.
+        interruptible: Entered where nothing is lost by leaving at any moment.
+
+    Attributes:
+        micro_batch: The most samples at once by now.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        evaluate: Callable[[nn.Module, Any], Any] | None,
+        precision: str,
+        data: EvaluationData,
+        *,
+        micro_batch: int,
+        seed: int = 0,
+        note: Callable[[str], Any] | None = None,
+        interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
+        self._seed, self._interruptible = seed, interruptible
+        self._noted: set[str] = set()
+        self._note = note
+
+    def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
+        """Evaluate `model` after `update`; an exception becomes the reason of a failure.
+
+        What is no `Exception` (an interruption, being asked to stop) comes through.
+        """
+        started = time.perf_counter()
+        score = self._new_score()
+        try:
+            with eval_mode(model), torch.no_grad(), self._own_randomness(model), self._interruptible():
+                self._pass_over(model, score)
+        except Exception as error:
+            reason = _reason(error)
+            forget(error)
+        else:
+            return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
+        release_memory(model_device(model))
+        return EvaluationFailed(update, reason)
+
+    def _pass_over(self, model: nn.Module, score: Score) -> None:
+        for batch in self._data.batches(self.micro_batch, self._seed):
+            self._run_batch(model, batch, score)
+        if score.samples == 0:
+            raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
+
+    def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
+        """Part by part; one that does not fit is cut further, those before it are not repeated."""
+        waiting, retries = [batch], 0
+        while waiting:
+            part = waiting.pop(0)
+            size = batch_size(part)
+            if size > self.micro_batch:
+                waiting[:0] = split_batch(part, split_evenly(size, self.micro_batch))
+                continue
+            error = self._attempt(model, part, score)
+            if error is None:
+                continue
+            _refuse(error, size)
+            forget(error)
+            del error
+            release_memory(model_device(model))
+            self.micro_batch = shrink(size, retries)
+            retries += 1
+            waiting.insert(0, part)
+
+    def _attempt(self, model: nn.Module, part: Any, score: Score) -> Exception | None:
+        """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
+        device = model_device(model)
+        try:
+            with autocast(self._precision, device):
+                score.add(model, move_batch(part, device), part)
+        except Exception as error:
+            return error
+        return None
+
+    def _new_score(self) -> Score:
+        if self._evaluate is None:
+            return LossScore(self._objective)
+        return OwnScore(self._evaluate, self._note_once)
+
+    def _note_once(self, text: str) -> None:
+        if self._note is not None and text not in self._noted:
+            self._noted.add(text)
+            self._note(text)
+
+    @contextmanager
+    def _own_randomness(self, model: nn.Module) -> Iterator[None]:
+        devices = {parameter.device: None for parameter in (*model.parameters(), *model.buffers())}
+        generators: list[Generator] = [*own_generators(model.modules()), *self._data.generators]
+        state = RandomState(devices, generators)
+        try:
+            _seed(devices, self._seed)
+            yield
+        finally:
+            state.restore()
+
+
+def _seed(devices: Iterable[torch.device], seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed cards whose states are not kept
+    for device in devices:
+        if device.type == "mps":
+            torch.mps.manual_seed(seed)
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
+
+
+def _refuse(error: Exception, size: int) -> None:
+    """Raise `error`, or the clear no it means, unless its part can be cut further."""
+    try:
+        shortage = find_shortage(error)
+        if shortage is None or (size == 1 and not shortage.certain):
+            raise error
+        if size == 1:
+            forget(error)
+            raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
+    finally:
+        del error  # the traceback holds this frame
+
+
+def _reason(error: Exception) -> str:
+    """Type, first line, and the line of the user's own code it came from.
+
+    An error that autoaccum raises on purpose says by itself what it is.
+    """
+    said, where = first_line(error), user_line(error)
+    name = type(error).__name__
+    text = said if isinstance(error, AutoaccumError) else f"{name}: {said}" if said else name
+    return text if where is None else f"{text}, at {where}"

@@ -1,0 +1,118 @@
+"""What an evaluation adds up over its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.nests import kind
+from autoaccum.workload.weights import Objective, match_weights
+
+
+class Score(Protocol):
+    """Sums over the parts of the evaluation data."""
+
+    samples: int
+
+    def add(self, model: nn.Module, part: Any, held: Any) -> None:
+        """Evaluate `part`, on the model's device; `held` is the same on the CPU. Nothing is added if it raises."""
+
+    def values(self) -> dict[str, float]:
+        """By name, over all that was added."""
+
+
+class LossScore:
+    """The loss over all evaluation data, as if it were one batch: means by their weights, sums added.
+
+    Its terms are listed by name where there are several; `loss` is their sum.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.samples = 0
+        self._objective = objective
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, model: nn.Module, part: Any, held: Any) -> None:
+        """See `Score`. Terms without weight are left out: they may be 0/0."""
+        weights = self._objective.weight(held)
+        terms = self._objective.terms(model, part)
+        losses = {name: float(term) for name, term in terms.items()}
+        for name, weight in match_weights(weights, terms).items():
+            factor = 1.0 if self._objective.reduction == "sum" else weight
+            added = factor * losses[name] if weight > 0 else 0.0
+            self._sums[name] = self._sums.get(name, 0.0) + added
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+        self.samples += batch_size(held)
+
+    def values(self) -> dict[str, float]:
+        """See `Score`; NaN for a term without weight anywhere, which does not count in `loss`."""
+        terms = {name: self._value(name) for name in self._sums}
+        weighty = [terms[name] for name, weight in self._weights.items() if weight > 0]
+        total = sum(weighty) if weighty else math.nan
+        return {"loss": total} if len(terms) == 1 else {**terms, "loss": total}
+
+    def _value(self, name: str) -> float:
+        weight = self._weights[name]
+        if weight == 0:
+            return math.nan
+        return self._sums[name] if self._objective.reduction == "sum" else self._sums[name] / weight
+
+
+class OwnScore:
+    """What the workload's `evaluate(model, batch)` returns, averaged over the samples it returned it for.
+
+    Args:
+        evaluate: Returns a number, or a mapping of names to numbers; anything else is ignored.
+        note: Told what was ignored.
+    """
+
+    def __init__(self, evaluate: Callable[[nn.Module, Any], Any], note: Callable[[str], Any]) -> None:
+        self.samples = 0
+        self._evaluate, self._note = evaluate, note
+        self._name = getattr(evaluate, "__name__", "evaluate")
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, model: nn.Module, part: Any, held: Any) -> None:
+        """See `Score`."""
+        returned = self._evaluate(model, part)
+        size = batch_size(held)
+        named = returned if isinstance(returned, Mapping) else {self._name: returned}
+        for name, value in [(str(name), _number(value)) for name, value in named.items()]:
+            if value is None:
+                continue
+            self._sums[name] = self._sums.get(name, 0.0) + size * value
+            self._counts[name] = self._counts.get(name, 0) + size
+        self.samples += size
+        self._note_ignored(returned)
+
+    def values(self) -> dict[str, float]:
+        """See `Score`."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def _note_ignored(self, returned: Any) -> None:
+        if isinstance(returned, Mapping):
+            ignored = [f"{name!r} ({kind(value)})" for name, value in returned.items() if not _is_number(value)]
+            what = ", ".join(ignored)
+        else:
+            what = "" if _is_number(returned) else kind(returned)
+        if what:
+            self._note(f"{self._name}(model, batch) returned {what}, which is no number, and it is not averaged")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.ndim == 0 and value.dtype.kind in "biuf"
+    return isinstance(value, int | float)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
