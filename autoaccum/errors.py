@@ -70,6 +70,12 @@ class NotMeasuredError(AutoaccumError):
     exit_code = 3
 
 
+class CheckpointError(AutoaccumError):
+    """A checkpoint that cannot be written, or none that can be read; what is in the folder stays as it is."""
+
+    exit_code = 3
+
+
 class NonFiniteError(AutoaccumError):
     """The loss or the gradient of an update is not finite; it was not made.
 

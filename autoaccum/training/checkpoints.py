@@ -1,0 +1,154 @@
+"""Checkpoints of a training: one file each, the last few kept, the newest whole one found again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.training.contents import digest, portable
+from autoaccum.training.verified_files import (
+    DamagedFileError,
+    load_plain,
+    remove_leftovers,
+    sync_folder,
+    write_verified,
+)
+
+FORMAT = "autoaccum checkpoint"
+VERSION = 1
+_NAME = re.compile(r"checkpoint-(\d{8,})\.pt")
+
+PassedOver = Callable[[Path, str], None]
+"""Told a checkpoint that is not whole, and why."""
+
+
+def write_checkpoint(path: Path, record: Mapping[str, Any]) -> None:
+    """Write `record` whole, synced and read back, or not at all.
+
+    `torch.load(path, weights_only=True)` gives `format`, `version`, `digest` and `record`. The digest is over every
+    value: PyTorch's reader does not compare the checksums that are in its files.
+
+    Raises:
+        UsageError: Something in `record` could be loaded only by running code; says where.
+        CheckpointError: It cannot be written, or does not read back as it was.
+    """
+    content = portable(dict(record))
+    found = digest(content)
+    written = {"format": FORMAT, "version": VERSION, "digest": found, "record": content}
+    write_verified(path, written, lambda read: _is_whole(read) and read["digest"] == found)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The record in a checkpoint, its tensors in host memory.
+
+    Raises:
+        DamagedFileError: What is in the file is not what was written.
+        CheckpointError: It comes from a newer autoaccum, or cannot be read now.
+    """
+    content = load_plain(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedFileError(f"{path} is damaged (it is no checkpoint of autoaccum)")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(
+            f"{path} is of format {version}, this autoaccum reads up to {VERSION}", hint="update autoaccum"
+        )
+    if version != VERSION or not _is_whole(content):
+        raise DamagedFileError(f"{path} is damaged (its content does not have the digest that was written with it)")
+    record: dict[str, Any] = content["record"]
+    return record
+
+
+class CheckpointStore:
+    """The checkpoints in a folder that no other process writes to.
+
+    Args:
+        folder: Where they are; what a process that was killed had begun to write is removed from it.
+        keep: How many are kept.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise UsageError(f"{keep} checkpoints are to be kept", hint="keep at least 1")
+        self.folder = folder
+        self._keep = keep
+        remove_leftovers(folder)
+
+    def paths(self) -> list[Path]:
+        """Of every checkpoint, whole or not, the newest first."""
+        return [path for _, path in sorted(self._numbered(), reverse=True)]
+
+    def write(self, update: int, record: Mapping[str, Any]) -> Path:
+        """Write the checkpoint after `update`; then the oldest go, beyond those that are kept.
+
+        Raises:
+            UsageError: As `write_checkpoint`.
+            CheckpointError: It cannot be written; those that are there stay.
+        """
+        path = self.folder / f"checkpoint-{update:08}.pt"
+        write_checkpoint(path, record)
+        earlier = sorted((number, other) for number, other in self._numbered() if number < update)
+        for _, other in earlier[: max(len(earlier) + 1 - self._keep, 0)]:
+            try:
+                other.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{other} cannot be removed ({error.strerror})", hint="remove it") from None
+        return path
+
+    def newest(self, on_passed_over: PassedOver) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint and its record; None where there is no checkpoint.
+
+        Newer ones that are damaged are told to `on_passed_over` and set aside, as `*.damaged`.
+
+        Raises:
+            CheckpointError: All there are are damaged, and stay; or one comes from a newer autoaccum, or cannot be
+                read now.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for path in self.paths():
+            try:
+                record = read_checkpoint(path)
+            except DamagedFileError as error:
+                damaged.append((path, error.message))
+                continue
+            for other, reason in damaged:
+                on_passed_over(_set_aside(other, "damaged"), reason)
+            return path, record
+        if not damaged:
+            return None
+        raise CheckpointError(
+            f"no checkpoint in {self.folder} is whole: {'; '.join(reason for _, reason in damaged)}",
+            hint="copy one back, or train anew in another folder",
+        )
+
+    def set_aside_after(self, update: int) -> list[Path]:
+        """Rename what was written after `update` to `*.earlier`: another training goes on from there.
+
+        Returns:
+            Their new names; -1 as `update` sets all of them aside.
+        """
+        later = [path for number, path in sorted(self._numbered()) if number > update]
+        return [_set_aside(path, "earlier") for path in later]
+
+    def _numbered(self) -> Iterator[tuple[int, Path]]:
+        for path in self.folder.glob("checkpoint-*.pt"):
+            if match := _NAME.fullmatch(path.name):
+                yield int(match[1]), path
+
+
+def _is_whole(content: Any) -> bool:
+    return "record" in content and content.get("digest") == digest(content["record"])
+
+
+def _set_aside(path: Path, ending: str) -> Path:
+    names = [path.with_name(f"{path.name}.{ending}{number}") for number in ("", *range(2, 100))]
+    other = next((name for name in names if not name.exists()), names[-1])
+    try:
+        path.rename(other)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be renamed ({error.strerror})", hint="see that it can") from None
+    return other

@@ -1,0 +1,107 @@
+"""What a file may hold that anybody loads without running code, and a digest over all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum.errors import UsageError
+from autoaccum.workload.nests import kind
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_THREADS = 4
+
+
+def portable(content: Any, name: str = "") -> Any:
+    """The same nest with its tensors on the CPU, each of a storage of its own; one that occurs twice still does.
+
+    A tensor that is so already is not copied. A number of NumPy's becomes one of Python's.
+
+    Args:
+        content: A nest of mappings, lists, tuples, sets, plain values and tensors.
+        name: What messages call it.
+
+    Raises:
+        UsageError: Something in it could be loaded only by running code; says where.
+    """
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            if id(node) not in tensors:
+                tensors[id(node)] = (node, _portable_tensor(node, path))
+            return tensors[id(node)][1]
+        if type(node) in (*_MAPPINGS, defaultdict):
+            items = {walk(key, f"a key of {path}"): walk(value, f"{path}.{key}") for key, value in node.items()}
+            return type(node)(items) if type(node) in _MAPPINGS else items
+        if type(node) in (list, tuple, set):
+            return type(node)([walk(entry, f"{path}.{index}") for index, entry in enumerate(node)])
+        if isinstance(node, np.generic):
+            return walk(node.item(), path)
+        if type(node) not in _VALUES or node == b"":  # Empty bytes are pickled as a call.
+            raise _refusal(path, kind(node))
+        return node
+
+    return walk(content, name)
+
+
+def digest(content: Any) -> str:
+    """SHA-256 over a portable nest: types, order, values, and every byte of its tensors, each read once."""
+    tensors: dict[int, tuple[int, Tensor]] = {}
+    skeleton = _skeleton(content, tensors)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter.
+        hashes = list(pool.map(_tensor_hash, [tensor for _, tensor in tensors.values()]))
+    return hashlib.sha256(b"".join([skeleton.encode(errors="surrogatepass"), *hashes])).hexdigest()
+
+
+def _portable_tensor(tensor: Tensor, path: str) -> Tensor:
+    if type(tensor) not in _TENSORS or tensor.is_quantized or tensor.is_nested:
+        raise _refusal(path, kind(tensor) if type(tensor) not in _TENSORS else "a quantised or nested tensor")
+    if tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise _refusal(path, "a tensor on the meta device" if tensor.is_meta else f"a tensor of {tensor.layout}")
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.device.type != "cpu":
+        return values.to("cpu")
+    if values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes:
+        return values.clone(memory_format=torch.contiguous_format)
+    return values
+
+
+def _refusal(path: str, what: str) -> UsageError:
+    return UsageError(
+        f"a checkpoint cannot hold {path.removeprefix('.')}: it is {what}, which would not load without running code",
+        hint="keep tensors, numbers and strings there, and lists and dicts of them",
+    )
+
+
+def _skeleton(node: Any, tensors: dict[int, tuple[int, Tensor]]) -> str:
+    if isinstance(node, Tensor):
+        number, _ = tensors.setdefault(id(node), (len(tensors), node))
+        return f"tensor {number} {node.dtype} {node.layout} {tuple(node.shape)}"
+    name = type(node).__name__
+    if isinstance(node, Mapping):
+        return f"{name}{[(_skeleton(key, tensors), _skeleton(value, tensors)) for key, value in node.items()]}"
+    if isinstance(node, list | tuple):
+        return f"{name}{[_skeleton(entry, tensors) for entry in node]}"
+    if isinstance(node, set):
+        return f"{name}{sorted(_skeleton(entry, tensors) for entry in node)}"
+    return f"{name} {node!r}"
+
+
+def _tensor_hash(tensor: Tensor) -> bytes:
+    dense = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
+    content = hashlib.sha256()
+    for part in dense:
+        values: Any = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content.update(values)
+    return content.digest()

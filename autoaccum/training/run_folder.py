@@ -1,0 +1,145 @@
+"""The folder of a run: its checkpoints, logs and weights, and one process at a time that writes them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from autoaccum.accumulation.planned import unwrapped
+from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints import CheckpointStore
+from autoaccum.training.contents import digest, portable
+from autoaccum.training.verified_files import remove_leftovers, write_verified
+
+_ANOTHER = "give another folder"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+class RunFolder:
+    """A folder that is open: no other process can open it until this one closes it or ends.
+
+    Attributes:
+        path: The folder, as it was given.
+        checkpoints: Those in it.
+        metrics_path: One line of JSON for each update.
+        plan_path: The plan it is trained by.
+        model_path: The weights in the end.
+        tensorboard_dir: For TensorBoard's files.
+        note: A sentence where its file system (some NFS) has no locks, so that nothing keeps a second run away.
+    """
+
+    def __init__(self, path: Path, lock: _Lock, keep: int) -> None:
+        self.path = path
+        self.checkpoints = CheckpointStore(path / "checkpoints", keep)
+        self.metrics_path = path / "metrics.jsonl"
+        self.plan_path = path / "plan.json"
+        self.model_path = path / "model.pt"
+        self.tensorboard_dir = path / "tensorboard"
+        self.note = None if lock.holds else f"the file system of {path} has no locks: start no second run in it"
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: str | Path, *, keep: int = 3) -> RunFolder:
+        """Make the folder where it is missing, and lock it.
+
+        Args:
+            path: The folder.
+            keep: How many checkpoints are kept.
+
+        Raises:
+            UsageError: It cannot be made or written to, or another process has it open.
+        """
+        folder = Path(path)
+        try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock = _Lock(folder / "lock")
+        except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
+            raise _unusable(folder, error) from None
+        try:
+            remove_leftovers(folder)
+            return cls(folder, lock, keep)
+        except OSError as error:
+            lock.release()
+            raise _unusable(folder, error) from None
+        except BaseException:
+            lock.release()
+            raise
+
+    def write_model(self, model: nn.Module) -> Path:
+        """Write the weights as a plain `state_dict`, whole and read back, or not at all; gives `model_path`.
+
+        Raises:
+            UsageError: A module's own extra state could be loaded only by running code; says where.
+            CheckpointError: It cannot be written.
+        """
+        content = portable(dict(unwrapped(model).state_dict()), "the model's state")
+        found = digest(content)
+        write_verified(self.model_path, content, lambda read: digest(read) == found)
+        return self.model_path
+
+    def close(self) -> None:
+        """Let others open it."""
+        self._lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Lock:
+    """A lock on a file, which the system takes away when this process ends, however it ends.
+
+    Workers that are forked would hold it as long as they live, also when this process was killed: each lets go first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.holds = self._take(path)
+            if self.holds:
+                os.ftruncate(self._handle, 0)
+                os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            self.release()
+            raise
+        mine = weakref.WeakMethod(self.release)
+        os.register_at_fork(after_in_child=lambda: (release := mine()) and release())
+
+    def release(self) -> None:
+        """Close the file; the file itself stays, since another process may be about to lock it."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _take(self, path: Path) -> bool:
+        assert self._handle is not None
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._handle, 200, 0).decode(errors="replace").strip() or "another process"
+            raise UsageError(
+                f"{path.parent} is in use by {holder}", hint="wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return False
+        return True
+
+
+def _unusable(folder: Path, error: Exception) -> UsageError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return UsageError(f"{folder} is no folder, or lies below a file", hint=_ANOTHER)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UsageError(f"{folder} cannot be written to ({reason})", hint=_ANOTHER)

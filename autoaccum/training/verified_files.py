@@ -1,0 +1,150 @@
+"""Files of tensors that are whole, read back and safe to load, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.errors import CheckpointError, first_line
+
+_TEMPORARY = ".tmp"
+_ZIP = b"PK\x03\x04"
+
+
+class DamagedFileError(CheckpointError):
+    """What is in the file is not what was written."""
+
+
+def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool]) -> None:
+    """Write `content` by `torch.save`, sync it, load it again, and only then give it its name.
+
+    Until then nothing is changed: an earlier file of that name stays, and the temporary one beside it is removed.
+
+    Args:
+        path: The file.
+        content: A nest that is portable.
+        is_whole: Given what was loaded from the file.
+
+    Raises:
+        CheckpointError: It cannot be written, or does not read back as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
+    try:
+        _save(temporary, content)
+        if not is_whole(_load_mapped(temporary)):
+            raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk")
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def load_plain(path: Path, *, mapped: bool = False) -> Any:
+    """What `torch.load` finds in a file, onto the CPU, without running anything that is in it.
+
+    Args:
+        path: The file.
+        mapped: Leave tensors in the file until they are read; not for what lives longer than the file.
+
+    Raises:
+        DamagedFileError: It is no whole file of `torch.save`, or asks for more than values.
+        CheckpointError: It cannot be read now.
+    """
+    try:
+        with path.open("rb") as file:
+            begins = file.read(len(_ZIP))
+        if begins != _ZIP:
+            raise DamagedFileError(f"{path} is damaged (it is no file of torch.save)")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise DamagedFileError(f"{path} is damaged ({error.strerror})") from None
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})", hint="see that it can") from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or find_shortage(error) is not None:
+            raise CheckpointError(f"there is too little memory to load {path}", hint="free some") from None
+        raise DamagedFileError(f"{path} is damaged ({_reason(error)})") from None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a process that was killed had begun to write."""
+    for path in folder.glob(f".*.pt.*{_TEMPORARY}"):
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names given in `folder` last, on file systems that can."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+class _Remembering:
+    """A file that remembers why writing to it failed: torch's writer raises errors of its own after that."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest:  # Linux writes 2 GiB at most, and what there is still room for.
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(path: Path, content: Any) -> None:
+    with path.open("xb", buffering=0) as file:
+        remembering = _Remembering(file)
+        try:
+            torch.save(content, remembering)  # type: ignore[arg-type]
+        except Exception:
+            if remembering.failure is None:
+                raise
+        if remembering.failure is not None:
+            raise remembering.failure
+        os.fsync(file.fileno())
+
+
+def _load_mapped(path: Path) -> Any:
+    try:
+        return load_plain(path, mapped=True)
+    except DamagedFileError:
+        # Some file systems cannot map files; a file that is damaged is so when it is read, too.
+        return load_plain(path)
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    hint = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that its folder can be written to"
+    return CheckpointError(f"{path} cannot be written ({error.strerror or error})", hint=hint)
+
+
+def _reason(error: Exception) -> str:
+    """Without torch's advice to load the file in the way that runs code."""
+    line = first_line(error)
+    return "it holds more than values" if line.startswith("Weights only load failed") else line or type(error).__name__
