@@ -92,6 +92,12 @@ class NonFiniteError(AutoaccumError):
         self.grad_norm = grad_norm
 
 
+class DataWorkerError(AutoaccumError):
+    """A process that reads data died or hung, or the memory that is shared with it ran out."""
+
+    exit_code = 3
+
+
 class UpdateInterrupted(AutoaccumError):
     """An optimizer step failed half-way and no copy of the state from before it was kept: load a checkpoint."""
 

@@ -1,0 +1,1 @@
+"""Data of any kind as windows of one update each."""

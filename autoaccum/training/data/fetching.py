@@ -1,0 +1,127 @@
+"""Items of a map-style dataset, fetched and collated under seeds that tell nothing but their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+
+from autoaccum.training.seeds import mix, seed_generators
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """What one part is made of.
+
+    Attributes:
+        seed: The run's.
+        epoch: Counted from 0.
+        place: Of its first sample in the epoch, counted from 0.
+        indices: Of its samples in the dataset.
+    """
+
+    seed: int
+    epoch: int
+    place: int
+    indices: Sequence[Any]
+
+
+class PartFetcher:
+    """Makes a part of a request, in this process or in a worker: a dataset, to torch's DataLoader.
+
+    Each item is fetched under a seed of run, epoch, place and index (a sampler may ask for an item twice, to augment
+    it differently), the part collated under one of its first sample.
+
+    Attributes:
+        draws: Whether fetching may draw at random, and so leaves Python's, NumPy's and torch's generators seeded.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset = dataset
+        self._collate = default_collate if collate is None else collate
+        self._collate_draws = self._collate is not default_collate
+        self._items_draw = not _draws_nothing(dataset)
+        self._columns = None if self._collate_draws else _columns(dataset)
+        self.draws = self._items_draw or self._collate_draws
+        self._epoch: int | None = None
+
+    def __getitems__(self, request: PartRequest) -> Any:
+        """The collated part."""
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            set_epoch(self.dataset, request.epoch)
+        gathered = None if self._columns is None else _gathered(self._columns, self.dataset, request.indices)
+        if gathered is not None:
+            return gathered
+        items = self._items(request)
+        if self._collate_draws:
+            first = request.indices[0]
+            seed_generators(mix(request.seed, "collate", request.epoch, request.place, repr_of(first)))
+        return self._collate(items)
+
+    def _items(self, request: PartRequest) -> list[Any]:
+        if not self._items_draw:
+            return [self.dataset[index] for index in request.indices]
+        items = []
+        for place, index in enumerate(request.indices, request.place):
+            seed_generators(mix(request.seed, "item", request.epoch, place, repr_of(index)))
+            items.append(self.dataset[index])
+        return items
+
+
+def repr_of(index: Any) -> int | str:
+    """An index as something the same in every process: numbers and strings; nothing of other keys."""
+    return index if type(index) in (int, str) else int(index) if isinstance(index, int) else ""
+
+
+def set_epoch(thing: Any, epoch: int) -> None:
+    """Tell a sampler or a dataset its epoch, where it wants to know."""
+    tell = getattr(thing, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether a dataset is nothing but tensors; of a class of the user's own that is not known."""
+    if type(dataset) is ConcatDataset:
+        return all(_draws_nothing(part) for part in dataset.datasets)
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    return type(dataset) is TensorDataset
+
+
+def _columns(dataset: Any) -> tuple[Tensor, ...] | None:
+    """The tensors whose rows are the samples, where a part is the same gathered at once as stacked row by row."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return None
+    plain = (
+        type(tensor) is Tensor
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        for tensor in dataset.tensors
+    )
+    return dataset.tensors if dataset.tensors and all(plain) else None
+
+
+def _gathered(columns: Sequence[Tensor], dataset: Any, indices: Sequence[Any]) -> list[Tensor] | None:
+    """The rows of `indices`; None where they are no plain row numbers, which is for the dataset to say."""
+    while type(dataset) is Subset:
+        if not _are_rows(indices, len(dataset.indices)):
+            return None
+        indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+    if not _are_rows(indices, len(columns[0])):
+        return None
+    rows = torch.tensor(indices)
+    return [column.index_select(0, rows.to(column.device)) for column in columns]
+
+
+def _are_rows(indices: Sequence[Any], count: int) -> bool:
+    return all(isinstance(index, int) and 0 <= index < count for index in indices)

@@ -1,0 +1,190 @@
+"""The order of a map-style dataset's samples in an epoch, as lists of indices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from autoaccum.accumulation.randomness import GENERATORS, Generator
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.training import random_states
+from autoaccum.training.data.fetching import set_epoch
+from autoaccum.training.seeds import RandomStream, mix
+from autoaccum.workload.worst_case import spread_indices
+
+_LOOKED_AT = 4096
+_DEPTH = 3
+"""How deep generators are looked for: the batch sampler, its sampler, and one that this wraps."""
+
+
+class Order(Protocol):
+    """Which samples an epoch has, in which order, and in which lists they are fetched.
+
+    Attributes:
+        makes_parts: Whether its lists are the parts to train on; if not, what was fetched is joined where it can be.
+    """
+
+    makes_parts: bool
+
+    @property
+    def samples(self) -> int | None:
+        """How many an epoch has; None where nothing tells."""
+
+    @property
+    def generators(self) -> dict[str, Generator]:
+        """Generators of the user's own that it draws from, by name."""
+
+    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+        """Lists of indices behind the first `skipped` samples; none crosses a window's boundary."""
+
+    def some(self, count: int) -> list[Any]:
+        """At most `count` indices from all over an epoch, drawn without a trace."""
+
+
+class ShuffledOrder:
+    """All samples once, in a permutation of run and epoch, in even parts."""
+
+    makes_parts = True
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples = samples
+        self.generators: dict[str, Generator] = {}
+        self._seed = seed
+
+    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+        """Each window's samples divided evenly, as a plan divides them."""
+        shuffle = torch.Generator().manual_seed(mix(self._seed, "order", epoch))
+        order = torch.randperm(self.samples, generator=shuffle)[skipped:]
+        for window in torch.split(order, target_batch):
+            for part in torch.split(window, list(split_evenly(len(window), part_size))):
+                yield part.tolist()
+
+    def some(self, count: int) -> list[Any]:
+        """Spread over the dataset."""
+        return list(spread_indices(self.samples, count))
+
+
+class SampledOrder:
+    """The order of a loader's own batch sampler, in lists as long as its batches.
+
+    Samplers that draw from the global generators do so from a stream of run and epoch, which leaves the caller's
+    alone. Those with a generator of their own go on from where it is, as under a DataLoader.
+    """
+
+    makes_parts = False
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self._sampler: Iterable[Iterable[Any]] = loader.batch_sampler  # type: ignore[assignment]
+        self._loader_generator: torch.Generator | None = loader.generator
+        self._seed = seed
+        self._draws_later = not _draws_at_start_only(self._sampler)
+        self.generators = dict(_generators(self._sampler, "sampler", _DEPTH))
+        if loader.generator is not None and all(own is not loader.generator for own in self.generators.values()):
+            self.generators["loader"] = loader.generator
+
+    @property
+    def samples(self) -> int | None:
+        """How many an epoch has, where a plain batch sampler has a sampler with a length."""
+        sampler = self._sampler
+        if type(sampler) is not BatchSampler:
+            return None
+        try:
+            total = len(sampler.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return total - total % sampler.batch_size if sampler.drop_last else total
+
+    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+        """The sampler's lists, cut where a window ends and nowhere else."""
+        place = 0
+        for indices in self._drawn(epoch, target_batch):
+            dropped = min(skipped, len(indices))
+            skipped -= dropped
+            for part in _cut(indices[dropped:], place, target_batch):
+                place += len(part)
+                yield part
+
+    def some(self, count: int) -> list[Any]:
+        """Spread over the first thousands that the sampler gives."""
+        states = capture_generators(self.generators)
+        try:
+            drawn = list(itertools.islice(itertools.chain.from_iterable(self._drawn(0, _LOOKED_AT)), _LOOKED_AT))
+        finally:
+            restore_generators(states, self.generators)
+        return [drawn[place] for place in spread_indices(len(drawn), count)]
+
+    def _drawn(self, epoch: int, enough: int) -> Iterator[list[Any]]:
+        """Its lists; read in blocks of at least `enough` indices, since swapping random states takes a while."""
+        for sampler in _chain(self._sampler, _DEPTH):
+            set_epoch(sampler, epoch)
+        if self._loader_generator is not None:
+            # As a DataLoader does for its workers, before its sampler draws: the order is the one a loop would see.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
+        stream = RandomStream(mix(self._seed, "order", epoch))
+        with stream.running():
+            lists = iter(self._sampler)
+            block = _block(lists, enough)
+        while block:
+            yield from block
+            if self._draws_later:
+                with stream.running():
+                    block = _block(lists, enough)
+            else:
+                block = _block(lists, enough)
+
+
+def capture_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
+    """Their states, as plain values."""
+    captured: dict[str, Any] = random_states.capture((), generators)["generators"] if generators else {}
+    return captured
+
+
+def restore_generators(states: Mapping[str, Any], generators: Mapping[str, Generator]) -> list[str]:
+    """Put them back; what could not be, as sentences."""
+    if not generators and not states:
+        return []
+    return random_states.restore({**random_states.capture((), {}), "generators": states}, (), generators)
+
+
+def _block(lists: Iterator[Iterable[Any]], enough: int) -> list[list[Any]]:
+    block, count = [], 0
+    for indices in lists:
+        block.append(list(indices))
+        count += len(block[-1])
+        if count >= enough:
+            break
+    return block
+
+
+def _cut(indices: list[Any], place: int, target_batch: int) -> Iterator[list[Any]]:
+    while indices:
+        room = target_batch - place % target_batch
+        yield indices[:room]
+        indices, place = indices[room:], place + min(room, len(indices))
+
+
+def _draws_at_start_only(sampler: Any) -> bool:
+    """Whether torch's own samplers, which draw from the global generator before their first index, are all there is."""
+    return type(sampler) is BatchSampler and type(sampler.sampler) in (RandomSampler, SequentialSampler)
+
+
+def _chain(sampler: Any, depth: int) -> Iterator[Any]:
+    """A sampler and those it keeps as attributes."""
+    yield sampler
+    if depth > 0:
+        for value in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
+            if isinstance(value, Sampler):
+                yield from _chain(value, depth - 1)
+
+
+def _generators(sampler: Any, name: str, depth: int) -> Iterator[tuple[str, Generator]]:
+    seen = set()
+    for number, one in enumerate(_chain(sampler, depth)):
+        for attribute, value in vars(one).items() if hasattr(one, "__dict__") else ():
+            if isinstance(value, GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{name}{number or ''}.{attribute}", value

@@ -1,0 +1,162 @@
+"""A map-style dataset as windows: nothing is read twice, and every item is the same however the run was cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autoaccum.errors import WorkloadError
+from autoaccum.training.data.fetching import PartFetcher, PartRequest
+from autoaccum.training.data.indices import Order, capture_generators, restore_generators
+from autoaccum.training.data.planning_batch import longest_of_dataset
+from autoaccum.training.data.regrouping import regroup
+from autoaccum.training.data.shortness import check_first_window
+from autoaccum.training.data.window import Window
+from autoaccum.training.data.workers import PartReader, WorkerOptions
+from autoaccum.training.seeds import kept_randomness, mix
+from autoaccum.workload.batches import batch_size, has_size
+
+
+class MapStyleSource:
+    """Windows of a dataset with `__getitem__`; a `Source`.
+
+    Its place is an epoch and a number of samples: going on skips indices and reads nothing again.
+
+    Args:
+        dataset: Asked for one item at a time.
+        order: Which items, in which order.
+        collate: From a list of items to a batch; None: torch's `default_collate`.
+        target_batch: Samples of a window.
+        seed: Of the run.
+        options: How to read ahead.
+        name: What the data is, for messages: `a map-style dataset`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: Order,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        target_batch: int,
+        seed: int,
+        options: WorkerOptions,
+        name: str,
+    ) -> None:
+        self.part_size = target_batch
+        self.samples_per_epoch = order.samples
+        self._dataset, self._order, self._collate, self._name = dataset, order, collate, name
+        self._target_batch, self._seed = target_batch, seed
+        self._reader = PartReader(PartFetcher(dataset, collate), options, mix(seed, "workers"))
+        self._epoch, self._read, self._done, self._ended = 0, 0, 0, False
+        self._generators = capture_generators(order.generators)
+        self._is_running = self._is_restored = False
+        if order.samples is not None:
+            check_first_window(order.samples, target_batch, self._name)
+
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+        return self._name if self.samples_per_epoch is None else f"{self._name} of {self.samples_per_epoch:,} samples"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {"kind": "map-style", "samples": self.samples_per_epoch}
+
+    def planning_batch(self) -> Any:
+        """A function of a size: batches of the longest of some samples."""
+        return longest_of_dataset(self._dataset, self._order.some, self._collate)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that `restore` went to goes on where it was."""
+        restored, self._is_restored = self._is_restored, False
+        if restored and epoch == self._epoch:
+            return
+        if restored and not self._ended:
+            self._run_out()
+        self._epoch, self._read, self._done, self._ended = epoch, 0, 0, False
+        self._generators = capture_generators(self._order.generators)
+        self._is_running = False
+
+    def next_window(self) -> Window | None:
+        """The next window; None when the epoch is over.
+
+        Raises:
+            UsageError: The epoch has fewer samples than a window.
+            WorkloadError: `collate` makes another number of samples.
+            DataWorkerError: A worker died. What the dataset raises comes through.
+        """
+        if self._ended:
+            return None
+        if not self._is_running:
+            self._is_running = True
+            self._reader.start(self._requests())
+        with kept_randomness() if self._reader.disturbs else contextlib.nullcontext():
+            parts, sizes = self._read_parts()
+        samples = sum(sizes)
+        if self._read == 0:
+            check_first_window(samples, self._target_batch, self._name)
+        if not samples:
+            self._end()
+            return None
+        self._read += samples
+        return Window(parts if self._order.makes_parts else regroup(parts, sizes), samples)
+
+    def commit(self) -> None:
+        """Move behind the last window."""
+        self._done = self._read
+
+    def state(self) -> dict[str, Any]:
+        """Epoch, samples, and the sampler's own generators as they were when the epoch began (at its end: are)."""
+        return {
+            "epoch": self._epoch,
+            "samples": self._done,
+            "ended": self._ended,
+            "generators": self._generators,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> str | None:
+        """Go to a place; nothing is read."""
+        self._epoch, self._ended = state["epoch"], state["ended"]
+        self._read = self._done = state["samples"]
+        self._generators = state["generators"]
+        self._is_running, self._is_restored = False, True
+        return "; ".join(restore_generators(self._generators, self._order.generators)) or None
+
+    def close(self) -> None:
+        """End the workers."""
+        self._reader.close()
+
+    def _requests(self) -> Iterator[PartRequest]:
+        place = self._done
+        for indices in self._order.lists(self._epoch, place, self._target_batch, self.part_size):
+            yield PartRequest(self._seed, self._epoch, place, indices)
+            place += len(indices)
+
+    def _read_parts(self) -> tuple[list[Any], list[int]]:
+        room = self._target_batch
+        parts: list[Any] = []
+        sizes: list[int] = []
+        while room > 0 and (part := self._reader.read()) is not None:
+            _check_size(*part)
+            sizes.append(part[0])
+            parts.append(part[1])
+            room -= part[0]
+        return parts, sizes
+
+    def _end(self) -> None:
+        if self._done == self._read:
+            self._ended = True
+            self._generators = capture_generators(self._order.generators)
+
+    def _run_out(self) -> None:
+        """Have the sampler's own generators draw what was left of an epoch, as they would have."""
+        if self._order.generators:
+            for _ in self._requests():
+                pass
+
+
+def _check_size(size: int, part: Any) -> None:
+    if not has_size(part, size):
+        raise WorkloadError(f"collate made {batch_size(part)} samples of {size}", hint="return as many as it is given")

@@ -1,0 +1,35 @@
+"""What a plan is tried with: the worst of some samples, read without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.experiments import own_randomness
+from autoaccum.workload.worst_case import LongestBatches, longest_first
+
+LOOKED_AT = 64
+"""How many samples are looked at for the longest."""
+
+
+def longest_of_dataset(
+    dataset: Any, choose: Callable[[int], Sequence[Any]], collate: Callable[[list[Any]], Any] | None
+) -> LongestBatches:
+    """Batches of the longest of some samples of `dataset`.
+
+    Args:
+        dataset: Read now; random states are put back.
+        choose: From a number to at most as many of its indices.
+        collate: As training's own.
+    """
+    with own_randomness():
+        return longest_of([dataset[index] for index in choose(LOOKED_AT)], collate)
+
+
+def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
+    """Batches of `samples`, the longest first; as they come where nothing in them can be counted."""
+    with suppress(WorkloadError):
+        samples = longest_first(samples, len(samples))
+    return LongestBatches(samples, collate)

@@ -1,0 +1,118 @@
+"""What a training reads from, and which kind a user's data is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from autoaccum.errors import UsageError
+from autoaccum.training.data.indices import SampledOrder, ShuffledOrder
+from autoaccum.training.data.map_style import MapStyleSource
+from autoaccum.training.data.window import Window
+from autoaccum.training.data.workers import WorkerOptions
+from autoaccum.workload import nests
+
+_WHAT = "give a Dataset, a DataLoader, or an iterable of batches"
+
+
+class Source(Protocol):
+    """Windows of any data, from epoch to epoch; its place can be kept and found again.
+
+    Attributes:
+        part_size: The largest part to make, in samples, where parts are made here: set before the first window.
+    """
+
+    part_size: int
+
+    @property
+    def description(self) -> str:
+        """What it is, in words: `a map-style dataset of 1,797 samples`."""
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """How many samples an epoch has; None where the data does not tell."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that must be the same when a run goes on: kind, length."""
+
+    def planning_batch(self) -> Any:
+        """What to plan with: a function of a size, or one batch; nothing that is read for it is lost."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, counted from 0; the one that `restore` went to goes on where it was."""
+
+    def next_window(self) -> Window | None:
+        """The next window; None when the epoch is over."""
+
+    def commit(self) -> None:
+        """Move behind the last window: it was trained on, or passed over for good."""
+
+    def state(self) -> dict[str, Any]:
+        """The place as of the last `commit`, even when more was read since; loads with `weights_only=True`."""
+
+    def restore(self, state: Mapping[str, Any]) -> str | None:
+        """Go to a place, before the first window; how it was found, as a sentence, where that is worth saying."""
+
+    def close(self) -> None:
+        """End all workers at once."""
+
+
+def open_source(
+    data: Any,
+    *,
+    target_batch: int,
+    seed: int,
+    workers: int,
+    collate: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+) -> Source:
+    """The source for `data` of any kind.
+
+    Args:
+        data: A map-style Dataset, or another object with `__getitem__` and `__len__` that is no list or tuple; an
+            IterableDataset, of samples; a DataLoader; or any other iterable, of batches.
+        target_batch: Samples of a window.
+        seed: What order and augmentation depend on, with the epoch.
+        workers: Processes that read ahead, where `data` is no DataLoader with workers of its own.
+        collate: From a list of samples to a batch; a DataLoader has its own.
+        pin_memory: Whether parts are put into pinned memory, where there is an accelerator.
+
+    Raises:
+        UsageError: It is nothing of these, or has fewer samples than a window.
+    """
+    if isinstance(data, DataLoader) and _is_taken_apart(data):
+        return MapStyleSource(
+            data.dataset,
+            SampledOrder(data, seed),
+            data.collate_fn,
+            target_batch=target_batch,
+            seed=seed,
+            options=WorkerOptions.of(data, workers=workers, pin_memory=pin_memory),
+            name="a DataLoader over a map-style dataset",
+        )
+    if _is_map_style(data):
+        return MapStyleSource(
+            data,
+            ShuffledOrder(len(data), seed),
+            collate,
+            target_batch=target_batch,
+            seed=seed,
+            options=WorkerOptions(num_workers=workers, pin_memory=pin_memory),
+            name="a map-style dataset",
+        )
+    raise UsageError(f"data is {nests.kind(data)}", hint=_WHAT)
+
+
+def _is_taken_apart(loader: DataLoader[Any]) -> bool:
+    """Whether its samples can be fetched without it: not where a class of the user's own iterates in its own way."""
+    is_map_style = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+    iterates_plainly = type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict")
+    return is_map_style and iterates_plainly
+
+
+def _is_map_style(data: Any) -> bool:
+    if isinstance(data, list | tuple | str | bytes | Mapping | IterableDataset | DataLoader | type):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
