@@ -32,7 +32,7 @@ def write_checkpoint(path: Path, record: Mapping[str, Any]) -> None:
     value: PyTorch's reader does not compare the checksums that are in its files.
 
     Raises:
-        UsageError: Something in `record` could be loaded only by running code; says where.
+        NotPortableError: Something in `record` could be loaded only by running code; says where.
         CheckpointError: It cannot be written, or does not read back as it was.
     """
     content = portable(dict(record))
@@ -85,7 +85,7 @@ class CheckpointStore:
         """Write the checkpoint after `update`; then the oldest go, beyond those that are kept.
 
         Raises:
-            UsageError: As `write_checkpoint`.
+            NotPortableError: As `write_checkpoint`.
             CheckpointError: It cannot be written; those that are there stay.
         """
         path = self.folder / f"checkpoint-{update:08}.pt"

@@ -13,13 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.errors import UsageError
+from autoaccum.errors import CheckpointError
 from autoaccum.workload.nests import kind
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _THREADS = 4
+
+
+class NotPortableError(CheckpointError):
+    """Something in a training keeps its state as an object that only code can load."""
+
+    exit_code = 2
 
 
 def portable(content: Any, name: str = "") -> Any:
@@ -32,7 +38,7 @@ def portable(content: Any, name: str = "") -> Any:
         name: What messages call it.
 
     Raises:
-        UsageError: Something in it could be loaded only by running code; says where.
+        NotPortableError: Something in it could be loaded only by running code; says where.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -77,8 +83,8 @@ def _portable_tensor(tensor: Tensor, path: str) -> Tensor:
     return values
 
 
-def _refusal(path: str, what: str) -> UsageError:
-    return UsageError(
+def _refusal(path: str, what: str) -> NotPortableError:
+    return NotPortableError(
         f"a checkpoint cannot hold {path.removeprefix('.')}: it is {what}, which would not load without running code",
         hint="keep tensors, numbers and strings there, and lists and dicts of them",
     )

@@ -76,7 +76,7 @@ class RunFolder:
         """Write the weights as a plain `state_dict`, whole and read back, or not at all; gives `model_path`.
 
         Raises:
-            UsageError: A module's own extra state could be loaded only by running code; says where.
+            NotPortableError: A module's own extra state could be loaded only by running code; says where.
             CheckpointError: It cannot be written.
         """
         content = portable(dict(unwrapped(model).state_dict()), "the model's state")
