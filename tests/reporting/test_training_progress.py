@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.base import Trial
+from autoaccum.planning.events import TrialFinished, TrialStarted
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.training_progress import TrainingProgress
+from autoaccum.reporting.update_line import UpdateLine
+from autoaccum.training.events import (
+    CeilingRaised,
+    CheckpointFailed,
+    CheckpointWritten,
+    EpochEnded,
+    Evaluated,
+    EvaluationFailed,
+    Finished,
+    Noted,
+    Planning,
+    ShortageMet,
+    Skipped,
+    Started,
+    Updated,
+)
+from autoaccum.training.results import FitResult
+from autoaccum.units import GIB
+
+MODEL = nn.Linear(2, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+RESULT = FitResult(model=MODEL, optimizer=OPTIMIZER, plan=None, updates=30, epochs=1, samples=7680, loss=0.5)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def started(**changes: Any) -> Started:
+    known: dict[str, Any] = {"plan": None, "micro_batch": 64, "target_batch": 256, "device": "cpu", "updates": 30}
+    return Started(model=MODEL, optimizer=OPTIMIZER, **(known | {"epochs": 1} | changes))
+
+
+def updated(update: int, epoch: int = 1, **changes: Any) -> Updated:
+    known: dict[str, Any] = {"loss": 1 / update, "grad_norm": None, "learning_rate": 0.1, "updated": True}
+    known |= {"samples_per_second": 5120.0, "peak_bytes": 3 * GIB, "micro_batches": 4, "micro_batch": 64, "retries": 0}
+    return Updated(update=update, epoch=epoch, samples=256 * update, **(known | changes))
+
+
+def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float = 1.0, width: int = 100) -> list[str]:
+    """What is drawn of events that come `seconds` apart."""
+    file, clock = Terminal() if terminal else io.StringIO(), Clock()
+    console = make_console(file=file, width=width, force_terminal=terminal, color_system=None)
+    with TrainingProgress(console, quiet=quiet, clock=clock) as progress:
+        for event in told:
+            progress.tell(event)
+            clock.seconds += seconds
+    return file.getvalue().splitlines()
+
+
+def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
+    lines = draw(started(), *(updated(number) for number in range(1, 31)), Finished(RESULT))
+    assert lines[0] == "training Linear on cpu: 256 samples per update, in micro-batches of up to 64"
+    assert lines[1] == "update 10 of 30  loss 0.1  0:20 left  5,120 samples/s  peak 3.0 GiB"
+    assert [line.split("  ")[0] for line in lines[1:]] == [f"update {number} of 30" for number in (10, 20, 30)]
+
+
+def test_a_log_has_a_line_for_each_epoch_but_not_for_short_ones() -> None:
+    told = [started(epochs=3), *(updated(number) for number in range(1, 4)), EpochEnded(1, 3, 768), updated(4, 2)]
+    assert [line.split("  ")[0] for line in draw(*told)[1:]] == [
+        "update 3 of 30, epoch 1 of 3",
+        "update 4 of 30, epoch 2 of 3",
+    ]
+    assert len(draw(*told, seconds=0.01)) == 2
+
+
+def test_what_a_run_goes_on_from() -> None:
+    lines = draw(started(update=120, micro_batch=256, resumed_from=Path("runs/a/update-120.pt")))
+    assert lines == [
+        "training Linear on cpu: 256 samples per update, whole; going on after update 120, from runs/a/update-120.pt"
+    ]
+
+
+def test_time_left_counts_what_this_run_made() -> None:
+    lines = draw(started(update=100, updates=200), *(updated(number) for number in range(101, 111)), seconds=5.0)
+    assert "  7:30 left  " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ([started(updates=None, epochs=None), updated(7)], "update 7  loss 0.1429  5,120 samples/s"),
+        ([started(updates=None, epochs=3), updated(7, 2)], "update 7, epoch 2 of 3  loss 0.1429  5,120 samples/s"),
+        (
+            [started(updates=None, epochs=3), updated(10), EpochEnded(1, 10, 2560), updated(11, 2)],
+            "update 11 of about 30, epoch 2 of 3  loss 0.09091  0:38 left  5,120 samples/s",
+        ),
+        ([started(), updated(1, loss=float("nan"), peak_bytes=None)], "update 1 of 30  loss nan  5,120 samples/s"),
+        ([started(), updated(1, samples_per_second=0.123456)], "update 1 of 30  loss 1  0.123 samples/s"),
+    ],
+    ids=["nothing", "epochs", "after-an-epoch", "no-loss", "slow"],
+)
+def test_totals_that_are_not_known(told: list[Any], line: str) -> None:
+    assert draw(*told)[-1].removesuffix("  peak 3.0 GiB") == line
+
+
+EVENTS = [
+    (
+        ShortageMet(120, "backward", 64, 56),
+        "update 120: out of memory in backward with micro-batches of 64, repeated with at most 56",
+    ),
+    (CeilingRaised(300, 64), "update 300: memory was calm, micro-batches of up to 64 are tried again"),
+    (
+        Evaluated(500, {"loss": 0.25, "accuracy": 0.9375}, 1000, 2.06),
+        "update 500: evaluation loss 0.25, accuracy 0.9375 (1,000 samples in 2.1 s)",
+    ),
+    (
+        EvaluationFailed(500, "ValueError: odd\nmore"),
+        "warning: update 500: the evaluation could not be finished, training goes on: ValueError: odd more",
+    ),
+    (
+        CheckpointFailed(500, "no space left on device"),
+        "warning: update 500: no checkpoint could be written, earlier ones are as they were: no space left on device",
+    ),
+    (Skipped(12, "the loss is nan"), "update 12 is skipped: the loss is nan"),
+    (Noted("a damaged checkpoint was passed over"), "warning: a damaged checkpoint was passed over"),
+    (Noted("data is read forward", warns=False), "note: data is read forward"),
+]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_person_should_know_has_a_line_of_its_own(terminal: bool) -> None:
+    lines = draw(started(), *(event for event, _ in EVENTS), terminal=terminal, width=200)
+    plain = [line.rpartition("\x1b[2K")[2].strip() for line in lines]
+    for _, text in EVENTS:
+        assert text in plain
+
+
+def test_quiet_leaves_warnings_each_of_them_once() -> None:
+    told = [started(), *(event for event, _ in EVENTS), *(event for event, _ in EVENTS), updated(1), Finished(RESULT)]
+    lines = draw(*told, quiet=True, seconds=20)
+    assert lines == [text for _, text in EVENTS if text.startswith("warning: ")]
+    assert draw(CheckpointWritten(1, Path("a"), 0.1)) == []
+
+
+def test_a_terminal_has_one_live_line_that_goes_away() -> None:
+    text = "\n".join(draw(started(), updated(1), updated(2), Noted("careful"), updated(3), terminal=True))
+    assert "update 2 of 30  ━" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    assert text.index("warning: careful") < text.index("update 3 of 30  ━")
+    assert text.splitlines()[-1].endswith("update 3 of 30  loss 0.3333  0:40 left  5,120 samples/s  peak 3.0 GiB")
+
+
+def test_a_terminal_is_redrawn_four_times_a_second_at_most() -> None:
+    told = [started(), *(updated(number) for number in range(1, 31))]
+    drawn = re.findall(r"update (\d+)", "\n".join(draw(*told, terminal=True, seconds=0.01)))
+    assert list(dict.fromkeys(drawn)) == ["0", "25", "30"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_the_live_line_stays_on_one_line(width: int) -> None:
+    line = UpdateLine()
+    line.start(started(epochs=3))
+    for number in range(1, 11):
+        line.update(updated(number), number)
+    file = io.StringIO()
+    make_console(file=file, width=width).print(line.drawn(width))
+    drawn = file.getvalue().splitlines()
+    assert len(drawn) == 1
+    assert len(drawn[0]) <= width
+    assert ("━" in drawn[0]) == (width >= 80)
+    assert ("peak" in drawn[0]) == (width >= 100)
+
+
+def test_what_is_printed_meanwhile_comes_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, clock = Terminal(), Clock()
+    monkeypatch.setattr(sys, "stdout", file)
+    with TrainingProgress(make_console(file=file, width=100, force_terminal=True), clock=clock) as progress:
+        progress.tell(started())
+        print("hello")
+    assert sys.stdout is file
+    assert "hello" in file.getvalue()
+
+
+def test_an_interruption_takes_the_live_line_away() -> None:
+    file = Terminal()
+    progress = TrainingProgress(make_console(file=file, force_terminal=True, color_system=None))
+
+    def run() -> None:
+        with progress:
+            progress.tell(started())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_the_planner_is_drawn_until_training_starts() -> None:
+    trial = Trial(parts=(64, 64), outcome="ok", seconds=1.0)
+    told = [Planning("model.py"), TrialStarted(1, (64, 64), False), TrialFinished(1, trial, False), started()]
+    lines = draw(*told)
+    assert lines[0].split()[:2] == ["64", "ok"]
+    assert lines[1].startswith("training Linear")
+    text = "\n".join(draw(*told, TrialStarted(1, (64, 64), False), terminal=True))
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0
+
+
+class Closed(Terminal):
+    """A terminal that is closed in the middle of a training."""
+
+    closes = False
+
+    def write(self, text: str) -> int:
+        if self.closes:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_console_that_is_gone_ends_the_drawing_and_not_the_training(terminal: bool) -> None:
+    file, clock, stdout = Closed(), Clock(), sys.stdout
+    console = make_console(file=file, width=100, force_terminal=terminal)
+    with TrainingProgress(console, clock=clock) as progress:
+        progress.tell(started())
+        file.closes = True
+        for number in range(1, 31):
+            clock.seconds += 20
+            progress.tell(updated(number))
+            progress.warn(f"warning {number}")
+        progress.tell(Finished(RESULT))
+    assert sys.stdout is stdout
