@@ -71,6 +71,7 @@ WITHOUT_TORCH = (
     "reporting/pictures/spans.py",
     "reporting/pictures/theme.py",
     "training/ceiling.py",
+    "training/noise_scale.py",
     "workload/companions.py",
     "workload/module_names.py",
 )

@@ -1,0 +1,176 @@
+"""The gradient noise scale: how many samples it takes for the gradient to be as large as its noise.
+
+McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162): the simple
+noise scale, trace of the covariance of one sample's gradient over the squared norm of the true gradient; estimated
+from gradients of two sizes as in its appendix A.1, here those of the micro-batches and that of the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from autoaccum.training.results import NoiseScale
+
+_WINDOW = 200
+_LEAST = 10
+"""Updates below which a ratio of two means, and its spread, say nothing."""
+
+_NORMAL_95 = 1.6448536
+ONE_PART = "each update is one micro-batch, and gradients of two sizes are needed: take a smaller micro_batch"
+NOT_FINITE = "gradients were not finite"
+_DROWNED = "the noise drowns the gradient in the last {} updates: more are needed"
+
+
+class NoiseEstimator:
+    """Estimates the noise scale from the last updates.
+
+    Each update gives an estimate without bias of the noise S and of the true gradient's square; both are averaged
+    over updates before one is divided by the other, which their ratios would not bear. The spread is Fieller's
+    interval of a ratio of means at 90 % (Fieller 1954), with Student's t: it has no upper end where the mean square
+    might as well be 0.
+
+    >>> estimator = NoiseEstimator()
+    >>> for _ in range(10):
+    ...     estimator.add([4.0, 4.0], [3.0, 5.0], 8.0, 2.5)
+    >>> estimator.estimate().value
+    12.0
+
+    Args:
+        window: Of how many updates the last are kept; the scale changes while one trains.
+    """
+
+    def __init__(self, window: int = _WINDOW) -> None:
+        self._rows: deque[tuple[float, float]] = deque(maxlen=window)
+        self._refused: dict[str, int] = {}
+
+    def add(
+        self, part_sizes: Sequence[float], part_squares: Sequence[float], batch_size: float, batch_square: float
+    ) -> None:
+        """Take an update in.
+
+        The mean square of a part of m samples is that of the true gradient and S / m. Parts count by their size,
+        which for unequal ones spreads least; for equal ones it is S = (mean|g_i|^2 - |G|^2) / (1/m - 1/B).
+
+        Args:
+            part_sizes: The samples of each part; for a loss averaged over tokens, its share of the batch's samples.
+            part_squares: The squared norm of each part's own mean gradient.
+            batch_size: The samples of the update.
+            batch_square: The squared norm of its gradient.
+        """
+        if len(part_sizes) < 2:
+            self.refuse(ONE_PART)
+            return
+        total = sum(part_sizes)
+        mean = sum(size * square for size, square in zip(part_sizes, part_squares, strict=True)) / total
+        noise = (mean - batch_square) * batch_size / (len(part_sizes) - 1)
+        if not math.isfinite(noise):
+            self.refuse(NOT_FINITE)
+            return
+        self._rows.append((noise, batch_square - noise / batch_size))
+
+    def refuse(self, reason: str) -> None:
+        """An update that tells nothing, and why."""
+        self._refused[reason] = self._refused.get(reason, 0) + 1
+
+    def estimate(self) -> NoiseScale:
+        """The noise scale as far as the updates so far tell."""
+        count = len(self._rows)
+        reason = max(self._refused, key=self._refused.__getitem__, default=None)
+        if count < _LEAST:
+            if reason is None or self._refused[reason] < count:
+                reason = f"{count} updates are too few, {_LEAST} are needed"
+            return NoiseScale(None, None, None, count, reason)
+        noises, squares = zip(*self._rows, strict=True)
+        noise, square = fmean(noises), fmean(squares)
+        if square <= 0:
+            return NoiseScale(None, None, None, count, _DROWNED.format(count))
+        low, high = _fieller(noises, squares)
+        return NoiseScale(max(noise / square, 0.0), low, high, count)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` goes on from, as plain values."""
+        return {"rows": [list(row) for row in self._rows], "refused": dict(self._refused)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        self._rows.clear()
+        self._rows.extend((float(noise), float(square)) for noise, square in state["rows"])
+        self._refused = dict(state["refused"])
+
+
+def noise_sentence(scale: NoiseScale, target_batch: int) -> str:
+    """What the noise scale says of a batch size, by the paper's relations.
+
+    With batches of B samples training takes about 1 + B / scale times the samples that very small batches take, and
+    1 + scale / B times the updates of very large ones.
+
+    >>> noise_sentence(NoiseScale(850.0, 610.0, 1240.0, 200), 256)
+    'the target batch of 256 is 0.30 x the gradient noise scale (about 850 samples, 610 to 1,200): training takes \
+about 1.3 x the samples of very small batches and 4.3 x the updates of very large ones'
+    >>> noise_sentence(NoiseScale(None, None, None, 3, "3 updates are too few, 10 are needed"), 256)
+    'the gradient noise scale is unavailable: 3 updates are too few, 10 are needed'
+    """
+    if scale.value is None:
+        return f"the gradient noise scale is unavailable: {scale.reason}"
+    seen = f"about {_rounded(scale.value)} samples{_spread(scale)}"
+    if scale.value * 1000 < target_batch:
+        return (
+            f"the target batch of {target_batch:,} is more than 1,000 x the gradient noise scale ({seen}): a"
+            " tenth of it would need hardly more updates"
+        )
+    ratio = target_batch / scale.value
+    return (
+        f"the target batch of {target_batch:,} is {_factor(ratio)} x the gradient noise scale ({seen}): training takes"
+        f" about {_factor(1 + ratio)} x the samples of very small batches and {_factor(1 + 1 / ratio)} x the updates of"
+        " very large ones"
+    )
+
+
+def _spread(scale: NoiseScale) -> str:
+    if scale.low is None and scale.high is None:
+        return ", but it may be any other number"
+    if scale.high is None:
+        return f", at least {_rounded(scale.low or 0.0)}"
+    return f", {_rounded(scale.low or 0.0)} to {_rounded(scale.high)}"
+
+
+def _rounded(samples: float) -> str:
+    """To two digits.
+
+    >>> _rounded(1234.0), _rounded(0.256)
+    ('1,200', '0.26')
+    """
+    short = float(f"{samples:.2g}")
+    return f"{short:,.0f}" if short >= 10 else f"{short:g}"
+
+
+def _factor(factor: float) -> str:
+    return f"{factor:.2f}" if factor < 1 else _rounded(factor)
+
+
+def _fieller(noises: Sequence[float], squares: Sequence[float]) -> tuple[float | None, float | None]:
+    """The ratios r for which the mean of noise - r * square is not told from 0: the roots of a quadratic in r."""
+    noise, square = fmean(noises), fmean(squares)
+    t = _student_95(len(noises) - 1)
+    spread = t * t / (len(noises) * (len(noises) - 1))
+    noise_spread = spread * sum((n - noise) ** 2 for n in noises)
+    square_spread = spread * sum((s - square) ** 2 for s in squares)
+    both_spread = spread * sum((n - noise) * (s - square) for n, s in zip(noises, squares, strict=True))
+    a, b, c = square * square - square_spread, noise * square - both_spread, noise * noise - noise_spread
+    inside = b * b - a * c
+    if a > 0:
+        root = math.sqrt(max(inside, 0.0))
+        return max((b - root) / a, 0.0), (b + root) / a
+    if inside <= 0 or a == 0:
+        return None, None
+    return max((b - math.sqrt(inside)) / a, 0.0) or None, None
+
+
+def _student_95(freedom: int) -> float:
+    """Student's 95 % quantile, by the first terms of its expansion about the normal one; 0.5 % low at 9."""
+    z = _NORMAL_95
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
