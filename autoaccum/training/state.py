@@ -137,19 +137,23 @@ def _group_differences(theirs: list[list[str]], ours: list[list[str]]) -> list[s
 
 
 def _restore_optimizer(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """PyTorch rounds state to the parameter's dtype, and makes new tensors of learning rates that are tensors."""
+    """PyTorch rounds state to the parameter's dtype, makes new tensors of rates that are tensors, and reorders keys."""
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
     for old, group in zip(before, optimizer.param_groups, strict=True):
-        for key, value in group.items():
-            if isinstance(value, Tensor) and isinstance(old.get(key), Tensor):
-                group[key] = old[key].copy_(value)
+        loaded = dict(group)
+        group.clear()
+        group.update({key: _as_it_was(old.get(key), loaded[key]) for key in (*old, *loaded) if key in loaded})
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(_numbers(state["param_groups"]), parameters, strict=True):
         if number in state["state"]:
             optimizer.state[parameter] = _as_saved(optimizer.state[parameter], state["state"][number])
+
+
+def _as_it_was(old: Any, loaded: Any) -> Any:
+    return old.copy_(loaded) if isinstance(old, Tensor) and isinstance(loaded, Tensor) else loaded
 
 
 def _numbers(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
