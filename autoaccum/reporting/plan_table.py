@@ -13,12 +13,10 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.companions import describe_companions
 from autoaccum.reporting.explanation_table import print_explanation
-from autoaccum.reporting.plain_text import one_line
+from autoaccum.reporting.rows import row_lines
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
-_NAME_WIDTH = 13
-_LEAST_WIDTH = 24
 
 
 def print_plan(
@@ -45,7 +43,7 @@ def print_plan(
         seconds: What all of it took, if it was just made.
     """
     for title, value in plan_rows(plan, seconds=seconds):
-        for line in _row(console, title, value):
+        for line in row_lines(console, title, value):
             console.print(line, soft_wrap=True)
     if plan.explanation is not None:
         console.print()
@@ -119,15 +117,6 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
     return f"autoaccum.Accumulator(model, optimizer, {loss}, {', '.join(options)}).step(batch)"
-
-
-def _row(console: Console, name: str, value: Text) -> Iterator[Text]:
-    """A name and its value, wrapped to the console's width without trailing spaces."""
-    width = max(_LEAST_WIDTH, console.width - _NAME_WIDTH)
-    value.plain = one_line(value.plain)  # With what others named: cards, modules, their words in notes.
-    for number, line in enumerate(value.wrap(console, width)):
-        line.rstrip()
-        yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
 
 
 def _parts(plan: Plan) -> str:

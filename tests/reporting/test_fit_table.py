@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.base import Trial
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.fit_table import fit_record, print_fit
+from autoaccum.training.events import Updated
+from autoaccum.training.results import FitResult, NoiseScale
+
+MODEL = nn.Linear(2, 1)
+RESULT = FitResult(
+    model=MODEL,
+    optimizer=torch.optim.SGD(MODEL.parameters(), lr=0.1),
+    plan=None,
+    updates=3000,
+    epochs=3,
+    samples=768_000,
+    loss=0.43125678,
+    seconds=754.4,
+)
+LAST = Updated(
+    update=3000,
+    epoch=3,
+    samples=768_000,
+    loss=0.43125678,
+    grad_norm=None,
+    learning_rate=0.1,
+    samples_per_second=1e3,
+    peak_bytes=None,
+    micro_batches=4,
+    micro_batch=64,
+    retries=0,
+    updated=True,
+)
+PLAN = Plan(
+    kind="measured",
+    target_batch=256,
+    micro_batch=86,
+    iter_size=3,
+    micro_batches=(86, 85, 85),
+    world_size=1,
+    largest_fit=86,
+    capped=True,
+    limit_bytes=10,
+    peak_bytes=5,
+    device={"name": "cpu"},
+    environment={},
+    workload={},
+    trials=(Trial(parts=(86, 85), outcome="ok"),),
+)
+COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
+
+
+def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> str:
+    file = io.StringIO()
+    print_fit(make_console(file=file, width=width), result, target_batch=256, last=last, command=COMMAND)
+    return file.getvalue()
+
+
+def test_a_plain_training() -> None:
+    assert draw(RESULT).splitlines() == [
+        "updates      3000 in 3 epochs, 768,000 samples",
+        "loss         0.431257 in the last update",
+        "micro-batch  64",
+        "iter_size    4",
+        "time         12:34",
+        "",
+        "go on from here:",
+        "  autoaccum fit 'my model.py' --epochs 6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"evaluation": {"loss": 0.25, "accuracy": 0.97}}, "evaluation   loss 0.25, accuracy 0.97\n"),
+        ({"plan": PLAN}, "micro-batch  64 in the last update, planned were 86\n"),
+        ({"plan": None}, "micro-batch  64\n"),
+        ({"shortages": 1}, "shortages    out of memory once, repeated in smaller micro-batches\n"),
+        ({"shortages": 12}, "shortages    out of memory 12 times, repeated in smaller micro-batches\n"),
+        ({"skipped": 1}, "skipped      1 update, not finite\n"),
+        ({"skipped": 2}, "skipped      2 updates, not finite\n"),
+        (
+            {"noise_scale": NoiseScale(None, None, None, 3, "too few updates")},
+            "noise scale  the gradient noise scale is unavailable: too few updates\n",
+        ),
+        ({"resumed_from": Path("a/1.pt")}, "resumed from a/1.pt\n"),
+        ({"checkpoint": Path("a/2.pt")}, "checkpoint   a/2.pt\n"),
+        ({"model_path": Path("a/model.pt")}, "weights      a/model.pt\n"),
+        (
+            {"model_path": Path("a/model.pt")},
+            "use the weights:\n  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
+        ),
+        ({"stopped": "callback"}, "ended by     a callback\n"),
+        ({"epochs": 0, "updates": 1}, "updates      1, 768,000 samples\n"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_else_there_is_to_say(changes: dict[str, Any], row: str) -> None:
+    assert row in draw(replace(RESULT, **changes))
+
+
+def test_a_training_that_had_nothing_left_to_do() -> None:
+    text = draw(replace(RESULT, loss=None), last=None)
+    assert "loss" not in text
+    assert "micro-batch" not in text
+
+
+def test_a_path_can_be_copied_from_a_narrow_terminal() -> None:
+    path = Path("runs") / ("deep/" * 20) / "update-3000.pt"
+    assert f"checkpoint   {path}\n" in draw(replace(RESULT, checkpoint=path), width=40)
+
+
+def test_what_others_named_does_not_break_lines() -> None:
+    assert "evaluation   odd [31mname 1\n" in draw(replace(RESULT, evaluation={"odd\x1b[31mname": 1.0}))
+
+
+def test_a_record_for_programs() -> None:
+    result = replace(
+        RESULT,
+        plan=PLAN,
+        evaluation={"loss": float("nan"), "accuracy": 0.5},
+        noise_scale=NoiseScale(850.0, 610.0, None, 200),
+        run_dir=Path("a"),
+        checkpoint=Path("a/2.pt"),
+        model_path=Path("a/model.pt"),
+        warnings=("careful",),
+    )
+    record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
+    assert record["schema"] == 1
+    assert record["evaluation"] == {"loss": None, "accuracy": 0.5}
+    assert record["noise_scale"] == {"value": 850.0, "low": 610.0, "high": None, "updates": 200, "reason": None}
+    assert (record["target_batch"], record["micro_batch"], record["iter_size"]) == (256, 64, 4)
+    assert record["planned_micro_batch"] == 86
+    assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
+    assert record["resumed_from"] is None
+    assert record["warnings"] == ["careful"]
+
+
+def test_every_key_of_the_record_is_explained_and_nothing_of_the_result_is_left_out() -> None:
+    record = fit_record(RESULT, target_batch=256, last=None)
+    text = fit_record.__doc__ or ""
+    assert all(f"`{key}`" in text for key in record)
+    live = {"model", "optimizer", "plan"}
+    assert set(RESULT.__dataclass_fields__) - live == (
+        set(record) - {"schema", "target_batch", "micro_batch", "iter_size", "planned_micro_batch", "weights"}
+    ) | {"model_path"}
+    assert record["micro_batch"] is None
