@@ -48,10 +48,10 @@ def portable(content: Any, name: str = "") -> Any:
                 tensors[id(node)] = (node, _portable_tensor(node, path))
             return tensors[id(node)][1]
         if type(node) in (*_MAPPINGS, defaultdict):
-            items = {walk(key, f"a key of {path}"): walk(value, f"{path}.{key}") for key, value in node.items()}
+            items = {walk(key, f"a key of {path}"): walk(value, _below(path, key)) for key, value in node.items()}
             return type(node)(items) if type(node) in _MAPPINGS else items
         if type(node) in (list, tuple, set):
-            return type(node)([walk(entry, f"{path}.{index}") for index, entry in enumerate(node)])
+            return type(node)([walk(entry, _below(path, index)) for index, entry in enumerate(node)])
         if isinstance(node, np.generic):
             return walk(node.item(), path)
         if type(node) not in _VALUES or node == b"":  # Empty bytes are pickled as a call.
@@ -83,9 +83,13 @@ def _portable_tensor(tensor: Tensor, path: str) -> Tensor:
     return values
 
 
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
 def _refusal(path: str, what: str) -> NotPortableError:
     return NotPortableError(
-        f"a checkpoint cannot hold {path.removeprefix('.')}: it is {what}, which would not load without running code",
+        f"a checkpoint cannot hold {path}: it is {what}, which would not load without running code",
         hint="keep tensors, numbers and strings there, and lists and dicts of them",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +66,9 @@ def load_plain(path: Path, *, mapped: bool = False) -> Any:
             begins = file.read(len(_ZIP))
         if begins != _ZIP:
             raise DamagedFileError(f"{path} is damaged (it is no file of torch.save)")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # What torch suspects of a file, the digest knows.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         if error.errno == errno.EIO:
             raise DamagedFileError(f"{path} is damaged ({error.strerror})") from None
@@ -147,4 +150,6 @@ def _unwritable(path: Path, error: OSError) -> CheckpointError:
 def _reason(error: Exception) -> str:
     """Without torch's advice to load the file in the way that runs code."""
     line = first_line(error)
-    return "it holds more than values" if line.startswith("Weights only load failed") else line or type(error).__name__
+    if line.startswith("Weights only load failed"):
+        return "it holds more than values"
+    return line.partition(". ")[0] or type(error).__name__

@@ -1,0 +1,454 @@
+"""Checkpoints are whole or not there, tell every damage, and run no code."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.training.checkpoints import VERSION, CheckpointStore, read_checkpoint, write_checkpoint
+from autoaccum.training.contents import NotPortableError, digest, portable
+from autoaccum.training.verified_files import DamagedFileError
+
+
+def record(update: int = 0) -> dict[str, Any]:
+    shared = torch.arange(6.0)
+    return {
+        "update": update,
+        "model": {"weight": shared, "tied": shared, "half": torch.ones(3, dtype=torch.bfloat16)},
+        "counts": Counter([1, 1]),
+        "nest": [(1, 2.5, None, True), {"deep": [b"bytes", "text", 1 + 2j, 1 << 127]}, {3}],
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    return digest(portable(one)) == digest(portable(other))
+
+
+def never(path: Path, reason: str) -> None:
+    pytest.fail(f"{path} was passed over: {reason}")
+
+
+# Round trips.
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+tensors = st.builds(
+    lambda seed, shape, dtype: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.integers(0, 99),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+)
+keys = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
+values = st.one_of(
+    keys,
+    st.floats(),
+    st.complex_numbers(),
+    st.binary(min_size=1, max_size=5),
+    st.sampled_from([*DTYPES, torch.device("cuda:1"), torch.Size([2, 3])]),
+    tensors,
+)
+nests = st.recursive(
+    values,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+        st.sets(keys, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Without the digest, which is under test."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other or repr(one) == repr(other)  # NaN.
+
+
+@given(nests)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_nest_comes_back(tmp_path: Path, nest: Any) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    write_checkpoint(path, {"nest": nest})
+    assert equal(read_checkpoint(path)["nest"], nest)
+
+
+@given(nests, nests)
+@settings(max_examples=100, deadline=None)
+def test_different_nests_have_different_digests(one: Any, other: Any) -> None:
+    assert (digest(one) == digest(other)) == equal(one, other)
+
+
+def test_anybody_can_load_it(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    write_checkpoint(path, record(7))
+    content = torch.load(path, weights_only=True)
+    assert (content["format"], content["version"]) == ("autoaccum checkpoint", VERSION)
+    assert same(content["record"], record(7))
+    model = read_checkpoint(path)["model"]
+    assert model["weight"] is model["tied"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_tensors_are_made_plain(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    big = torch.arange(100_000.0)
+    odd = {
+        "slice": big[5:8],
+        "wide": torch.ones(1).expand(4),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    write_checkpoint(path, {**odd, "numbers": [np.float64(0.1), np.int64(3)], "groups": defaultdict(list, a=[1])})
+    read = read_checkpoint(path)
+    for name, tensor in odd.items():
+        assert torch.equal(read[name].to_dense(), tensor.detach().to_dense().resolve_conj())
+    assert [type(number) for number in read["numbers"]] == [float, int]
+    assert read["numbers"] == [0.1, 3]
+    assert read["groups"] == {"a": [1]}
+    assert path.stat().st_size < 20_000
+
+
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024
+
+NOT_PORTABLE: dict[str, tuple[Any, str]] = {
+    "function": ({"scheduler": {"anneal_func": math.cos}}, "scheduler.anneal_func: it is a builtin_function_or_method"),
+    "array": ({"data": [1, np.zeros(2)]}, "data.1: it is a ndarray"),
+    "object": ({"data": random.Random()}, "data: it is a Random"),
+    "named": ({"data": Pair(1, 2)}, "data: it is a Pair"),
+    "key": ({"data": {Pair(1, 2): 1}}, "a key of data: it is a Pair"),
+    "empty": ({"data": b""}, "data: it is a bytes"),
+    "meta": ({"data": torch.ones(1, device="meta")}, "data: it is a tensor on the meta device"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PORTABLE)
+def test_what_needs_code_is_named_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+    content, said = NOT_PORTABLE[kind]
+    with pytest.raises(NotPortableError, match="which would not load without running code: keep") as caught:
+        write_checkpoint(tmp_path / "checkpoint-00000001.pt", content)
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# Damage.
+
+
+def test_pytorch_itself_does_not_see_a_flipped_bit_but_the_digest_does(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    write_checkpoint(path, {"weight": torch.full((1000,), 3.0)})
+    content = bytearray(path.read_bytes())
+    place = content.index(torch.full((9,), 3.0).numpy().tobytes()) + 400
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path, weights_only=True)["record"]["weight"], torch.full((1000,), 3.0))
+    with pytest.raises(DamagedFileError, match="does not have the digest that was written with it"):
+        read_checkpoint(path)
+
+
+def verdict(path: Path) -> str:
+    try:
+        return "whole" if same(read_checkpoint(path), record()) else "changed"
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_any_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    write_checkpoint(path, record())
+    whole, generator, verdicts = path.read_bytes(), random.Random(1), list[str]()
+    for _ in range(600):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] ^= generator.randrange(1, 256)
+        path.write_bytes(damaged)
+        verdicts.append(verdict(path))
+    assert "changed" not in verdicts
+    assert not [text for text in verdicts if "\n" in text or "weights_only" in text]
+    assert verdicts.count("whole") < 500
+
+
+def test_any_truncation_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    write_checkpoint(path, record())
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedFileError, match="is damaged"):
+            read_checkpoint(path)
+
+
+class Malicious:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_nothing_in_a_checkpoint_can_run_code(tmp_path: Path) -> None:
+    store, mark = CheckpointStore(tmp_path), tmp_path / "owned"
+    store.write(1, record(1))
+    torch.save(
+        {"format": "autoaccum checkpoint", "version": 1, "record": Malicious(mark)}, tmp_path / "checkpoint-00000002.pt"
+    )
+    (tmp_path / "checkpoint-00000003.pt").write_bytes(pickle.dumps(Malicious(mark)))
+    torch.save(Malicious(mark), tmp_path / "checkpoint-00000004.pt", _use_new_zipfile_serialization=False)
+    told: list[str] = []
+    found = store.newest(lambda path, reason: told.append(reason))
+    assert found is not None
+    assert found[1]["update"] == 1
+    assert not mark.exists()
+    assert len(told) == 3
+    assert "it holds more than values" in told[2]
+
+
+def test_a_file_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.pt"
+    for content in ({"weight": torch.ones(1)}, [1], {"format": "autoaccum checkpoint", "version": 1}):
+        torch.save(content, path)
+        with pytest.raises(DamagedFileError):
+            read_checkpoint(path)
+
+
+# The store.
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    assert store.newest(never) is None
+    for update in (0, 100, 200, 99_999_999, 100_000_000):
+        assert store.write(update, record(update)).name == f"checkpoint-{update:08}.pt"
+    assert [path.name[11:-3] for path in store.paths()] == ["100000000", "99999999", "00000200"]
+    path, read = store.newest(never) or pytest.fail("none found")
+    assert path == store.paths()[0]
+    assert same(read, record(100_000_000))
+    with pytest.raises(UsageError, match="0 checkpoints are to be kept"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_damaged_ones_are_passed_over_and_set_aside(tmp_path: Path) -> None:
+    store, told = CheckpointStore(tmp_path, keep=3), list[tuple[str, str]]()
+    for update in (1, 2, 3):
+        store.write(update, record(update))
+    for path in store.paths()[:2]:
+        path.write_bytes(path.read_bytes()[:-1000])
+    path, read = store.newest(lambda path, reason: told.append((path.name, reason))) or pytest.fail("none found")
+    assert read["update"] == 1
+    assert [name for name, _ in told] == ["checkpoint-00000003.pt.damaged", "checkpoint-00000002.pt.damaged"]
+    assert all("is damaged (" in reason for _, reason in told)
+    assert store.paths() == [path]
+    store.write(2, record(2)).write_bytes(b"")
+    assert store.newest(lambda path, reason: told.append((path.name, reason))) is not None
+    assert told[2][0] == "checkpoint-00000002.pt.damaged2"
+
+
+def test_when_all_are_damaged_training_does_not_start_anew(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for update in (1, 2):
+        store.write(update, record(update)).write_bytes(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole: .*00000002.* is damaged .*00000001"):
+        store.newest(never)
+    assert len(store.paths()) == 2
+
+
+def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.write(1, record(1))
+    torch.save({"format": "autoaccum checkpoint", "version": 2}, tmp_path / "checkpoint-00000002.pt")
+    with pytest.raises(CheckpointError, match="is of format 2, this autoaccum reads up to 1: update autoaccum"):
+        store.newest(never)
+    assert len(store.paths()) == 2
+
+
+def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.write(1, record(1))
+    (tmp_path / "checkpoint-00000002.pt").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read \\(Is a directory\\)"):
+        store.newest(never)
+
+
+def test_another_training_does_not_remove_or_resume_what_came_later(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for update in (5, 6):
+        store.write(update, record(update))
+    store.write(1, record(1))
+    assert len(store.paths()) == 3
+    assert [path.name for path in store.set_aside_after(1)] == [
+        "checkpoint-00000005.pt.earlier",
+        "checkpoint-00000006.pt.earlier",
+    ]
+    assert [path.name for path in store.paths()] == ["checkpoint-00000001.pt"]
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint-00000001.pt.123.tmp").write_bytes(b"half")
+    (tmp_path / "mine.tmp").write_bytes(b"")
+    CheckpointStore(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
+
+
+# Trouble with the disk.
+
+FULL = """
+import os, resource, subprocess, sys, torch
+from pathlib import Path
+from autoaccum.errors import CheckpointError
+from autoaccum.training.checkpoints import CheckpointStore
+
+def attempt(update, size):
+    try:
+        print(store.write(update, {"update": update, "weight": torch.zeros(size)}).name)
+    except CheckpointError as error:
+        print(str(error).rpartition("/")[2])
+
+folder = Path(sys.argv[1])
+mounted = "mount" in sys.argv
+if mounted:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], check=True)
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+store = CheckpointStore(folder)
+for size in (1, 100_000, 200_000, 10_000_000):
+    attempt(2 if size > 1 else 1, size)
+attempt(2, 40_000)
+if mounted:
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    attempt(3, 1)
+print([path.name for path in sorted(folder.iterdir())], store.newest(print)[1]["update"])
+"""
+KEPT = [
+    "checkpoint-00000002.pt",
+    "['checkpoint-00000001.pt', 'checkpoint-00000002.pt'] 2",
+]
+
+
+def run(program: str, *arguments: object, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-W", "error", "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_file_that_may_not_grow_leaves_the_earlier_ones(tmp_path: Path) -> None:
+    done = run(FULL, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    failed = "checkpoint-00000002.pt cannot be written (File too large): see that its folder can be written to"
+    assert done.stdout.splitlines() == ["checkpoint-00000001.pt", *[failed] * 3, *KEPT]
+
+
+def test_a_full_and_a_read_only_disk_leave_the_earlier_ones(tmp_path: Path) -> None:
+    apart = ("unshare", "--map-root-user", "--mount")
+    try:
+        may_mount = (
+            subprocess.run([*apart, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode == 0
+        )
+    except FileNotFoundError:
+        may_mount = False
+    if not may_mount:
+        return  # The limit on files above takes the same way through the code.
+    done = run(FULL, tmp_path, "mount", before=apart)
+    assert (done.returncode, done.stderr) == (0, "")
+    full = "checkpoint-00000002.pt cannot be written (No space left on device): make room"
+    fixed = "checkpoint-00000003.pt cannot be written (Read-only file system): see that its folder can be written to"
+    assert done.stdout.splitlines() == ["checkpoint-00000001.pt", *[full] * 3, KEPT[0], fixed, KEPT[1]]
+
+
+def test_a_folder_that_vanished_or_became_a_file_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    store = CheckpointStore(folder)
+    folder.rmdir()
+    with pytest.raises(
+        CheckpointError, match="checkpoint-00000001.pt cannot be written \\(No such file or directory\\)"
+    ):
+        store.write(1, record(1))
+    folder.touch()
+    with pytest.raises(CheckpointError, match="cannot be written \\(Not a directory\\)"):
+        store.write(1, record(1))
+
+
+# Killed at any moment.
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from autoaccum.training.checkpoints import CheckpointStore
+
+folder, moments = Path(sys.argv[1]), random.Random(1)
+
+def refuse(path, reason):
+    raise AssertionError(f"{path} was passed over: {reason}")
+
+def newest():
+    found = CheckpointStore(folder).newest(refuse)
+    if found is None:
+        return 0
+    assert torch.equal(found[1]["weight"], torch.full((100_000,), float(found[1]["update"])))
+    return found[1]["update"]
+
+def forked(function):
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(read)
+        function(lambda number: os.write(write, b"%d " % number))
+        os._exit(0)
+    os.close(write)
+    return process, read
+
+def write_on(report):
+    store, update = CheckpointStore(folder), newest()
+    while True:
+        update += 1
+        store.write(update, {"update": update, "weight": torch.full((100_000,), float(update))})
+        report(update)
+
+def said(read):
+    with os.fdopen(read) as pipe:
+        return [int(word) for word in pipe.read().split()]
+
+for _ in range(12):
+    process, read = forked(write_on)
+    time.sleep(moments.uniform(0.02, 0.15))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    reported = max(said(read), default=0)
+    process, read = forked(lambda report: report(newest()))
+    assert os.waitpid(process, 0)[1] == 0
+    found = said(read)[0]
+    assert found >= reported, (found, reported)
+print(found)
+"""
+
+
+def test_a_process_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    # torch is loaded once; each process is forked before any of its threads has started.
+    done = run(KILLED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 12
+    assert len(CheckpointStore(tmp_path).paths()) in (3, 4)
