@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoaccum.errors import WorkloadError
+from autoaccum.training.data.counts import check_first_window, check_size
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.indices import Order, capture_generators, restore_generators
 from autoaccum.training.data.planning_batch import longest_of_dataset
 from autoaccum.training.data.regrouping import regroup
-from autoaccum.training.data.shortness import check_first_window
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import PartReader, WorkerOptions
 from autoaccum.training.seeds import kept_randomness, mix
-from autoaccum.workload.batches import batch_size, has_size
 
 
 class MapStyleSource:
@@ -139,7 +137,7 @@ class MapStyleSource:
         parts: list[Any] = []
         sizes: list[int] = []
         while room > 0 and (part := self._reader.read()) is not None:
-            _check_size(*part)
+            check_size(*part)
             sizes.append(part[0])
             parts.append(part[1])
             room -= part[0]
@@ -155,8 +153,3 @@ class MapStyleSource:
         if self._order.generators:
             for _ in self._requests():
                 pass
-
-
-def _check_size(size: int, part: Any) -> None:
-    if not has_size(part, size):
-        raise WorkloadError(f"collate made {batch_size(part)} samples of {size}", hint="return as many as it is given")

@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, first_line
+from autoaccum.training.data.batch_lists import check_iterable, listed_batches
+from autoaccum.training.data.batches_stream import BatchesSource
 from autoaccum.training.data.indices import SampledOrder, ShuffledOrder
 from autoaccum.training.data.map_style import MapStyleSource
+from autoaccum.training.data.reading import Reading
+from autoaccum.training.data.samples_stream import SamplesSource, WorkerSamples
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import WorkerOptions
 from autoaccum.workload import nests
-
-_WHAT = "give a Dataset, a DataLoader, or an iterable of batches"
 
 
 class Source(Protocol):
@@ -92,27 +94,47 @@ def open_source(
             options=WorkerOptions.of(data, workers=workers, pin_memory=pin_memory),
             name="a DataLoader over a map-style dataset",
         )
-    if _is_map_style(data):
+    if is_map_style(data):
         return MapStyleSource(
             data,
-            ShuffledOrder(len(data), seed),
+            ShuffledOrder(_length(data), seed),
             collate,
             target_batch=target_batch,
             seed=seed,
             options=WorkerOptions(num_workers=workers, pin_memory=pin_memory),
             name="a map-style dataset",
         )
-    raise UsageError(f"data is {nests.kind(data)}", hint=_WHAT)
+    if isinstance(data, IterableDataset):
+        lists = WorkerSamples(data, workers, seed).open if workers else None
+        reading = Reading(data, f"{nests.kind(data)} of samples", seed, lists)
+        return SamplesSource(reading, collate, target_batch=target_batch, seed=seed, pins=pin_memory)
+    if isinstance(data, list | tuple):
+        return listed_batches(data, target_batch=target_batch, seed=seed)
+    check_iterable(data)
+    return BatchesSource(
+        Reading(data, f"{nests.kind(data)} of batches", seed), target_batch=target_batch, unit="batches"
+    )
 
 
 def _is_taken_apart(loader: DataLoader[Any]) -> bool:
     """Whether its samples can be fetched without it: not where a class of the user's own iterates in its own way."""
-    is_map_style = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+    gives_indices = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     iterates_plainly = type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict")
-    return is_map_style and iterates_plainly
+    return gives_indices and iterates_plainly
 
 
-def _is_map_style(data: Any) -> bool:
+def is_map_style(data: Any) -> bool:
+    """Whether `data` gives samples by their index; a list or a tuple is taken for batches."""
     if isinstance(data, list | tuple | str | bytes | Mapping | IterableDataset | DataLoader | type):
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{nests.kind(data)} has no length ({first_line(error)})",
+            hint="define __len__, or give a DataLoader over it with a sampler",
+        ) from error

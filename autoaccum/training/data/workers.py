@@ -112,10 +112,10 @@ class PartReader:
             self._fetcher,  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
             num_workers=options.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             pin_memory=pins,
             timeout=options.timeout,
-            worker_init_fn=_WorkerStart(options.worker_init_fn),
+            worker_init_fn=WorkerStart(options.worker_init_fn),
             multiprocessing_context=options.multiprocessing_context,
             generator=torch.Generator().manual_seed(self._seed),
             prefetch_factor=options.prefetch_factor,
@@ -123,13 +123,14 @@ class PartReader:
         )
 
 
-class _WorkerStart:
+class WorkerStart:
     """What a worker does first: leave Ctrl-C to the main process, and the user's own start."""
 
     def __init__(self, users: Callable[[int], Any] | None) -> None:
         self._users = users
 
     def __call__(self, worker_id: int) -> None:
+        """Run in the worker, whose number is `worker_id`."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, PartFetcher):
@@ -194,5 +195,6 @@ def _way_out(codes: set[int | None]) -> str:
     return "set workers to 0 to see what the dataset does there; where memory ran out, use fewer"
 
 
-def _as_it_is(part: Any) -> Any:
+def as_it_is(part: Any) -> Any:
+    """What a DataLoader is to do with what is put together already: nothing."""
     return part

@@ -1,0 +1,59 @@
+"""An iterable of batches as windows: a batch that crosses a window's end is cut there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.training.data.counts import check_first_window
+from autoaccum.training.data.reading import END
+from autoaccum.training.data.regrouping import regroup
+from autoaccum.training.data.stream_source import StreamSource
+from autoaccum.training.data.window import Window
+from autoaccum.workload.batches import batch_size, split_batch
+
+
+class BatchesSource(StreamSource):
+    """Windows of batches, joined where their forms allow it."""
+
+    def planning_batch(self) -> Any:
+        """The first batch."""
+        batches = self._reading.look_ahead(1)
+        if not batches:
+            check_first_window(0, self._target_batch, self._reading.name)
+        self._size(batches[0])
+        return batches[0]
+
+    def _fill(self) -> Window:
+        parts: list[Any] = []
+        sizes: list[int] = []
+        while (room := self._target_batch - sum(sizes)) > 0:
+            batch = self._reading.take() if self._rest is None else self._rest
+            if batch is END:
+                break
+            size = self._size(batch)
+            self._rest = None
+            if size > room:
+                batch, self._rest = split_batch(batch, [room, size - room])
+            if size:
+                parts.append(batch)
+                sizes.append(min(size, room))
+        return Window(regroup(parts, sizes), sum(sizes))
+
+    def _size(self, entry: Any) -> int:
+        try:
+            return batch_size(entry)
+        except WorkloadError as error:
+            raise UsageError(
+                f"{self._reading.name} yields what is no batch: {error.message}",
+                hint="yield batches, or give single samples as a Dataset or an IterableDataset",
+            ) from error
+
+    def _last_of(self, entry: Any, samples: int) -> Any:
+        size = self._size(entry)
+        if size < samples:
+            raise UsageError(
+                f"{self._reading.name} has {size} samples where the run had read more than {samples}",
+                hint="give the data it began with, or another run folder",
+            )
+        return split_batch(entry, [size - samples, samples])[1]

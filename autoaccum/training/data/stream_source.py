@@ -1,0 +1,229 @@
+"""What can only be gone through as windows: its place is kept by its own state, or by what was read."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.randomness import RandomState
+from autoaccum.errors import UsageError
+from autoaccum.training.data.counts import check_first_window
+from autoaccum.training.data.reading import END, Reading
+from autoaccum.training.data.window import Window
+from autoaccum.workload import nests
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Between two windows.
+
+    Attributes:
+        taken: Entries of the epoch that were read, the last one maybe in part.
+        rest: What is left of that one.
+        random: Where the random stream is.
+        data: The data's own state; None where it has none, or entries were looked at ahead of it.
+        ended: Whether the epoch is over.
+    """
+
+    taken: int = 0
+    rest: Any = None
+    random: RandomState | None = None
+    data: Any = None
+    ended: bool = False
+
+
+class StreamSource(abc.ABC):
+    """Windows of an iterable; a `Source`.
+
+    Args:
+        reading: Goes through the data.
+        target_batch: Samples of a window.
+        unit: What the data yields, in words: `batches`.
+        length: How many of them it has; None where it does not tell.
+        samples_per_epoch: As in a `Source`.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        *,
+        target_batch: int,
+        unit: str,
+        length: int | None = None,
+        samples_per_epoch: int | None = None,
+    ) -> None:
+        self.part_size = target_batch
+        self.samples_per_epoch = samples_per_epoch
+        self._reading, self._target_batch, self._unit, self._length = reading, target_batch, unit, length
+        self._rest: Any = None
+        self._epoch, self._is_restored, self._is_first = 0, False, True
+        self._place = self._committed = _Place()
+
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+        return self._reading.name
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {"kind": self._unit, "length": self._length}
+
+    @abc.abstractmethod
+    def planning_batch(self) -> Any:
+        """What to plan with; it stays to be trained on."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that `restore` went to goes on where it was."""
+        restored, self._is_restored = self._is_restored, False
+        if restored and epoch == self._epoch:
+            return
+        if restored and not self._committed.ended:
+            self._run_out()
+        self._epoch, self._rest, self._is_first = epoch, None, True
+        # What the data keeps from epoch to epoch, as an order it draws by itself, belongs to where this one begins.
+        keeps = self._reading.is_stateful and epoch > 0
+        self._place = self._committed = _Place(data=self._reading.copied_state() if keeps else None)
+        self._reading.begin(epoch, afresh=False)
+
+    def next_window(self) -> Window | None:
+        """The next window; None when the epoch is over.
+
+        Raises:
+            UsageError: The epoch has fewer samples than a window, or what it yields is no batch.
+            DataWorkerError: A worker died. What the data raises comes through.
+        """
+        if self._place.ended:
+            return None
+        with self._reading.running():
+            window = self._fill()
+        if self._is_first:
+            check_first_window(window.samples, self._target_batch, self._reading.name, self._epoch)
+        self._is_first = False
+        is_committed = self._committed is self._place
+        self._place = _Place(self._reading.taken, self._rest, self._reading.stream.place, ended=self._reading.is_at_end)
+        if window.samples:
+            return self._made(window)
+        if is_committed:
+            self.commit()
+        return None
+
+    def commit(self) -> None:
+        """Move behind the last window."""
+        if self._place is self._committed:
+            return
+        if self._reading.is_stateful and not self._reading.has_looked_ahead:
+            self._place = dataclasses.replace(self._place, data=self._reading.copied_state())
+        self._committed = self._place
+
+    def state(self) -> dict[str, Any]:
+        """The place as plain values; without the data's own state where that, or the rest of an entry, is none."""
+        place = self._committed
+        own = {"data": place.data, "rest": _compact(place.rest)}
+        return {
+            "epoch": self._epoch,
+            "taken": place.taken,
+            "left": 0 if place.rest is None else self._size(place.rest),
+            "ended": place.ended,
+            "random": self._reading.stream.describe(place.random),
+            "generators": self._reading.generator_states(ended=place.ended),
+            "own": own if place.data is not None and _loads(own) else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> str | None:
+        """Go to a place, by the data's own state or by reading forward; says which.
+
+        Raises:
+            UsageError: The data ends before it.
+        """
+        self._epoch, self._is_restored = state["epoch"], True
+        self._is_first = state["taken"] == 0
+        problems = self._reading.restore_generators(state["generators"])
+        self._reading.begin(self._epoch)
+        told = self._find(state)
+        self._place = self._committed = _Place(
+            state["taken"],
+            self._rest,
+            self._reading.stream.place,
+            None if state["own"] is None else state["own"]["data"],
+            state["ended"],
+        )
+        return "; ".join([*([told] if told else []), *problems]) or None
+
+    def close(self) -> None:
+        """End the workers."""
+        self._reading.close()
+
+    @abc.abstractmethod
+    def _fill(self) -> Window:
+        """Read up to a window, within the reading's random states."""
+
+    def _made(self, window: Window) -> Window:
+        """The window as it is given away, outside of them."""
+        return window
+
+    @abc.abstractmethod
+    def _size(self, entry: Any) -> int:
+        """The samples of what was read."""
+
+    @abc.abstractmethod
+    def _last_of(self, entry: Any, samples: int) -> Any:
+        """The last `samples` of an entry; None for none."""
+
+    def _find(self, state: Mapping[str, Any]) -> str | None:
+        taken, own = state["taken"], state["own"]
+        if own is not None and self._reading.is_stateful:
+            self._reading.load_state(own["data"], taken, may_be_at_end=state["ended"] or taken == 0)
+            self._reading.stream.restore(state["random"])
+            self._rest = own["rest"]
+            return "the data went on by its own state_dict"
+        if taken == 0 or state["ended"]:
+            return None
+        self._read_forward(taken, state["left"])
+        if self._length is not None:
+            return None
+        has = "its state_dict could not be kept" if self._reading.is_stateful else "the data has no state_dict"
+        return f"{has}: {taken:,} {self._unit} were read forward"
+
+    def _run_out(self) -> None:
+        """Read what is left of an epoch, so that the data is where it would be."""
+        with self._reading.running():
+            while self._reading.take() is not END:
+                pass
+
+    def _read_forward(self, count: int, left: int) -> None:
+        entry: Any = None
+        with self._reading.running():
+            for number in range(count):
+                entry = self._reading.take()
+                if entry is END:
+                    raise UsageError(
+                        f"{self._reading.name} ends after {number:,} {self._unit}, and the run had read {count:,}",
+                        hint="give the data it began with, or another run folder",
+                    )
+        self._rest = self._last_of(entry, left) if left else None
+
+
+def _compact(node: Any) -> Any:
+    """A nest whose tensors are no views of larger ones, which would be saved whole."""
+    if isinstance(node, Tensor):
+        return node.detach().clone()
+    children = nests.children(node)
+    return nests.rebuild(node, [_compact(child) for _, child in children]) if children else node
+
+
+def _loads(value: Any) -> bool:
+    """Whether it comes back from a file without running code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever a class of the user's own does when it is pickled
+        return False
+    return True
