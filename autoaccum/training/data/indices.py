@@ -59,7 +59,7 @@ class ShuffledOrder:
         """Each window's samples divided evenly, as a plan divides them."""
         shuffle = torch.Generator().manual_seed(mix(self._seed, "order", epoch))
         order = torch.randperm(self.samples, generator=shuffle)[skipped:]
-        for window in torch.split(order, target_batch):
+        for window in torch.split(order, target_batch) if len(order) else ():
             for part in torch.split(window, list(split_evenly(len(window), part_size))):
                 yield part.tolist()
 
