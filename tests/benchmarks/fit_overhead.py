@@ -1,0 +1,154 @@
+"""autoaccum.fit against a hand-written correct loop, on a small GPT and a convolutional net; and its checkpoints.
+
+Run it with `python tests/benchmarks/fit_overhead.py`.
+
+Both train a model of their own from the same weights, on the same dataset read and shuffled sample by sample, in the
+same micro-batches, with one clip, one update and one loss to log. After each update of fit the loop makes one of its
+own within a callback, whose time is not fit's, so that the machine's moods meet both. The median of the paired ratios
+is printed (aim: 1.03); and what a checkpoint takes, as a share of the 100 updates between two of them, together with
+what the files of a run folder cost in each update (aim: 1.02).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import autoaccum
+from autoaccum.training.events import CheckpointWritten, Started, Updated
+
+MODELS = {"small GPT": "transformer", "convolutional net": "conv_net"}
+TARGET_BATCH, MICRO_BATCH, CLIP_NORM = 16, 4, 1.0
+WARM_UP, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 10, 100
+
+
+class Loop:
+    """What a careful person writes around an ordinary DataLoader of micro-batches."""
+
+    def __init__(self, model: nn.Module, dataset: Any, criterion: nn.Module) -> None:
+        self.model, self.criterion = model, criterion
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.batches = self._endless(DataLoader(dataset, batch_size=MICRO_BATCH, shuffle=True))
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        """One update of the full batch; all parts have as many samples, and each sample as much weight."""
+        parts = TARGET_BATCH // MICRO_BATCH
+        losses = []
+        for _ in range(parts):
+            inputs, targets = next(self.batches)
+            loss = self.criterion(self.model(inputs), targets) / parts
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.losses.append(float(torch.stack(losses).sum()))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @staticmethod
+    def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+
+@dataclass
+class Pairs:
+    """Seconds of fit's updates and of the loop's, in turns; those of checkpoints apart from both."""
+
+    loop: Loop
+    mine: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    checkpoints: list[float] = field(default_factory=list)
+    began: float = 0.0
+
+    def __call__(self, event: Any) -> None:
+        """Hear what fit does."""
+        now = time.perf_counter()
+        if isinstance(event, Updated):
+            self.mine.append(now - self.began)
+            self.loop.step()
+            self.theirs.append(time.perf_counter() - now)
+        elif isinstance(event, CheckpointWritten):
+            self.checkpoints.append(event.seconds)
+        elif not isinstance(event, Started):
+            return
+        self.began = time.perf_counter()
+
+    @property
+    def ratio(self) -> float:
+        """The median of fit's time over that of the loop's update that followed it."""
+        pairs = list(zip(self.mine, self.theirs, strict=True))[WARM_UP:]
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+    @property
+    def update_seconds(self) -> float:
+        """The median of the loop's."""
+        return statistics.median(self.theirs[WARM_UP:])
+
+
+def load(name: str) -> Any:
+    """One of the models beside this file."""
+    path = Path(__file__).parent / "models" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure(workload: Any, updates: int, run_dir: str | None = None) -> Pairs:
+    """Train both, in turns."""
+    torch.manual_seed(0)
+    model = workload.model()
+    pairs = Pairs(Loop(copy.deepcopy(model), workload.dataset, workload.criterion))
+    autoaccum.fit(
+        model,
+        workload.dataset,
+        target_batch=TARGET_BATCH,
+        loss=workload.criterion,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        clip_norm=CLIP_NORM,
+        micro_batch=MICRO_BATCH,
+        steps=updates + WARM_UP,
+        run_dir=run_dir,
+        checkpoint_every=CHECKPOINT_EVERY,
+        progress=False,
+        callbacks=[pairs],
+    )
+    return pairs
+
+
+def main() -> None:
+    """Measure, and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=60, help="updates of each (default: 60)")
+    updates = parser.parse_args().updates
+    for name, module in MODELS.items():
+        workload = load(module)
+        bare = measure(workload, updates)
+        with tempfile.TemporaryDirectory() as folder:
+            kept = measure(workload, updates, folder)
+        checkpoint = statistics.median(kept.checkpoints)
+        share = checkpoint / (UPDATES_BETWEEN * kept.update_seconds)
+        print(f"{name}: fit / loop {bare.ratio:.3f}, {updates} updates of {bare.update_seconds * 1e3:.0f} ms in turns")
+        print(
+            f"{name}: with a run folder {kept.ratio:.3f}; a checkpoint every {UPDATES_BETWEEN} updates takes"
+            f" {checkpoint * 1e3:.0f} ms; with / without {(kept.ratio + share) / bare.ratio:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
