@@ -28,14 +28,14 @@ class NotPortableError(CheckpointError):
     exit_code = 2
 
 
-def portable(content: Any, name: str = "") -> Any:
+def portable(content: Any, what: str = "a checkpoint") -> Any:
     """The same nest with its tensors on the CPU, each of a storage of its own; one that occurs twice still does.
 
     A tensor that is so already is not copied. A number of NumPy's becomes one of Python's.
 
     Args:
         content: A nest of mappings, lists, tuples, sets, plain values and tensors.
-        name: What messages call it.
+        what: What messages call what is to hold it.
 
     Raises:
         NotPortableError: Something in it could be loaded only by running code; says where.
@@ -45,7 +45,7 @@ def portable(content: Any, name: str = "") -> Any:
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, Tensor):
             if id(node) not in tensors:
-                tensors[id(node)] = (node, _portable_tensor(node, path))
+                tensors[id(node)] = (node, _portable_tensor(node, path, what))
             return tensors[id(node)][1]
         if type(node) in (*_MAPPINGS, defaultdict):
             items = {walk(key, f"a key of {path}"): walk(value, _below(path, key)) for key, value in node.items()}
@@ -55,10 +55,13 @@ def portable(content: Any, name: str = "") -> Any:
         if isinstance(node, np.generic):
             return walk(node.item(), path)
         if type(node) not in _VALUES or node == b"":  # Empty bytes are pickled as a call.
-            raise _refusal(path, kind(node))
+            raise _refusal(what, path, kind(node))
         return node
 
-    return walk(content, name)
+    try:
+        return walk(content, "")
+    except RecursionError:
+        raise _refusal(what, "it", "a nest that contains itself") from None
 
 
 def digest(content: Any) -> str:
@@ -70,11 +73,11 @@ def digest(content: Any) -> str:
     return hashlib.sha256(b"".join([skeleton.encode(errors="surrogatepass"), *hashes])).hexdigest()
 
 
-def _portable_tensor(tensor: Tensor, path: str) -> Tensor:
+def _portable_tensor(tensor: Tensor, path: str, what: str) -> Tensor:
     if type(tensor) not in _TENSORS or tensor.is_quantized or tensor.is_nested:
-        raise _refusal(path, kind(tensor) if type(tensor) not in _TENSORS else "a quantised or nested tensor")
+        raise _refusal(what, path, kind(tensor) if type(tensor) not in _TENSORS else "a quantised or nested tensor")
     if tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise _refusal(path, "a tensor on the meta device" if tensor.is_meta else f"a tensor of {tensor.layout}")
+        raise _refusal(what, path, "a tensor on the meta device" if tensor.is_meta else f"a tensor of {tensor.layout}")
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.device.type != "cpu":
         return values.to("cpu")
@@ -87,9 +90,9 @@ def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _refusal(path: str, what: str) -> NotPortableError:
+def _refusal(what: str, path: str, found: str) -> NotPortableError:
     return NotPortableError(
-        f"a checkpoint cannot hold {path}: it is {what}, which would not load without running code",
+        f"{what} cannot hold {path}: it is {found}, which would not load without running code",
         hint="keep tensors, numbers and strings there, and lists and dicts of them",
     )
 

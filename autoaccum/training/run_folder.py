@@ -79,7 +79,7 @@ class RunFolder:
             NotPortableError: A module's own extra state could be loaded only by running code; says where.
             CheckpointError: It cannot be written.
         """
-        content = portable(dict(unwrapped(model).state_dict()), "the model's state")
+        content = portable(dict(unwrapped(model).state_dict()), str(self.model_path))
         found = digest(content)
         write_verified(self.model_path, content, lambda read: digest(read) == found)
         return self.model_path

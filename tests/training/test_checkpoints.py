@@ -135,6 +135,9 @@ def test_tensors_are_made_plain(tmp_path: Path) -> None:
 
 Pair = namedtuple("Pair", "x y")  # noqa: PYI024
 
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
 NOT_PORTABLE: dict[str, tuple[Any, str]] = {
     "function": ({"scheduler": {"anneal_func": math.cos}}, "scheduler.anneal_func: it is a builtin_function_or_method"),
     "array": ({"data": [1, np.zeros(2)]}, "data.1: it is a ndarray"),
@@ -142,6 +145,7 @@ NOT_PORTABLE: dict[str, tuple[Any, str]] = {
     "named": ({"data": Pair(1, 2)}, "data: it is a Pair"),
     "key": ({"data": {Pair(1, 2): 1}}, "a key of data: it is a Pair"),
     "empty": ({"data": b""}, "data: it is a bytes"),
+    "loop": ({"data": LOOP}, "it is a nest that contains itself"),
     "meta": ({"data": torch.ones(1, device="meta")}, "data: it is a tensor on the meta device"),
 }
 
