@@ -94,7 +94,7 @@ def a_null_byte(folder: Path) -> Path:
     return folder / "a\0b"
 
 
-UNUSABLE = {
+UNUSABLE: dict[Callable[[Path], Path], str] = {
     a_file: "is no folder, or lies below a file: give another folder",
     below_a_file: "is no folder, or lies below a file: give another folder",
     no_file_system: "/proc/autoaccum cannot be written to (No such file or directory): give another folder",
