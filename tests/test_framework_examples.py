@@ -1,0 +1,236 @@
+"""The examples under accelerate and Lightning: exact gradients, and their own counting and checkpoints still work."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.notices import AccumulationWarning
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
+
+# Theirs: Lightning warns of loaders without workers, and uses what torch deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch.jit")
+] + [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+@pytest.fixture(scope="module")
+def accelerate_loop() -> Any:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: its example is not tested")
+    return example("accelerate_loop")
+
+
+@pytest.fixture(scope="module")
+def lightning_manual() -> Any:
+    pytest.importorskip("lightning.pytorch", reason="lightning is not installed: its example is not tested")
+    return example("lightning_manual")
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Net(nn.Module):
+    """Runs out of memory at more samples than `most`."""
+
+    def __init__(self, most: int = TARGET) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+        self.most = most
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        out: Tensor = self.layers(x)
+        return out
+
+
+def make(most: int = TARGET) -> tuple[Net, TensorDataset]:
+    """A model, and data whose last batch is short."""
+    torch.manual_seed(0)
+    return Net(most), TensorDataset(torch.randn(32, 6, dtype=torch.float64), torch.randint(0, 3, (32,)))
+
+
+def loader(dataset: TensorDataset) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=TARGET)
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+
+
+def full_batches(net: Net, dataset: TensorDataset, epochs: int = 1) -> dict[str, Tensor]:
+    """The weights after updates from whole batches, in plain PyTorch."""
+    net = copy.deepcopy(net)
+    net.most = TARGET
+    optimizer = sgd(net)
+    for _ in range(epochs):
+        for inputs, targets in loader(dataset):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+def check_same(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert float((weights[name] - tensor).abs().max()) <= 1e-10 * largest, name
+
+
+@pytest.fixture
+def accelerator(accelerate_loop: Any) -> Iterator[Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: Any, accelerator: Any) -> None:
+    net, dataset = make()
+    expected = full_batches(net, dataset)
+    results = list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+    assert [result.micro_batches for result in results] == [(4, 4, 4), (4, 4, 4), (4, 4)]
+    check_same(net.state_dict(), expected)
+
+
+def test_accelerates_checkpoint_goes_on(accelerate_loop: Any, accelerator: Any, tmp_path: Path) -> None:
+    net, dataset = make()
+    expected = full_batches(net, dataset, epochs=2)
+    list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+    accelerator.save_state(str(tmp_path))
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    accelerator.load_state(str(tmp_path))
+    optimizer = accelerator._optimizers[0]
+    accumulator = Accumulator(net, optimizer, nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH)
+    for batch in loader(dataset):
+        accumulator.step(batch)
+    check_same(net.state_dict(), expected)
+
+
+def test_a_shortage_under_accelerate_changes_no_update(accelerate_loop: Any, accelerator: Any) -> None:
+    net, dataset = make(most=3)
+    expected = full_batches(net, dataset)
+    with pytest.warns(AccumulationWarning, match="out of memory"):
+        results = list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+    assert [result.retries for result in results] == [1, 0, 0]
+    check_same(net.state_dict(), expected)
+
+
+def test_a_first_update_that_fails_under_accelerate_is_undone(accelerator: Any) -> None:
+    net, dataset = make()
+    optimizer = accelerator.prepare(sgd(net))
+    check_undone(net, optimizer, dataset)
+
+
+def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
+    """The wrapper's inner state is covered by the copy that guards the first update."""
+    inner = optimizer.optimizer
+    batch = next(iter(loader(dataset)))
+    accumulator = Accumulator(net, optimizer, nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH)
+    before = state_digest(net, inner)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("in the middle")
+
+    handle = inner.register_step_post_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        accumulator.step(batch)
+    handle.remove()
+    assert state_digest(net, inner) == before
+    assert accumulator.step(batch).updated
+
+
+def trainer(folder: Path, **settings: Any) -> Any:
+    import lightning.pytorch as pl
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **(quiet | settings))
+
+
+def classifier(lightning_manual: Any, net: Net) -> Any:
+    class WithSGD(lightning_manual.Classifier):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.net)
+
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            self.seen = list[int]()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.seen.append(self.trainer.global_step)
+
+    return WithSGD(net, MICRO_BATCH)
+
+
+def test_updates_in_lightning_are_those_of_the_full_batch_and_counted(lightning_manual: Any, tmp_path: Path) -> None:
+    net, dataset = make()
+    expected = full_batches(net, dataset, epochs=2)
+    module = classifier(lightning_manual, net)
+    run = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
+    run.fit(module, loader(dataset))
+    assert run.global_step == 6
+    assert module.seen == [1, 2, 3, 4, 5, 6]
+    check_same(net.state_dict(), expected)
+
+
+def test_lightnings_checkpoint_goes_on(lightning_manual: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    net, dataset = make()
+    expected = full_batches(net, dataset, epochs=2)
+    keeping = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
+    trainer(tmp_path, max_epochs=1, callbacks=[keeping]).fit(classifier(lightning_manual, net), loader(dataset))
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=3.ckpt"]
+    again, _ = make()
+    run = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
+    module = classifier(lightning_manual, again)
+    run.fit(module, loader(dataset), ckpt_path=str(tmp_path / "epoch=0-step=3.ckpt"))
+    assert run.global_step == 6
+    check_same(again.state_dict(), expected)
+
+
+def test_a_shortage_in_lightning_is_one_update(lightning_manual: Any, tmp_path: Path) -> None:
+    net, dataset = make(most=3)
+    expected = full_batches(net, dataset)
+    run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+    with pytest.warns(AccumulationWarning, match="out of memory"):
+        run.fit(classifier(lightning_manual, net), loader(dataset))
+    assert run.global_step == 3
+    check_same(net.state_dict(), expected)
+
+
+def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any, tmp_path: Path) -> None:
+    net, dataset = make()
+
+    class Failing(lightning_manual.Classifier):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.net)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            check_undone(net, self.optimizers(), dataset)
+
+    run = trainer(tmp_path, max_steps=1, limit_train_batches=1, enable_checkpointing=False)
+    run.fit(Failing(net, MICRO_BATCH), loader(dataset))
