@@ -17,6 +17,8 @@ from autoaccum.training import random_states
 _BITS = 32
 """As many as NumPy's and torch's generators on the CPU take; Python's is seeded faster with these."""
 
+_WORD = 2**64 - 1
+
 
 def mix(*numbers: int | str) -> int:
     """A seed from what it shall depend on, the same in every process and release.
@@ -25,6 +27,18 @@ def mix(*numbers: int | str) -> int:
     (True, False)
     """
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=_BITS // 8).digest(), "little")
+
+
+def item_seed(base: int, place: int, index: int) -> int:
+    """As `mix`, for what is needed for every item: SplitMix64's finaliser (Steele et al. 2014), a few operations.
+
+    >>> item_seed(1, 0, 5) != item_seed(1, 5, 0)
+    True
+    """
+    word = (base + place * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word >> (64 - _BITS)
 
 
 def seed_generators(seed: int) -> None:

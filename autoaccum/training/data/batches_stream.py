@@ -38,7 +38,7 @@ class BatchesSource(StreamSource):
             if size:
                 parts.append(batch)
                 sizes.append(min(size, room))
-        return Window(regroup(parts, sizes), sum(sizes))
+        return Window(regroup(parts, sizes, self.part_size), sum(sizes))
 
     def _size(self, entry: Any) -> int:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from autoaccum.training.seeds import mix, seed_generators
+from autoaccum.training.seeds import item_seed, mix, seed_generators
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class PartFetcher:
             return gathered
         items = self._items(request)
         if self._collate_draws:
-            first = request.indices[0]
-            seed_generators(mix(request.seed, "collate", request.epoch, request.place, repr_of(first)))
+            base = mix(request.seed, "collate", request.epoch)
+            seed_generators(item_seed(base, request.place, _number(request.indices[0])))
         return self._collate(items)
 
     def _items(self, request: PartRequest) -> list[Any]:
         if not self._items_draw:
             return [self.dataset[index] for index in request.indices]
-        items = []
+        base, items = mix(request.seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
-            seed_generators(mix(request.seed, "item", request.epoch, place, repr_of(index)))
+            seed_generators(item_seed(base, place, _number(index)))
             items.append(self.dataset[index])
         return items
 
 
-def repr_of(index: Any) -> int | str:
-    """An index as something the same in every process: numbers and strings; nothing of other keys."""
-    return index if type(index) in (int, str) else int(index) if isinstance(index, int) else ""
+def _number(index: Any) -> int:
+    """An index as a number, where it is one; other keys count as none, and have their place."""
+    return int(index) if isinstance(index, int) else 0
 
 
 def set_epoch(thing: Any, epoch: int) -> None:

@@ -99,7 +99,7 @@ class MapStyleSource:
             self._end()
             return None
         self._read += samples
-        return Window(parts if self._order.makes_parts else regroup(parts, sizes), samples)
+        return Window(parts if self._order.makes_parts else regroup(parts, sizes, self.part_size), samples)
 
     def commit(self) -> None:
         """Move behind the last window."""

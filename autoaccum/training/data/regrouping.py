@@ -1,4 +1,4 @@
-"""Consecutive parts of a window, joined wherever the join is just what they were."""
+"""Consecutive parts of a window, joined where the join is just what they were."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, is_samples, join_batches
 
 
-def regroup(parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """`parts` of `sizes` samples in as few as can be: neighbours of one form become one.
+def regroup(parts: Sequence[Any], sizes: Sequence[int], ceiling: int) -> list[Any]:
+    """`parts` of `sizes` samples, joined where that makes fewer micro-batches of at most `ceiling` of them.
 
-    Joined are parts of the same nest, types, dtypes and trailing shapes, whose values that belong to all samples are
-    equal; differently padded ones stay as they are.
+    Joined are neighbours of the same nest, types, dtypes and trailing shapes, whose values that belong to all samples
+    are equal; differently padded ones stay as they are.
     """
     runs: list[list[int]] = []
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
@@ -26,7 +27,7 @@ def regroup(parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return [whole for run in runs for whole in _joined([parts[n] for n in run], sum(sizes[n] for n in run))]
+    return [part for run in runs for part in _joined([parts[n] for n in run], [sizes[n] for n in run], ceiling)]
 
 
 def are_joinable(left: Any, left_size: int, right: Any, right_size: int) -> bool:
@@ -34,12 +35,13 @@ def are_joinable(left: Any, left_size: int, right: Any, right_size: int) -> bool
     return _alike(left, left_size, right, right_size, top=True)
 
 
-def _joined(parts: list[Any], size: int) -> list[Any]:
-    if len(parts) == 1:
-        return parts
+def _joined(parts: list[Any], sizes: list[int], ceiling: int) -> list[Any]:
+    total = sum(sizes)
+    if len(split_evenly(total, ceiling)) == sum(len(split_evenly(size, ceiling)) for size in sizes):
+        return parts  # A join would be a copy for nothing.
     whole = join_batches(parts)
     # Lists have more than one reading, which may change with their length.
-    return [whole] if batch_size(whole) == size else parts
+    return [whole] if batch_size(whole) == total else parts
 
 
 def _alike(left: Any, left_size: int, right: Any, right_size: int, *, top: bool = False) -> bool:
