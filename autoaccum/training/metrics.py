@@ -1,0 +1,129 @@
+"""`metrics.jsonl`: one object a line for each update and each evaluation."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autoaccum.training.events import Evaluated, Updated
+
+_FIGURES = (
+    "update",
+    "epoch",
+    "samples",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "samples_per_second",
+    "peak_bytes",
+    "retries",
+    "micro_batches",
+    "micro_batch",
+    "updated",
+)
+_WHERE_THERE = ("noise_scale", "terms")
+
+
+class MetricsLog:
+    """Lines at the end of a file, each there as soon as it is written.
+
+    What cannot be written is lost, and training goes on: later lines follow when there is room again.
+
+    Args:
+        path: The file.
+        on_failure: Told, once, why a line could not be written.
+    """
+
+    def __init__(self, path: Path, on_failure: Callable[[str], Any]) -> None:
+        self._path = path
+        self._on_failure = on_failure
+        self._file: io.FileIO | None = None
+        self._has_failed = False
+
+    def resume(self, update: int) -> None:
+        """Cut off lines of updates later than `update`, which are made again, and a last line that is torn."""
+        try:
+            with self._path.open("r+b") as file:
+                file.truncate(_kept_bytes(file, update))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, updated: Updated) -> None:
+        """Add the figures of an update; what is not a finite number is null."""
+        figures = {name: getattr(updated, name) for name in _FIGURES}
+        figures |= {name: value for name in _WHERE_THERE if (value := getattr(updated, name)) is not None}
+        self._add(figures)
+
+    def write_evaluation(self, evaluated: Evaluated) -> None:
+        """Add what an evaluation gave."""
+        self._add({"update": evaluated.update, "evaluation": evaluated.values, "samples": evaluated.samples})
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, figures: Mapping[str, Any]) -> None:
+        line = json.dumps(_finite(figures), allow_nan=False).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            end = self._file.seek(0, io.SEEK_END)
+            self._write_whole(self._file, line, end)
+        except OSError as error:
+            with suppress(OSError):
+                self.close()
+            self._fail(error)
+
+    def _write_whole(self, file: io.FileIO, line: bytes, end: int) -> None:
+        """Or leave no part of it."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(f"{self._path} cannot be written ({error.strerror or error}): lines of it are missing")
+
+
+def _kept_bytes(lines: Iterator[bytes], update: int) -> int:
+    kept = end = 0
+    for line in lines:
+        end += len(line)
+        number = _update_of(line)
+        if number is None:
+            continue
+        if number > update:
+            break
+        kept = end
+    return kept
+
+
+def _update_of(line: bytes) -> int | None:
+    """The update a line is of; None where it is no whole line."""
+    try:
+        number = json.loads(line)["update"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, int) else None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
