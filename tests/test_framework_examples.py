@@ -86,7 +86,8 @@ def full_batches(net: Net, dataset: TensorDataset, epochs: int = 1) -> dict[str,
     for _ in range(epochs):
         for inputs, targets in loader(dataset):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(inputs), targets).backward()
+            loss: Any = nn.functional.cross_entropy(net(inputs), targets)
+            loss.backward()
             optimizer.step()
     return net.state_dict()
 
@@ -171,7 +172,7 @@ def trainer(folder: Path, **settings: Any) -> Any:
 
 
 def classifier(lightning_manual: Any, net: Net) -> Any:
-    class WithSGD(lightning_manual.Classifier):  # type: ignore[misc, name-defined]
+    class WithSGD(lightning_manual.Classifier):  # type: ignore[misc]
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self.net)
 
@@ -225,7 +226,7 @@ def test_a_shortage_in_lightning_is_one_update(lightning_manual: Any, tmp_path: 
 def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any, tmp_path: Path) -> None:
     net, dataset = make()
 
-    class Failing(lightning_manual.Classifier):  # type: ignore[misc, name-defined]
+    class Failing(lightning_manual.Classifier):  # type: ignore[misc]
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self.net)
 
