@@ -147,7 +147,7 @@ def test_only_autoaccums_own_search_may_start_trials(monkeypatch: pytest.MonkeyP
 
 def test_without_the_peers_it_says_what_to_install() -> None:
     hidden = (
-        "import importlib.util as util, runpy\nfind = util.find_spec\n"
+        f"import importlib.util as util, runpy, sys\nsys.path.insert(0, {str(PEERS.parent)!r})\nfind = util.find_spec\n"
         "util.find_spec = lambda name, *more: None if name in ('lightning', 'accelerate') else find(name, *more)\n"
         f"runpy.run_path({str(PEERS)!r}, run_name='__main__')"
     )
