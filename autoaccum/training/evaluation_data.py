@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 from autoaccum.errors import UsageError
+from autoaccum.training.data.source import is_map_style
 from autoaccum.workload.nests import kind
 
 
@@ -17,10 +18,10 @@ class EvaluationData:
     """Samples or batches of an evaluation.
 
     Args:
-        data: A map-style or iterable dataset of samples, which are collated in parts as large as the evaluation can
-            take; a DataLoader, or another iterable of batches, whose batches are kept unless they are too large.
+        data: As for training. A dataset's samples are collated in parts as large as the evaluation can take; a
+            DataLoader's batches, and those of another iterable, are kept unless they are too large.
         collate: `collate(samples)`; None: torch's default_collate.
-        workers: Processes that read a dataset; a DataLoader has its own.
+        workers: Processes that read a map-style dataset; a DataLoader has its own.
 
     Raises:
         UsageError: It can be read only once, or is no such data.
@@ -33,8 +34,7 @@ class EvaluationData:
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
         self._data, self._collate, self._workers = data, collate, workers
-        is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        self._has_samples = not isinstance(data, DataLoader) and (isinstance(data, IterableDataset) or is_map_style)
+        self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
         if not self._has_samples and not hasattr(data, "__iter__"):
             raise UsageError(
                 f"the evaluation data is {kind(data)}", hint="give a dataset, a DataLoader or an iterable of batches"
@@ -58,7 +58,7 @@ class EvaluationData:
                 self._data,
                 batch_size=size,
                 collate_fn=self._collate,
-                num_workers=self._workers,
+                num_workers=self._workers if is_map_style(self._data) else 0,
                 generator=torch.Generator().manual_seed(seed),
             )
         )

@@ -149,7 +149,7 @@ def _rounded(samples: float) -> str:
 
 
 def _factor(factor: float) -> str:
-    return f"{factor:.2f}" if factor < 1 else _rounded(factor)
+    return f"{factor:.2f}" if factor < 1 else f"{factor:.1f}" if factor < 9.95 else _rounded(factor)
 
 
 def _fieller(noises: Sequence[float], squares: Sequence[float]) -> tuple[float | None, float | None]:

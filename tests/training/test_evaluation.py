@@ -110,8 +110,8 @@ class Batches:
 
 @pytest.mark.parametrize(
     "make",
-    [dataset, Numbers, Stream, Batches, lambda: DataLoader(dataset(), batch_size=7)],
-    ids=["tensors", "map-style", "iterable", "batches", "loader"],
+    [dataset, Numbers, Stream, Batches, lambda: list(Batches()), lambda: DataLoader(dataset(), batch_size=7)],
+    ids=["tensors", "map-style", "iterable", "batches", "list", "loader"],
 )
 def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> None:
     model, made = net(), evaluation(make())

@@ -1,0 +1,51 @@
+"""The example reads at least 97 % of the digits it has never seen, from Python and from the command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "digits_fit.py"
+LEAST = 0.97
+
+
+def command(program: str) -> list[str]:
+    """What its docstring says to run."""
+    said = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
+    return shlex.split(next(line for line in said.splitlines() if line.startswith(program)))[1:]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_script_reads_the_held_out_digits() -> None:
+    said = run(*command("python")).stdout
+    found = re.fullmatch(r"240 updates, (\d+\.\d)% of the held-out digits are right\n", said)
+    assert found is not None, said
+    assert float(found[1]) >= 100 * LEAST
+
+
+def test_the_command_reads_the_held_out_digits(tmp_path: Path) -> None:
+    asked = command("autoaccum")
+    asked[asked.index("--run-dir") + 1] = str(tmp_path / "run")
+    told = json.loads(run("-m", "autoaccum", *asked, "--quiet", "--json").stdout)
+    assert told["evaluation"]["right"] >= LEAST
+    assert (tmp_path / "run" / "model.pt").exists()
