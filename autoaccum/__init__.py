@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.results import StepResult as StepResult
     from autoaccum.planning.planner import plan as plan
     from autoaccum.planning.records import Plan as Plan
+    from autoaccum.reporting.fitting import fit as fit
+    from autoaccum.training.results import FitResult as FitResult
     from autoaccum.workload.spec import Workload as Workload
 
 __version__ = "0.1.0"
@@ -23,12 +25,25 @@ _HOMES = {
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.results",
     "windows": "autoaccum.accumulation.loaders",
+    "FitResult": "autoaccum.training.results",
+    "fit": "autoaccum.reporting.fitting",
     "Plan": "autoaccum.planning.records",
     "plan": "autoaccum.planning.planner",
     "Workload": "autoaccum.workload.spec",
 }
 
-__all__ = ["AccumulationWarning", "Accumulator", "Plan", "StepResult", "Workload", "__version__", "plan", "windows"]
+__all__ = [
+    "AccumulationWarning",
+    "Accumulator",
+    "FitResult",
+    "Plan",
+    "StepResult",
+    "Workload",
+    "__version__",
+    "fit",
+    "plan",
+    "windows",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,9 @@ class FitResult:
         stopped: Why it ended before its epochs and steps: `callback`; None when it did not.
         noise_scale: Its estimate; None when it was not asked for.
         run_dir: The folder of the run; None without one.
-        checkpoint: The newest checkpoint; None without a folder, or when none could be written.
+        checkpoint: The newest checkpoint; None without a folder.
+        model_path: The weights as a plain `state_dict`; None without a folder, or where they could not be written.
+        unsaved: Why the end of this training is not on disk although there is a folder; None when it is.
         resumed_from: The checkpoint it went on from.
         warnings: What went wrong on the way without ending it, as sentences.
     """
@@ -72,5 +74,7 @@ class FitResult:
     noise_scale: NoiseScale | None = None
     run_dir: Path | None = None
     checkpoint: Path | None = None
+    model_path: Path | None = None
+    unsaved: str | None = None
     resumed_from: Path | None = None
     warnings: tuple[str, ...] = ()

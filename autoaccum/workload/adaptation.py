@@ -22,9 +22,7 @@ def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None =
     Raises:
         WorkloadError: A setting cannot be honoured, or there are neither `batch` nor samples to make one of.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given:
-        workload = dataclasses.replace(workload, **given)
+    workload = replace_given(workload, **settings)
     if worst_of is not None:
         largest = None if most is None else max(most, workload.evaluation_batch or 0)
         return take_longest(workload, worst_of, largest)
@@ -35,3 +33,13 @@ def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None =
             " samples of its dataset by --worst-of N",
         )
     return workload
+
+
+def replace_given(workload: Workload, **settings: Any) -> Workload:
+    """`workload` with those fields of `settings` that are not None in place of its own.
+
+    Raises:
+        WorkloadError: One of them cannot be used.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    return dataclasses.replace(workload, **given) if given else workload

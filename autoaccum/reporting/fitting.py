@@ -1,0 +1,158 @@
+"""The public `fit`: `training.fitting.train`, drawn on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.training_progress import TrainingProgress
+from autoaccum.training.fitting import train
+from autoaccum.training.request import FitRequest
+from autoaccum.training.results import FitResult
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+    from autoaccum.planning.records import Plan
+    from autoaccum.units import MemorySize
+    from autoaccum.workload.spec import Workload
+
+
+def fit(
+    model_or_workload: nn.Module | Workload | str | os.PathLike[str],
+    data: Any = None,
+    *,
+    target_batch: int,
+    loss: Any = None,
+    criterion: Any = None,
+    optimizer: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+    reduction: str = "mean",
+    epochs: int | None = None,
+    steps: int | None = None,
+    plan: Plan | str | Path | None = None,
+    micro_batch: int | None = None,
+    device: str = "auto",
+    memory: str | MemorySize | None = None,
+    reserve: str | MemorySize | None = None,
+    precision: str | None = None,
+    clip_norm: float | None = None,
+    scheduler: Any = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    evaluate: Callable[..., Any] | None = None,
+    evaluation_batch: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    checkpoint_every: int = 100,
+    keep: int = 3,
+    seed: int = 0,
+    workers: int = 0,
+    skip_nonfinite: bool = False,
+    noise_scale: bool = False,
+    progress: bool = True,
+    callbacks: Sequence[Callable[[Any], Any]] = (),
+) -> FitResult:
+    """Train with batches of `target_batch` samples, in micro-batches that fit: each update is the full batch's.
+
+        result = autoaccum.fit(model, dataset, target_batch=256, loss=nn.CrossEntropyLoss(), epochs=3, run_dir="runs/a")
+
+    Where neither `plan` nor `micro_batch` is given, it plans first, by trials that leave no trace. Where memory runs
+    out while it trains, an update is repeated in smaller micro-batches and is still the full batch's; after a calm
+    stretch they grow back. With a `run_dir` it writes checkpoints, and the same call goes on where an interrupted one
+    ended: for map-style data on the CPU, with equal threads and micro-batches, to the same weights bit for bit.
+
+    It draws from random states of its own (`seed`); the caller's are put back. SIGTERM, SIGHUP and Ctrl-C end it after
+    a checkpoint. An exception of a callback or of the data comes as it is, after a checkpoint too.
+
+    Args:
+        model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or the file of one.
+        data: What to train on; a workload's own `dataset` when None. A map-style dataset is shuffled anew in each
+            epoch and its samples collated for each micro-batch; so are those of an IterableDataset, as they come. A
+            DataLoader keeps its order, sampler and collate function, but its batch size is not the effective batch:
+            what it yields is regrouped. Anything else that can be iterated yields batches, a list included.
+        target_batch: Samples per update. The last update of an epoch has what is left.
+        loss: For a model: `loss(model, batch)`, or a criterion.
+        criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.
+        optimizer: An optimizer of the model's, a function of its parameters, a class, or a name of `torch.optim`; a
+            workload's own when None, else AdamW.
+        weight: For a model: `weight(batch)`, what the mean in `loss` divides by; the number of samples when None.
+        reduction: For a model: `mean` or `sum`.
+        epochs: How often to go through the data.
+        steps: How many updates to make; with `epochs`, whichever is reached first.
+        plan: A plan or the file of one; it must be for this model, batch and device.
+        micro_batch: The most samples to run at once, in place of a plan.
+        device: `auto` (a card where there is one), `cpu`, `cuda` or `cuda:N`. A model whose optimizer is given stays
+            where it is.
+        memory: The budget of the plan: `10GiB`, `80%`; what is free when None.
+        reserve: Kept free of it.
+        precision: `fp32`, `bf16` or `fp16` by autocast; the plan's or the workload's when None.
+        clip_norm: The largest 2-norm of an update's gradient.
+        scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
+        collate: From a list of samples to a batch; torch's default_collate when None.
+        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
+        eval_every: Updates between evaluations; after each epoch when None.
+        evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
+        evaluation_batch: The most samples to evaluate at once; the micro-batch when None.
+        run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, TensorBoard's files
+            where it is installed. None: nothing is written.
+        resume: `auto`: go on where the folder has a checkpoint; `must`: only that; `never`: refuse such a folder.
+        checkpoint_every: Updates between checkpoints.
+        keep: How many are kept.
+        seed: Of the model that a workload builds, of the order of the data, of what the data and training draw.
+        workers: Processes that read a dataset; a DataLoader has its own.
+        skip_nonfinite: Pass over a window whose loss or gradient is not finite, rather than end there.
+        noise_scale: Estimate the gradient noise scale: is the target batch worth its cost?
+        progress: Draw a progress bar, or lines where there is no terminal, on stderr.
+        callbacks: Called with every event (`autoaccum.training.events`); one that returns True ends the training.
+
+    Raises:
+        UsageError: An argument cannot be honoured, or the folder is another run's.
+        WorkloadError: The workload or the data cannot be used.
+        DoesNotFitError: Not even one sample at a time fits.
+        NotMeasuredError: No plan could be made, or a worker died.
+        NonFiniteError: Loss or gradient of an update were not finite; everything is as before it.
+        CheckpointError: The first checkpoint could not be written, or none there is can be read.
+        UpdateInterrupted: An update failed half-way; resume from the last checkpoint.
+    """
+    request = FitRequest(
+        subject=model_or_workload,
+        data=data,
+        target_batch=target_batch,
+        loss=loss,
+        criterion=criterion,
+        optimizer=optimizer,
+        weight=weight,
+        reduction=reduction,
+        epochs=epochs,
+        steps=steps,
+        plan=plan,
+        micro_batch=micro_batch,
+        device=device,
+        memory=memory,
+        reserve=reserve,
+        precision=precision,
+        clip_norm=clip_norm,
+        scheduler=scheduler,
+        collate=collate,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        evaluate=evaluate,
+        evaluation_batch=evaluation_batch,
+        run_dir=run_dir,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        seed=seed,
+        workers=workers,
+        skip_nonfinite=skip_nonfinite,
+        noise_scale=noise_scale,
+        callbacks=callbacks,
+    )
+    with TrainingProgress(make_console(stderr=True), quiet=not progress) as shown:
+        return train(request, on_event=shown.tell)

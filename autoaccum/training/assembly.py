@@ -1,0 +1,124 @@
+"""From the parts of a training to its loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoaccum.training.data.source import Source
+from autoaccum.training.evaluating import Evaluator
+from autoaccum.training.evaluation import Evaluation
+from autoaccum.training.evaluation_data import EvaluationData
+from autoaccum.training.events import Noted
+from autoaccum.training.keeping import Keeper
+from autoaccum.training.loop import Loop
+from autoaccum.training.micro_batches import Choice
+from autoaccum.training.peaks import PeakMeter
+from autoaccum.training.progress import Goal, Progress
+from autoaccum.training.ranks import OneRank
+from autoaccum.training.request import FitRequest
+from autoaccum.training.resuming import describe_run
+from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.seeds import mix
+from autoaccum.training.stepping import Stepper
+from autoaccum.training.stopping import Stopping
+from autoaccum.training.subjects import Subject
+from autoaccum.training.telling import Teller
+from autoaccum.training.trainee import Trainee
+from autoaccum.training.whole_state import WholeState
+
+
+def assemble(
+    request: FitRequest,
+    subject: Subject,
+    trainee: Trainee,
+    source: Source,
+    choice: Choice,
+    *,
+    folder: RunFolder | None,
+    newest: Path | None,
+    stopping: Stopping,
+    teller: Teller,
+) -> tuple[Loop, WholeState]:
+    """The loop of a training that has not begun, and the state it changes.
+
+    Args:
+        request: What is asked for.
+        subject: Where it is from.
+        trainee: What is trained.
+        source: Its data.
+        choice: Its micro-batch.
+        folder: Where checkpoints go; None: nowhere.
+        newest: The checkpoint that it will go on from.
+        stopping: Whether it is asked to stop.
+        teller: Told of every event.
+
+    Raises:
+        UsageError: The plan is for something else, or the evaluation data cannot be used.
+    """
+    progress = Progress()
+    source.part_size = choice.micro_batch
+    stepper = Stepper(
+        trainee,
+        progress,
+        plan=choice.plan,
+        micro_batch=choice.micro_batch,
+        clip_norm=request.clip_norm,
+        skip_nonfinite=request.skip_nonfinite,
+        noise_scale=request.noise_scale,
+        ranks=OneRank(),
+        check=stopping.check,
+        tell=teller.tell,
+    )
+    evaluation = _evaluation(request, subject, trainee, choice, stopping, teller)
+    evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell)
+    state = WholeState(
+        run=describe_run(request, trainee, source),
+        choice=choice,
+        progress=progress,
+        trainee=trainee,
+        source=source,
+        stepper=stepper,
+        evaluator=evaluator,
+    )
+    keeper = Keeper(
+        None if folder is None else folder.checkpoints,
+        every=request.checkpoint_every,
+        progress=progress,
+        compose=state.compose,
+        tell=teller.tell,
+        newest=newest,
+    )
+    loop = Loop(
+        source=source,
+        stepper=stepper,
+        evaluator=evaluator,
+        keeper=keeper,
+        progress=progress,
+        goal=Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch)),
+        stopping=stopping,
+        peaks=PeakMeter(trainee.device),
+        teller=teller,
+    )
+    return loop, state
+
+
+def _evaluation(
+    request: FitRequest, subject: Subject, trainee: Trainee, choice: Choice, stopping: Stopping, teller: Teller
+) -> Evaluation | None:
+    if subject.eval_data is None:
+        return None
+    return Evaluation(
+        trainee.objective,
+        trainee.evaluate,
+        trainee.precision,
+        EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers),
+        micro_batch=subject.evaluation_batch or choice.micro_batch,
+        seed=mix(request.seed, "evaluation"),
+        note=lambda text: teller.tell(Noted(text)),
+        interruptible=stopping.interruptible,
+    )
+
+
+def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
+    samples = source.samples_per_epoch
+    return None if samples is None else -(-samples // target_batch)

@@ -1,0 +1,186 @@
+"""`train`: from a request to a trained model, through a plan, with everything kept that must not be lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from autoaccum.accumulation.randomness import RandomState, seeded_devices
+from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.training.assembly import assemble
+from autoaccum.training.data.source import Source, open_source
+from autoaccum.training.events import Finished, Noted, Started
+from autoaccum.training.logs import Logs
+from autoaccum.training.loop import Loop
+from autoaccum.training.micro_batches import Choice, choose_micro_batch
+from autoaccum.training.request import FitRequest
+from autoaccum.training.results import FitResult
+from autoaccum.training.resuming import Saved, check_same_run, find_saved
+from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.seeds import mix, seed_generators
+from autoaccum.training.stopping import StopAsked, Stopping
+from autoaccum.training.subjects import Subject, find_subject
+from autoaccum.training.telling import Teller
+from autoaccum.training.whole_state import WholeState
+
+
+def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
+    """Plan, train, and come back with a trained model; `autoaccum.fit` says what can be asked for.
+
+    The caller's random states are put back in the end, whatever training draws.
+
+    Args:
+        request: What is asked for.
+        on_event: Told of every event of `training.events`, and of the planner's while it plans.
+
+    Raises:
+        UsageError: The request cannot be honoured.
+        WorkloadError: The workload or the data cannot be used.
+        DoesNotFitError: Not even one sample at a time fits.
+        NotMeasuredError: No plan could be made, or a worker died.
+        NonFiniteError: Loss or gradient of an update were not finite; the state from before it is kept.
+        CheckpointError: The first checkpoint could not be written, or of those there are none is whole.
+        UpdateInterrupted: An update failed half-way; the last checkpoint is from before it.
+        KeyboardInterrupt: Ctrl-C, after a last checkpoint; SystemExit for the other signals.
+        Exception: What the user's code raised, as it came, after a last checkpoint.
+    """
+    began = time.monotonic()
+    teller = Teller([] if on_event is None else [on_event], request.callbacks)
+    with ExitStack() as stack:
+        stack.callback(RandomState(seeded_devices()).restore)
+        folder = _open_folder(request, teller, stack)
+        subject = find_subject(request)
+        source = _open_source(request, subject, stack)
+        saved = find_saved(folder, request, teller.tell)
+        choice = choose_micro_batch(request, subject, source, saved, teller.tell)
+        _seed(request.seed)
+        trainee = subject.build(choice.plan)
+        stopping = stack.enter_context(Stopping())
+        loop, state = assemble(
+            request,
+            subject,
+            trainee,
+            source,
+            choice,
+            folder=folder,
+            newest=None if saved is None else saved.path,
+            stopping=stopping,
+            teller=teller,
+        )
+        stack.callback(loop.stepper.close)
+        if saved is not None:
+            check_same_run(saved, state.run)
+            state.restore(saved.record, teller.tell)
+        if folder is not None:
+            teller.listen(stack.enter_context(Logs(folder, state.progress.update, teller.tell)).hear)
+            _keep_plan(folder, choice)
+        teller.tell(_started(request, loop, state, saved))
+        if saved is not None:
+            state.restore_randomness(saved.record, teller.tell)
+        _run(loop)
+        result = _result(request, loop, state, saved, folder, teller, time.monotonic() - began)
+        teller.tell(Finished(result))
+        return result
+
+
+def _run(loop: Loop) -> None:
+    """Train; whatever ends it, the state of the last whole update is kept, unless nobody knows what it is."""
+    try:
+        loop.run()
+    except (StopAsked, Exception):
+        if loop.stepper.settled:
+            loop.keeper.keep()
+        raise
+
+
+def _open_folder(request: FitRequest, teller: Teller, stack: ExitStack) -> RunFolder | None:
+    if request.run_dir is None:
+        return None
+    folder = stack.enter_context(RunFolder.open(request.run_dir, keep=request.keep))
+    if folder.note is not None:
+        teller.tell(Noted(folder.note))
+    return folder
+
+
+def _open_source(request: FitRequest, subject: Subject, stack: ExitStack) -> Source:
+    source = open_source(
+        subject.data,
+        target_batch=request.target_batch,
+        seed=request.seed,
+        workers=request.workers,
+        collate=subject.collate,
+        pin_memory=subject.device.type == "cuda",
+    )
+    stack.callback(source.close)
+    return source
+
+
+def _seed(seed: int) -> None:
+    """Everything that training draws from, on every card."""
+    own = mix(seed, "training")
+    seed_generators(own)
+    torch.cuda.manual_seed_all(own)
+
+
+def _keep_plan(folder: RunFolder, choice: Choice) -> None:
+    if choice.plan is not None:
+        choice.plan.save(folder.plan_path, force=True)
+
+
+def _started(request: FitRequest, loop: Loop, state: WholeState, saved: Saved | None) -> Started:
+    return Started(
+        model=state.trainee.model,
+        optimizer=state.trainee.optimizer,
+        plan=state.choice.plan,
+        micro_batch=loop.stepper.ceiling.largest,
+        target_batch=request.target_batch,
+        device=str(state.trainee.device),
+        update=loop.progress.update,
+        updates=loop.goal.updates,
+        epochs=request.epochs,
+        resumed_from=None if saved is None else saved.path,
+    )
+
+
+def _result(
+    request: FitRequest,
+    loop: Loop,
+    state: WholeState,
+    saved: Saved | None,
+    folder: RunFolder | None,
+    teller: Teller,
+    seconds: float,
+) -> FitResult:
+    progress = loop.progress
+    unsaved = loop.keeper.failure
+    model_path = None
+    if folder is not None:
+        try:
+            model_path = folder.write_model(state.trainee.model)
+        except (CheckpointError, UsageError) as error:
+            unsaved = unsaved or str(error)
+    return FitResult(
+        model=state.trainee.model,
+        optimizer=state.trainee.optimizer,
+        plan=state.choice.plan,
+        updates=progress.update,
+        epochs=progress.epoch,
+        samples=progress.samples,
+        loss=progress.loss,
+        evaluation=progress.evaluation,
+        shortages=progress.shortages,
+        skipped=progress.skipped,
+        seconds=seconds,
+        stopped="callback" if teller.ended else None,
+        noise_scale=loop.stepper.estimate_noise(),
+        run_dir=None if folder is None else folder.path,
+        checkpoint=loop.keeper.newest,
+        model_path=model_path,
+        unsaved=unsaved,
+        resumed_from=None if saved is None else saved.path,
+        warnings=tuple(teller.warnings),
+    )

@@ -1,0 +1,108 @@
+"""The loop of a training: a window, an update; now and then an evaluation, a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from autoaccum.accumulation.results import StepResult
+from autoaccum.training.data.source import Source
+from autoaccum.training.data.window import Window
+from autoaccum.training.evaluating import Evaluator
+from autoaccum.training.events import EpochEnded, Updated
+from autoaccum.training.keeping import Keeper
+from autoaccum.training.peaks import PeakMeter
+from autoaccum.training.progress import Goal, Progress
+from autoaccum.training.stepping import Stepper
+from autoaccum.training.stopping import Stopping
+from autoaccum.training.telling import Teller
+
+
+@dataclass
+class Loop:
+    """A training that is under way.
+
+    Attributes:
+        source: Gives the windows.
+        stepper: Makes an update of each.
+        evaluator: Evaluates when it is due.
+        keeper: Writes checkpoints when they are due.
+        progress: How far it is; training goes on from where it stands.
+        goal: When it is done.
+        stopping: Whether it was asked to stop.
+        peaks: The memory each update takes.
+        teller: Told of every event; a callback may end training through it.
+    """
+
+    source: Source
+    stepper: Stepper
+    evaluator: Evaluator
+    keeper: Keeper
+    progress: Progress
+    goal: Goal
+    stopping: Stopping
+    peaks: PeakMeter
+    teller: Teller
+
+    def run(self) -> None:
+        """Train to the goal, or until a callback ends it.
+
+        Whatever is raised, `progress` and all that is trained are those of the last whole update, unless it is
+        UpdateInterrupted.
+
+        Raises:
+            StopAsked: A signal asked for it.
+        """
+        self.keeper.keep_first()
+        self.evaluator.run_if_due()  # What stopped the run before may have come between an update and its evaluation.
+        if not self.goal.is_reached(self.progress):
+            self.source.start_epoch(self.progress.epoch)
+        while not (self.teller.ended or self.goal.is_reached(self.progress)):
+            self.stopping.check()
+            began = time.perf_counter()
+            with self.stopping.interruptible():
+                window = self.source.next_window()
+            if window is None:
+                self._end_epoch()
+            else:
+                self._update(window, began)
+                self.evaluator.run_if_due()
+                self.keeper.keep_if_due()
+        self.evaluator.run()
+        self.keeper.keep()
+
+    def _update(self, window: Window, began: float) -> None:
+        self.peaks.start()
+        learning_rate = self.stepper.learning_rate
+        result = self.stepper.step(window.parts)
+        # From here on the update is made, or its window passed over: it is not made again.
+        self.source.commit()
+        self.progress.count(window.samples, result)
+        seconds = time.perf_counter() - began
+        self.teller.tell(self._updated(result, learning_rate, window.samples / seconds))
+
+    def _updated(self, result: StepResult, learning_rate: float, samples_per_second: float) -> Updated:
+        return Updated(
+            update=self.progress.update,
+            epoch=self.progress.epoch + 1,
+            samples=self.progress.samples,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            samples_per_second=samples_per_second,
+            peak_bytes=self.peaks.read_bytes(),
+            micro_batches=len(result.micro_batches),
+            micro_batch=max(result.micro_batches),
+            retries=result.retries,
+            updated=result.updated,
+            noise_scale=self.stepper.noise_scale,
+            terms=result.terms if len(result.terms) > 1 else None,
+        )
+
+    def _end_epoch(self) -> None:
+        ended = EpochEnded(self.progress.epoch + 1, self.progress.update, self.progress.epoch_samples)
+        self.progress.end_epoch()
+        if not self.goal.is_reached(self.progress):
+            self.source.start_epoch(self.progress.epoch)
+        self.teller.tell(ended)
+        self.evaluator.run_after_epoch()

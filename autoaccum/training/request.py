@@ -1,0 +1,97 @@
+"""What a training is asked to do: everything `autoaccum.fit` is given, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from autoaccum.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoaccum.planning.records import Plan
+    from autoaccum.units import MemorySize
+
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of `autoaccum.fit`, where each is explained; `subject` is its `model_or_workload`.
+
+    Raises:
+        UsageError: One of them cannot be honoured, or they contradict each other.
+    """
+
+    subject: Any
+    data: Any = None
+    target_batch: int
+    loss: Any = None
+    criterion: Any = None
+    optimizer: Any = None
+    weight: Callable[[Any], Any] | None = None
+    reduction: str = "mean"
+    epochs: int | None = None
+    steps: int | None = None
+    plan: Plan | str | Path | None = None
+    micro_batch: int | None = None
+    device: str = "auto"
+    memory: str | MemorySize | None = None
+    reserve: str | MemorySize | None = None
+    precision: str | None = None
+    clip_norm: float | None = None
+    scheduler: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
+    eval_data: Any = None
+    eval_every: int | None = None
+    evaluate: Callable[..., Any] | None = None
+    evaluation_batch: int | None = None
+    run_dir: str | Path | None = None
+    resume: Resume | str = "auto"
+    checkpoint_every: int = 100
+    keep: int = 3
+    seed: int = 0
+    workers: int = 0
+    skip_nonfinite: bool = False
+    noise_scale: bool = False
+    callbacks: Sequence[Callable[[Any], Any]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("target_batch", "checkpoint_every", "keep"):
+            _check_count(name, getattr(self, name))
+        for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for name in ("seed", "workers"):
+            _check_count(name, getattr(self, name), least=0)
+        for name in ("skip_nonfinite", "noise_scale"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", hint="give True or False")
+        if self.epochs is None and self.steps is None:
+            raise UsageError(
+                "neither epochs nor steps are given", hint="say how long to train: epochs=3, or steps=1000"
+            )
+        if self.plan is not None and self.micro_batch is not None:
+            raise UsageError(f"micro_batch is {self.micro_batch}, and a plan is given too", hint="give one of them")
+        if self.resume not in get_args(Resume):
+            raise UsageError(
+                f"resume is {self.resume!r}",
+                hint='take "auto" (go on where there is a checkpoint), "must" (only that) or "never" (begin anew)',
+            )
+        if self.resume == "must" and self.run_dir is None:
+            raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
+            raise UsageError(f"clip_norm is {self.clip_norm!r}", hint="give a number above 0")
+        if not callable(getattr(self.callbacks, "__iter__", None)) or not all(map(callable, self.callbacks)):
+            raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, an event")
+
+
+def _check_count(name: str, value: Any, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} is {value!r}", hint=f"give a whole number of at least {least}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value) and value > 0

@@ -1,0 +1,96 @@
+"""Going on from a checkpoint: which one, whether it is of this run, and everything put where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoaccum.accumulation.planned import unwrapped
+from autoaccum.errors import UsageError
+from autoaccum.planning.records import Plan
+from autoaccum.training.data.source import Source
+from autoaccum.training.events import Noted
+from autoaccum.training.request import FitRequest
+from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.trainee import Trainee
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint to go on from.
+
+    Attributes:
+        path: Its file.
+        record: What it holds.
+    """
+
+    path: Path
+    record: Mapping[str, Any]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the run so far; None where its micro-batch was given."""
+        text = self.record["plan"]
+        return None if text is None else Plan.from_json(text, source=f"the plan in {self.path}")
+
+    @property
+    def micro_batch(self) -> int:
+        """The planned micro-batch of the run so far."""
+        return int(self.record["micro_batch"])
+
+
+def find_saved(folder: RunFolder | None, request: FitRequest, tell: Callable[[Any], Any]) -> Saved | None:
+    """The newest whole checkpoint of the folder, as `request.resume` has it; None for a run that begins anew.
+
+    Raises:
+        UsageError: The folder holds a run that is not to be resumed, or none that is.
+        CheckpointError: There are checkpoints, and none is whole.
+    """
+    if folder is None:
+        return None
+    if request.resume == "never":
+        if folder.checkpoints.paths():
+            raise UsageError(
+                f"{folder.path} holds a run already, and resume is never",
+                hint="choose another folder, or resume it",
+            )
+        return None
+    found = folder.checkpoints.newest(lambda path, reason: tell(_passed_over(path, reason)))
+    if found is None and request.resume == "must":
+        raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="begin the run without --resume must")
+    return None if found is None else Saved(*found)
+
+
+def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[str, Any]:
+    """What must be the same for a run to be resumed, in plain values."""
+    return {
+        "target batch": request.target_batch,
+        "seed": request.seed,
+        "model": type(unwrapped(trainee.model)).__name__,
+        "optimizer": type(trainee.optimizer).__name__,
+        "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
+        "precision": trainee.precision,
+        "data": source.fingerprint(),
+    }
+
+
+def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
+    """Refuse to go on with another training than the one that was interrupted.
+
+    Raises:
+        UsageError: Names all that differs.
+    """
+    then = saved.record["run"]
+    names = [name for name in {**then, **here} if then.get(name) != here.get(name)]
+    if names:
+        different = "; ".join(f"{name} was {then.get(name)!r}, is {here.get(name)!r}" for name in names)
+        raise UsageError(
+            f"{saved.path} is of another training: {different}",
+            hint="give what was given then, or choose another run folder",
+        )
+
+
+def _passed_over(path: Path, reason: str) -> Noted:
+    return Noted(f"{path.name} is damaged ({reason}) and was passed over: training goes on from the one before")

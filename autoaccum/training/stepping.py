@@ -1,0 +1,188 @@
+"""Updates of a training: the Accumulator under a ceiling that moves, with its news told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.observers import StepObserver
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.planned import PlanLike
+from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.errors import NonFiniteError
+from autoaccum.training.ceiling import Ceiling
+from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
+from autoaccum.training.noise_observer import NoiseObserver
+from autoaccum.training.progress import Progress
+from autoaccum.training.ranks import Ranks
+from autoaccum.training.results import NoiseScale
+from autoaccum.training.trainee import Trainee
+from autoaccum.workload.batches import batch_size
+
+_MEASURE_ONLY = float("inf")
+
+
+class Stepper:
+    """Makes one update from each window.
+
+    Args:
+        trainee: What is trained.
+        progress: How far it is; counts what is skipped.
+        plan: What the micro-batch comes from; None where it was given.
+        micro_batch: The ceiling to begin with, in samples.
+        clip_norm: As the Accumulator's; None measures the norm only, for the log and to see that it is finite.
+        skip_nonfinite: Pass over windows whose loss or gradient is not finite, instead of ending there.
+        noise_scale: Estimate the gradient noise scale.
+        ranks: Who trains along.
+        check: Called as each phase of a step begins; what it raises rolls the step back.
+        tell: Told of shortages, raises of the ceiling and skipped windows.
+
+    Attributes:
+        ceiling: How large micro-batches may be by now.
+        settled: Whether the state is known to be that of a whole update: not so when the last step failed in its
+            update, which may have been made (a scheduler raised) or not.
+
+    Raises:
+        UsageError: The plan is for something else.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        progress: Progress,
+        *,
+        plan: PlanLike | None,
+        micro_batch: int,
+        clip_norm: float | None,
+        skip_nonfinite: bool,
+        noise_scale: bool,
+        ranks: Ranks,
+        check: Callable[[], None],
+        tell: Callable[[Any], None],
+    ) -> None:
+        self.ceiling = Ceiling(micro_batch)
+        self.settled = True
+        self._noise: NoiseObserver | None = None
+        if noise_scale:
+            trained = optimizer_parameters(trainee.optimizer)
+            self._noise = NoiseObserver(trained, trainee.objective.reduction)
+        self._ranks, self._tell, self._skips = ranks, tell, skip_nonfinite
+        self._optimizer, self._progress = trainee.optimizer, progress
+        self._watch = _Watch(progress, check, tell, self._noise)
+        self._accumulator = Accumulator(
+            trainee.model,
+            trainee.optimizer,
+            trainee.objective,
+            plan=plan,
+            micro_batch=None if plan is not None else micro_batch,
+            clip_norm=_MEASURE_ONLY if clip_norm is None else clip_norm,
+            precision=trainee.precision,  # type: ignore[arg-type]
+            scaler=trainee.scaler,
+            scheduler=trainee.scheduler,
+            check_finite=True,
+            observer=self._watch,
+        )
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale by now, in samples; None where it is not known."""
+        estimate = self.estimate_noise()
+        return None if estimate is None else estimate.value
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group, as the next update will have it."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def step(self, parts: list[Any]) -> StepResult:
+        """Make the next update; where that was asked for, a window that is not finite is passed over.
+
+        Raises:
+            NonFiniteError: Loss or gradient are not finite; everything is as before the step.
+            DoesNotFitError: As `Accumulator.step_parts`, like the other errors.
+        """
+        update = self._progress.update + 1
+        try:
+            result = self._accumulator.step_parts(parts)
+        except NonFiniteError as error:
+            if not self._skips:
+                raise _of_update(error, update) from None
+            self._progress.skipped += 1
+            self._tell(Skipped(update, error.message))
+            return _passed_over(error, parts)
+        except BaseException:
+            self.settled = self._accumulator.phase != "update"
+            raise
+        self._follow(result, update)
+        if self._noise is not None:
+            self._noise.take(result)
+        return result
+
+    def estimate_noise(self) -> NoiseScale | None:
+        """The gradient noise scale by now; None where it was not asked for."""
+        return None if self._noise is None else self._noise.estimate()
+
+    def close(self) -> None:
+        """Listen to no gradient any more."""
+        if self._noise is not None:
+            self._noise.close()
+
+    def noise_state(self) -> dict[str, Any] | None:
+        """What the estimate of the noise scale goes on from."""
+        return None if self._noise is None else self._noise.state()
+
+    def restore_noise(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `noise_state()` of an earlier run, if that estimated it, too."""
+        if self._noise is not None and state is not None:
+            self._noise.restore(state)
+
+    def restore_ceiling(self, state: Mapping[str, int | None]) -> None:
+        """Go on from `ceiling.state()` of an earlier run."""
+        self.ceiling.restore(state)
+        self._accumulator.micro_batch = self.ceiling.largest
+
+    def _follow(self, result: StepResult, update: int) -> None:
+        """Keep to the ceiling of whoever has the least, and try more after a calm stretch."""
+        largest = self._ranks.least(self._accumulator.micro_batch)
+        changed = self.ceiling.after(result.retries, largest)
+        self._accumulator.micro_batch = self.ceiling.largest
+        if changed is not None and not result.retries:
+            self._tell(CeilingRaised(update, changed))
+
+
+class _Watch(StepObserver):
+    """Hears of a step from within, and passes it on."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        check: Callable[[], None],
+        tell: Callable[[Any], None],
+        noise: NoiseObserver | None,
+    ) -> None:
+        self._progress, self._check, self._tell, self._noise = progress, check, tell, noise
+
+    def phase(self, phase: StepPhase) -> None:
+        if self._noise is not None:
+            self._noise.phase(phase)
+        self._check()
+
+    def part(self, samples: int, share: float | None, factor: float) -> None:
+        if self._noise is not None:
+            self._noise.part(samples, share, factor)
+
+    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+        self._tell(ShortageMet(self._progress.update + 1, phase, micro_batch, next_micro_batch))
+
+
+def _of_update(error: NonFiniteError, update: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"update {update}: {error.message}", loss=error.loss, grad_norm=error.grad_norm, hint=error.hint
+    )
+
+
+def _passed_over(error: NonFiniteError, parts: list[Any]) -> StepResult:
+    sizes = tuple(batch_size(part) for part in parts)
+    return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, 0, updated=False, terms={})

@@ -1,0 +1,106 @@
+"""What is trained, in place: model, loss, optimizer, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.scaling import choose_scaler
+from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.accumulation.validation import check_precision, check_scheduler
+from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.workload.weights import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What is trained, in place on its device.
+
+    Attributes:
+        model: The model.
+        objective: The loss.
+        optimizer: Its optimizer.
+        scheduler: The schedule of its learning rate; None when there is none.
+        scaler: The loss scaler of fp16; None otherwise.
+        precision: `fp32`, `bf16` or `fp16`.
+        evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
+    """
+
+    model: nn.Module
+    objective: Objective
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: GradScaler | None
+    precision: str
+    evaluate: Callable[..., Any] | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return model_device(self.model)
+
+    @property
+    def criterion(self) -> nn.Module | None:
+        """The criterion, where it is a module."""
+        function = None if self.objective.criterion is None else self.objective.criterion.function
+        return function if isinstance(function, nn.Module) else None
+
+
+def make_trainee(
+    model: nn.Module,
+    objective: Objective,
+    optimizer: Optimizer,
+    *,
+    scheduler: Any,
+    precision: str,
+    evaluate: Callable[..., Any] | None,
+) -> Trainee:
+    """What is trained, of a model that is in place.
+
+    Args:
+        model: The model.
+        objective: The loss; a criterion's buffers are moved to the model.
+        optimizer: Its optimizer.
+        scheduler: One of it, or a function of it, or None.
+        precision: `fp32`, `bf16` or `fp16`.
+        evaluate: As in `Trainee`.
+
+    Raises:
+        UsageError: The scheduler or the precision cannot be used.
+    """
+    check_precision(precision)
+    if callable(scheduler):
+        scheduler = scheduler(optimizer)
+    check_scheduler(scheduler, optimizer)
+    device = model_device(model)
+    objective.move_criterion(device)
+    if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
+        model.train()
+    scaler = choose_scaler(precision, None, device, optimizer_parameters(optimizer))
+    return Trainee(
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        precision=precision,
+        evaluate=evaluate,
+    )
+
+
+def find_device(asked: str) -> torch.device:
+    """The device called `auto` (the first card, where there is one), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UsageError: There is none of that name here.
+    """
+    check_device(asked)
+    index = card_index(asked)
+    return torch.device("cpu") if index is None else torch.device("cuda", index)

@@ -1,0 +1,93 @@
+"""Everything a checkpoint holds of a training, put together and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoaccum.accumulation.randomness import Generator
+from autoaccum.training import random_states
+from autoaccum.training.data.source import Source
+from autoaccum.training.evaluating import Evaluator
+from autoaccum.training.events import Noted
+from autoaccum.training.micro_batches import Choice
+from autoaccum.training.progress import Progress
+from autoaccum.training.state import capture_training, restore_training
+from autoaccum.training.stepping import Stepper
+from autoaccum.training.trainee import Trainee
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeState:
+    """The parts of a training that change while it goes on.
+
+    Attributes:
+        run: What must be the same when it is resumed (`resuming.describe_run`).
+        choice: The micro-batch it was planned with.
+        progress: How far it is.
+        trainee: Model, criterion, optimizer, scheduler and scaler.
+        source: Its place in the data.
+        stepper: The ceiling, its calm counter, and the noise scale's estimate.
+        evaluator: The micro-batch of evaluations.
+    """
+
+    run: Mapping[str, Any]
+    choice: Choice
+    progress: Progress
+    trainee: Trainee
+    source: Source
+    stepper: Stepper
+    evaluator: Evaluator
+
+    def compose(self) -> dict[str, Any]:
+        """What a checkpoint holds: plain values and tensors, as of the last whole update."""
+        trainee, plan = self.trainee, self.choice.plan
+        return {
+            "run": dict(self.run),
+            "progress": self.progress.state(),
+            "plan": None if plan is None else plan.to_json(),
+            "micro_batch": self.choice.micro_batch,
+            "ceiling": self.stepper.ceiling.state(),
+            "noise_scale": self.stepper.noise_state(),
+            "evaluation": self.evaluator.state(),
+            "data": self.source.state(),
+            "training": capture_training(
+                trainee.model, trainee.criterion, trainee.optimizer, trainee.scheduler, trainee.scaler
+            ),
+            "random": random_states.capture([trainee.device], self._generators()),
+        }
+
+    def restore(self, record: Mapping[str, Any], tell: Callable[[Any], Any]) -> None:
+        """Put everything where `record` has it; nothing is changed when it is of another model or optimizer.
+
+        Random states come last of all, by `restore_randomness`.
+
+        Raises:
+            UsageError: It does not fit what is here: says what differs.
+        """
+        trainee = self.trainee
+        restore_training(
+            record["training"],
+            trainee.model,
+            trainee.criterion,
+            trainee.optimizer,
+            trainee.scheduler,
+            trainee.scaler,
+        )
+        self.progress.restore(record["progress"])
+        if record["micro_batch"] == self.choice.micro_batch:
+            self.stepper.restore_ceiling(record["ceiling"])
+        self.stepper.restore_noise(record["noise_scale"])
+        self.evaluator.restore(record["evaluation"])
+        how = self.source.restore(record["data"])
+        if how is not None:
+            tell(Noted(how, warns=False))
+
+    def restore_randomness(self, record: Mapping[str, Any], tell: Callable[[Any], Any]) -> None:
+        """Go on drawing where the interrupted run did; what cannot be put back is told."""
+        for sentence in random_states.restore(record["random"], [self.trainee.device], self._generators()):
+            tell(Noted(f"the resumed run draws other random numbers: {sentence}"))
+
+    def _generators(self) -> dict[str, Generator]:
+        return random_states.named_generators(self.trainee.model, self.trainee.criterion)

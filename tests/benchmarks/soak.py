@@ -1,0 +1,164 @@
+"""Runs of `fit` that are killed at random moments and resumed: do they end with the same weights, bit for bit?
+
+    python tests/benchmarks/soak.py --kills 100
+
+A run is a fork of this process, which has imported PyTorch and computed nothing: so a start takes no time, and a kill
+may strike anywhere, also before the first checkpoint and within one. Of each run that was killed on its way the final
+weights, optimizer state and log are compared with those of one that was never stopped. Exits with 1 where one differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import autoaccum
+from autoaccum.accumulation.digest import Hasher
+
+UPDATES, TARGET, SAMPLES = 60, 16, 150
+
+
+class Noisy(Dataset[Any]):
+    """Samples that are augmented at random, from all three generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        import numpy as np
+
+        x = torch.full((6,), index / SAMPLES) + torch.randn(6) * 0.1 + random.random() + np.random.rand()
+        return x.float(), torch.tensor(index % 3)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=UPDATES + 1)
+
+
+def train(folder: Path, workers: int) -> str:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    result = autoaccum.fit(
+        build(),
+        Noisy(),
+        target_batch=TARGET,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        scheduler=schedule,
+        micro_batch=5,
+        steps=UPDATES,
+        clip_norm=1.0,
+        run_dir=folder,
+        checkpoint_every=4,
+        workers=workers,
+        noise_scale=True,
+        progress=False,
+    )
+    return Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
+
+
+def start(folder: Path, workers: int) -> int:
+    """Fork a run; it leaves its digest in the folder."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        digest = train(folder, workers)
+        (folder / "digest").write_text(digest)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_through(folder: Path, workers: int, kill_after: Callable[[], float | None]) -> int:
+    """Start runs in `folder` until one ends by itself; how many were killed.
+
+    Raises:
+        RuntimeError: A run failed by itself.
+    """
+    kills = 0
+    while True:
+        process, seconds = start(folder, workers), kill_after()
+        ended = wait(process, seconds)
+        if ended is None:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            kills += 1
+        elif ended:
+            raise RuntimeError(f"a run in {folder} failed by itself after {kills} kills")
+        else:
+            return kills
+
+
+def wait(process: int, seconds: float | None) -> int | None:
+    """The exit code of `process`; None if it takes longer than `seconds`."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while deadline is None or time.monotonic() < deadline:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    return None
+
+
+def figures(folder: Path) -> list[tuple[int, float, float]]:
+    """Update, loss and gradient norm of every line of the log."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    draw = random.Random(asked.seed)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        reference = Path(scratch) / "reference"
+        run_through(reference, asked.workers, lambda: None)
+        whole_seconds = time.monotonic() - began
+        expected, log = (reference / "digest").read_text(), figures(reference)
+        kills = runs = different = 0
+        while kills < asked.kills:
+            folder, left = Path(scratch) / f"run{runs}", asked.kills - kills
+            limits = [draw.random() * whole_seconds for _ in range(min(left, 8))]
+            kills += run_through(folder, asked.workers, lambda limits=limits: limits.pop() if limits else None)  # type: ignore[misc]
+            runs += 1
+            weights, logged = (folder / "digest").read_text() == expected, figures(folder) == log
+            different += not (weights and logged)
+            if not (weights and logged):
+                print(f"{folder.name}: weights {weights}, log {logged}")
+    print(f"{kills} kills in {runs} runs of {UPDATES} updates: {different} ended otherwise than one never stopped")
+    print(f"{time.monotonic() - began:.0f} s, one whole run takes {whole_seconds:.1f} s")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

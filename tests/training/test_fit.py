@@ -1,0 +1,352 @@
+"""Training by `autoaccum.fit`: its updates are those of a plain loop over full batches."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import autoaccum
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.training.events import EpochEnded, Evaluated, Started, Updated
+
+SAMPLES, TARGET, EPOCHS = 155, 16, 3
+UPDATES = EPOCHS * 10  # nine windows of 16 and one of 11
+
+
+class Noted(Dataset[Any]):
+    """Texts of uneven length, and a note of which were fetched."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(3)
+        lengths = torch.randint(3, 9, (SAMPLES,), generator=draw)
+        self.texts = [torch.randint(1, 11, (int(length),), generator=draw) for length in lengths]
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.fetched.append(index)
+        return self.texts[index]
+
+
+class Words(nn.Module):
+    """Says each word's successor; tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, dtype=torch.float64)
+        self.hidden = nn.Linear(6, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, 11, bias=False, dtype=torch.float64)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(torch.tanh(self.hidden(self.embedding(words)))))
+
+
+def pad(texts: list[Tensor]) -> dict[str, Tensor]:
+    width = max(map(len, texts))
+    return {"words": torch.stack([F.pad(text, (0, width - len(text))) for text in texts])}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    words = batch["words"]
+    return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten(), ignore_index=0)
+
+
+def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    words = batch["words"]
+    return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten(), ignore_index=0, reduction="sum")
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["words"][:, 1:] != 0).sum()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+
+
+def windows(order: list[int]) -> Iterator[list[int]]:
+    for epoch in range(EPOCHS):
+        of_epoch = order[epoch * SAMPLES : (epoch + 1) * SAMPLES]
+        yield from (of_epoch[start : start + TARGET] for start in range(0, SAMPLES, TARGET))
+
+
+def train_plainly(
+    model: nn.Module,
+    batches: list[dict[str, Tensor]],
+    *,
+    criterion: Callable[..., Tensor] = loss,
+    optimizer: Callable[..., Any] = adamw,
+    clip_norm: float | None = None,
+) -> None:
+    """The reference: each effective batch in one piece."""
+    stepper = optimizer(list(model.parameters()))
+    scheduler = halving(stepper)
+    for batch in batches:
+        stepper.zero_grad()
+        criterion(model, batch).backward()  # type: ignore[no-untyped-call]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        stepper.step()
+        scheduler.step()
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+
+
+@pytest.fixture
+def model() -> Words:
+    torch.manual_seed(0)
+    return Words()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("micro_batch", [1, 5, 16, 40])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_thirty_updates_are_those_of_full_batches(
+    model: Words, optimizer: Any, micro_batch: int, clip_norm: float | None
+) -> None:
+    data, other = Noted(), copy.deepcopy(model)
+    result = autoaccum.fit(
+        model,
+        data,
+        target_batch=TARGET,
+        loss=loss,
+        weight=tokens,
+        optimizer=optimizer,
+        scheduler=halving,
+        micro_batch=micro_batch,
+        epochs=EPOCHS,
+        clip_norm=clip_norm,
+        collate=pad,
+        progress=False,
+    )
+    assert (result.updates, result.epochs, result.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
+    assert result.model is model
+    order = [sorted(data.fetched[epoch * SAMPLES : (epoch + 1) * SAMPLES]) for epoch in range(EPOCHS)]
+    assert order == [list(range(SAMPLES))] * EPOCHS
+    assert data.fetched[:SAMPLES] != data.fetched[SAMPLES : 2 * SAMPLES], "each epoch has an order of its own"
+    batches = [pad([data.texts[index] for index in window]) for window in windows(data.fetched)]
+    train_plainly(other, batches, optimizer=optimizer, clip_norm=clip_norm)
+    assert_same_weights(model, other)
+
+
+def test_a_summed_loss_is_not_divided(model: Words) -> None:
+    data, other = Noted(), copy.deepcopy(model)
+    autoaccum.fit(
+        model,
+        data,
+        target_batch=TARGET,
+        loss=summed,
+        reduction="sum",
+        optimizer=adamw,
+        scheduler=halving,
+        micro_batch=5,
+        epochs=EPOCHS,
+        collate=pad,
+        progress=False,
+    )
+    train_plainly(other, [pad([data.texts[i] for i in w]) for w in windows(data.fetched)], criterion=summed)
+    assert_same_weights(model, other)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, texts: list[Tensor]) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.texts)
+
+
+class Batches:
+    """Padded batches of an awkward size, any number of times."""
+
+    def __init__(self, texts: list[Tensor], size: int) -> None:
+        self.texts, self.size = texts, size
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (pad(self.texts[start : start + self.size]) for start in range(0, len(self.texts), self.size))
+
+
+KINDS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "loader of small batches": lambda texts: DataLoader(texts, batch_size=3, collate_fn=pad),  # type: ignore[arg-type]
+    "loader of large batches": lambda texts: DataLoader(texts, batch_size=50, collate_fn=pad),  # type: ignore[arg-type]
+    "loader over a stream": lambda texts: DataLoader(Stream(texts), batch_size=7, collate_fn=pad),
+    "stream of samples": Stream,
+    "iterable of batches": lambda texts: Batches(texts, 13),
+    "list of batches": lambda texts: list(Batches(texts, 20)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_of_any_kind_is_regrouped_to_the_target_batch(model: Words, kind: str) -> None:
+    texts, other = Noted().texts, copy.deepcopy(model)
+    sizes: list[int] = []
+    autoaccum.fit(
+        model,
+        KINDS[kind](texts),
+        target_batch=TARGET,
+        loss=loss,
+        weight=tokens,
+        optimizer=adamw,
+        scheduler=halving,
+        micro_batch=6,
+        epochs=EPOCHS,
+        collate=None if "loader" in kind or "batches" in kind else pad,
+        progress=False,
+        callbacks=[lambda event: sizes.append(event.samples) if isinstance(event, Updated) else None],
+    )
+    assert [sizes[0], *(b - a for a, b in zip(sizes, sizes[1:], strict=False))] == ([TARGET] * 9 + [11]) * EPOCHS
+    train_plainly(other, [pad([texts[i] for i in window]) for window in windows(list(range(SAMPLES)) * EPOCHS)])
+    assert_same_weights(model, other)
+
+
+def small() -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(0)
+    x = torch.randn(48, 4)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2)), TensorDataset(x, x.sum(1).gt(0).long())
+
+
+def fit_small(**options: Any) -> tuple[autoaccum.FitResult, list[Any]]:
+    model, data = small()
+    heard: list[Any] = []
+    settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "epochs": 2}
+    settings |= {"callbacks": [lambda event: heard.append(event)], "progress": False} | options
+    return autoaccum.fit(model, settings.pop("data", data), **settings), heard
+
+
+def digest(result: autoaccum.FitResult) -> str:
+    return state_digest(result.model, result.optimizer)
+
+
+def test_the_same_seed_trains_the_same_and_another_one_does_not() -> None:
+    digests = [digest(fit_small(seed=seed)[0]) for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_caller_s_random_states_are_put_back() -> None:
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    model, data = small()
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    autoaccum.fit(
+        model, data, target_batch=16, loss=nn.CrossEntropyLoss(), micro_batch=8, steps=2, progress=False, eval_data=data
+    )
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+
+
+def test_how_often_one_evaluates_changes_no_weight() -> None:
+    _, data = small()
+    digests = {
+        digest(fit_small(eval_data=None if every is None else data, eval_every=every)[0]) for every in (None, 1, 3)
+    }
+    assert len(digests) == 1
+
+
+def test_events_come_in_order_and_say_what_happened() -> None:
+    _, data = small()
+    result, heard = fit_small(eval_data=data)
+    assert [type(event).__name__ for event in heard] == [
+        "Started",
+        *["Updated"] * 3,
+        "EpochEnded",
+        "Evaluated",
+        *["Updated"] * 3,
+        "EpochEnded",
+        "Evaluated",
+        "Finished",
+    ]
+    started = heard[0]
+    assert isinstance(started, Started)
+    assert (started.updates, started.epochs, started.micro_batch, started.target_batch) == (6, 2, 8, 16)
+    last = [event for event in heard if isinstance(event, Updated)][-1]
+    assert (last.update, last.epoch, last.samples, last.micro_batches, last.micro_batch) == (6, 2, 96, 2, 8)
+    assert last.loss == result.loss
+    assert last.grad_norm is not None
+    assert last.peak_bytes is not None
+    assert last.peak_bytes > 2**20
+    assert [event.samples for event in heard if isinstance(event, EpochEnded)] == [48, 48]
+    assert heard[-1].result is result
+    assert result.evaluation == dict([event for event in heard if isinstance(event, Evaluated)][-1].values)
+
+
+def test_updates_end_in_the_middle_of_an_epoch_too() -> None:
+    result, _ = fit_small(epochs=None, steps=5)
+    assert (result.updates, result.epochs, result.samples) == (5, 1, 80)
+    result, _ = fit_small(epochs=1, steps=5)
+    assert (result.updates, result.epochs) == (3, 1)
+
+
+def test_a_callback_that_says_true_ends_the_training() -> None:
+    result, _ = fit_small(callbacks=[lambda event: isinstance(event, Updated) and event.update == 2])
+    assert (result.updates, result.stopped) == (2, "callback")
+
+
+def test_gradients_are_let_go_of_and_no_hook_stays() -> None:
+    result, _ = fit_small(noise_scale=True, steps=3)
+    for parameter in result.model.parameters():
+        assert parameter.grad is None
+        assert not parameter._backward_hooks
+
+
+def test_the_noise_scale_is_told_where_there_are_parts_and_not_where_there_are_none() -> None:
+    result, heard = fit_small(noise_scale=True, epochs=20, clip_norm=1.0)
+    assert result.noise_scale is not None
+    assert result.noise_scale.updates == 60
+    figures = [event.noise_scale for event in heard if isinstance(event, Updated)]
+    assert figures[0] is None
+    assert figures[-1] == result.noise_scale.value
+    whole, _ = fit_small(noise_scale=True, epochs=5, micro_batch=16)
+    assert whole.noise_scale is not None
+    assert whole.noise_scale.value is None
+    assert "one micro-batch" in str(whole.noise_scale.reason)
+    assert fit_small()[0].noise_scale is None
+
+
+def test_modules_at_rest_stay_at_rest_and_a_model_at_rest_is_trained() -> None:
+    model, data = small()
+    settings: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 1, "progress": False}
+    model[1].eval()  # type: ignore[index]
+    autoaccum.fit(model, data, target_batch=16, **settings)
+    assert (model.training, model[1].training) == (True, False)  # type: ignore[index]
+    model.eval()
+    autoaccum.fit(model, data, target_batch=16, **settings)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_live_optimizer_goes_on_with_its_state() -> None:
+    model, data = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 2}
+    for _ in range(2):
+        result = autoaccum.fit(model, data, optimizer=optimizer, progress=False, **options)
+    assert result.optimizer is optimizer
+    assert float(next(iter(optimizer.state.values()))["step"]) == 4
+
+
+def test_bf16_trains_under_autocast() -> None:
+    result, _ = fit_small(precision="bf16")
+    assert result.loss is not None
+    assert next(result.model.parameters()).dtype == torch.float32

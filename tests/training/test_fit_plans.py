@@ -1,0 +1,110 @@
+"""A training plans first, without a trace, or takes a plan and says what in it is for something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import dataclasses, json, sys
+import torch
+from torch import nn
+import autoaccum
+from autoaccum.accumulation.digest import Hasher
+from autoaccum.errors import AutoaccumError
+from autoaccum.training.events import Noted, Planning, Started
+
+torch.set_num_threads(1)
+folder = sys.argv[1]
+x = torch.randn(4096, 64)
+data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
+seen = {"refused": {}}
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))])
+
+def fit(model=None, given=data, **options):
+    settings = dict(target_batch=1024, loss=nn.MSELoss(), steps=3, progress=False, memory="64MiB") | options
+    return autoaccum.fit(build() if model is None else model, given, **settings)
+
+def refused(name, **options):
+    try:
+        fit(**options)
+        seen["refused"][name] = None
+    except AutoaccumError as error:
+        seen["refused"][name] = [error.exit_code, str(error)]
+
+heard = []
+planned = fit(callbacks=[heard.append], run_dir=folder + "/planned")
+plan = planned.plan
+digest = lambda result: Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
+seen["plan"] = [plan.kind, plan.target_batch, plan.micro_batch, plan.iter_size]
+seen["saved"] = autoaccum.Plan.load(folder + "/planned/plan.json") == plan
+seen["planning"] = [type(event).__name__ for event in heard if isinstance(event, (Planning, Started))]
+seen["trials"] = sum(type(event).__name__ == "TrialFinished" for event in heard)
+by_plan = fit(plan=plan)
+by_number = fit(micro_batch=plan.micro_batch)
+by_file = fit(plan=folder + "/planned/plan.json")
+seen["same"] = len({digest(result) for result in (planned, by_plan, by_number, by_file)})
+heard.clear()
+resumed = fit(callbacks=[heard.append], run_dir=folder + "/planned", steps=5)
+seen["resumed"] = [resumed.plan == plan, any(isinstance(event, Planning) for event in heard), resumed.updates]
+one = iter([(x[:1024], x[:1024].roll(1, 1))] * 3)
+seen["of an iterator"] = [fit(given=one).updates, next(one, None) is None]
+refused("target", plan=plan, target_batch=512)
+refused("model", plan=plan, model=nn.Linear(64, 64))
+refused("optimizer", plan=plan, optimizer="SGD")
+refused("precision", plan=plan, precision="bf16")
+refused("ranks", plan=dataclasses.replace(
+    plan, target_batch=2048, world_size=2, ranks=(plan.micro_batches, plan.micro_batches)))
+refused("device", plan=dataclasses.replace(plan, device={**plan.device, "kind": "cuda", "card": "NVIDIA T4"}))
+refused("no file", plan=folder + "/nothing.json")
+refused("too small a budget", memory="1MiB")
+refused("both", plan=plan, micro_batch=3)
+refused("a number", plan=3)
+json.dump(seen, sys.stdout)
+"""
+
+
+def test_it_plans_in_place_and_takes_plans(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    kind, target, micro_batch, iter_size = seen["plan"]
+    assert (kind, target) == ("measured", 1024)
+    assert 1 < micro_batch < 1024, "the budget binds"
+    assert iter_size * micro_batch >= 1024
+    assert seen["saved"]
+    assert seen["planning"] == ["Planning", "Started"]
+    assert seen["trials"] >= 3
+    assert seen["same"] == 1, "planning left no trace: the weights are those of a run that was given the number"
+    assert seen["resumed"] == [True, False, 5], "a resumed run keeps its plan"
+    assert seen["of an iterator"] == [3, True], "what was read for the plan is not lost"
+    messages = {name: message for name, (_, message) in seen["refused"].items()}
+    codes = {name: code for name, (code, _) in seen["refused"].items()}
+    assert codes.pop("too small a budget") in (1, 2)
+    assert set(codes.values()) == {2}
+    assert "the plan is for updates of 1024 samples, here they have 512" in messages["target"]
+    assert "the plan is for the model Sequential" in messages["model"]
+    assert "here is the model Linear" in messages["model"]
+    assert "AdamW" in messages["optimizer"]
+    assert "SGD" in messages["optimizer"]
+    assert "fp32" in messages["precision"]
+    assert "bf16" in messages["precision"]
+    assert "the plan is for 2 ranks" in messages["ranks"]
+    assert "a CUDA card" in messages["device"]
+    assert "there is no file" in messages["no file"]
+    assert "micro_batch is 3, and a plan is given too" in messages["both"]
+    assert "plan is a" in messages["a number"]

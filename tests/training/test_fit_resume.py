@@ -1,0 +1,286 @@
+"""A run that was interrupted ends, resumed, where it would have ended: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import autoaccum
+from autoaccum.accumulation.digest import Hasher
+from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.training.events import Noted, Updated
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
+SAMPLES, TARGET, EPOCHS = 44, 12, 2
+UPDATES = EPOCHS * 4  # three windows of 12 and one of 8
+
+
+class Enough(Exception):
+    """What a user's own code may raise."""
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all three generators for every sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(5) + index / SAMPLES + random.random() + float(np.random.rand()), torch.tensor(index % 3)
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own, and counts in a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(7)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls: Tensor = self.calls + 1
+        return x + 0.1 * torch.randn(x.shape, generator=self.draw) + 0.01 * self.calls
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), Noise(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+    return torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [warm, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)], [3]
+    )
+
+
+def stopping_after(update: int | None) -> Callable[[Any], None]:
+    def listen(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == update:
+            raise Enough
+
+    return listen
+
+
+def run(folder: Path, stop_after: int | None = None, data: Any = None, **options: Any) -> autoaccum.FitResult:
+    settings: dict[str, Any] = {
+        "target_batch": TARGET,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+        "scheduler": schedule,
+        "micro_batch": 5,
+        "epochs": EPOCHS,
+        "clip_norm": 1.0,
+        "run_dir": folder,
+        "noise_scale": True,
+        "eval_data": [(torch.ones(4, 5), torch.zeros(4, dtype=torch.long))],
+        "eval_every": 3,
+        "progress": False,
+    }
+    heard = options.pop("heard", None)
+    callbacks = [stopping_after(stop_after), *([] if heard is None else [heard])]
+    given = Augmented() if data is None else data() if callable(data) else data
+    return autoaccum.fit(build(), given, **settings | {"callbacks": callbacks} | options)
+
+
+def digest(result: autoaccum.FitResult) -> str:
+    """Of everything that was trained, buffers that are not persistent included."""
+    buffers = dict(result.model.named_buffers())
+    return Hasher().hash([result.model.state_dict(), buffers, result.optimizer.state_dict()])
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The log without what is measured."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "peak_bytes")} for line in found]
+
+
+def interrupted(folder: Path, stops: list[int], **options: Any) -> autoaccum.FitResult:
+    for stop in stops:
+        with pytest.raises(Enough):
+            run(folder, stop, **options)
+    return run(folder, **options)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(SAMPLES):
+            yield torch.randn(5) + index / SAMPLES, torch.tensor(index % 3)
+
+
+class Kept(IterableDataset[Any]):
+    """Knows its place; would begin anew without it."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < SAMPLES:
+            self.place += 1
+            yield torch.full((5,), self.place / SAMPLES), torch.tensor(self.place % 3)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Batches:
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, SAMPLES, 7):
+            size = min(7, SAMPLES - start)
+            yield torch.randn(size, 5), torch.randint(0, 3, (size,))
+
+
+def own_draw() -> DataLoader[Any]:
+    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
+    return DataLoader(Augmented(), batch_size=7, sampler=sampler)
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "dataset": Augmented,
+    "loader": lambda: DataLoader(Augmented(), batch_size=7, shuffle=True),
+    "loader with a generator": own_draw,
+    "stream": Stream,
+    "stream that knows its place": Kept,
+    "loader over a stream": lambda: DataLoader(Stream(), batch_size=7),
+    "batches": Batches,
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, kind: str) -> None:
+    whole = run(tmp_path / "whole", data=DATA[kind])
+    resumed = interrupted(tmp_path / "parts", [1, 3, 4, 7, UPDATES], data=DATA[kind])
+    assert resumed.resumed_from is not None
+    assert (resumed.updates, resumed.epochs, resumed.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
+    assert digest(resumed) == digest(whole)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert resumed.noise_scale == whole.noise_scale
+    assert resumed.evaluation == whole.evaluation
+
+
+@pytest.mark.parametrize("stop", range(1, UPDATES))
+def test_every_update_can_be_the_last_of_a_run(tmp_path: Path, stop: int) -> None:
+    whole = run(tmp_path / "whole", eval_data=None)
+    resumed = interrupted(tmp_path / "parts", [stop], eval_data=None)
+    assert digest(resumed) == digest(whole)
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone")
+    helped = interrupted(tmp_path / "helped", [3], workers=2)
+    assert digest(helped) == digest(alone)
+
+
+def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", precision="fp16")
+    resumed = interrupted(tmp_path / "parts", [2, 5], precision="fp16")
+    assert digest(resumed) == digest(whole)
+
+
+def test_it_says_how_it_found_its_place(tmp_path: Path) -> None:
+    said: dict[str, list[str]] = {}
+    for kind in ("batches", "stream that knows its place", "dataset"):
+        heard: list[Any] = []
+        interrupted(tmp_path / kind, [2], data=DATA[kind], heard=heard.append)
+        said[kind] = [event.text for event in heard if isinstance(event, Noted)]
+    assert any("read forward" in text for text in said["batches"])
+    assert not any("read forward" in text for text in said["stream that knows its place"])
+    assert not said["dataset"]
+
+
+def test_a_longer_goal_goes_on_from_the_end(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    further = run(tmp_path / "a", epochs=EPOCHS + 1, scheduler=schedule)
+    whole = run(tmp_path / "b", epochs=EPOCHS + 1)
+    assert further.updates == UPDATES + 4
+    assert digest(further) == digest(whole)
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    first = run(tmp_path / "a")
+    before = (tmp_path / "a" / "metrics.jsonl").read_text()
+    again = run(tmp_path / "a")
+    assert digest(again) == digest(first)
+    assert (again.updates, again.evaluation) == (first.updates, first.evaluation)
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == before
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", checkpoint_every=2)
+    with pytest.raises(Enough):
+        run(tmp_path / "parts", 5, checkpoint_every=2)
+    newest = max((tmp_path / "parts" / "checkpoints").glob("*.pt"))
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    heard: list[Any] = []
+    resumed = run(tmp_path / "parts", checkpoint_every=2, heard=heard.append)
+    texts = [event.text for event in heard if isinstance(event, Noted)]
+    assert any("is damaged" in text and "passed over" in text for text in texts)
+    assert resumed.resumed_from is not None
+    assert resumed.resumed_from.name == "checkpoint-00000004.pt"
+    assert digest(resumed) == digest(whole)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
+    with pytest.raises(Enough):
+        run(tmp_path, 2)
+    for path in (tmp_path / "checkpoints").glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:100])
+    before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole.*another folder"):
+        run(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
+
+
+def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path) -> None:
+    result = run(tmp_path, checkpoint_every=1, keep=2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.pt"))
+    assert names == ["checkpoint-00000007.pt", "checkpoint-00000008.pt"]
+    assert result.checkpoint == tmp_path / "checkpoints" / names[-1]
+    assert result.model_path == tmp_path / "model.pt"
+    fresh = build()
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(fresh[0].weight, result.model[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_batch": 11}, "target batch was 12, is 11"),
+        ({"seed": 5}, "seed was 0, is 5"),
+        ({"optimizer": "SGD"}, "optimizer was 'AdamW', is 'SGD'"),
+        ({"data": [(torch.ones(44, 5), torch.zeros(44, dtype=torch.long))]}, "data was"),
+        ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
+        ({"resume": "never"}, "holds a run already, and resume is never"),
+    ],
+)
+def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Enough):
+        run(tmp_path, 2)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path, **options)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
+
+
+def test_must_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no checkpoint to resume"):
+        run(tmp_path, resume="must")
+    assert run(tmp_path).updates == UPDATES
+    assert run(tmp_path, resume="must").updates == UPDATES
