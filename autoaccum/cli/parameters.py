@@ -15,12 +15,30 @@ def count(text: str | int) -> int:
     Raises:
         click.BadParameter: It is not.
     """
+    return _whole(text, 1)
+
+
+def natural(text: str | int) -> int:
+    """A whole number of at least 0.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    return _whole(text, 0)
+
+
+def positive(text: str | float) -> float:
+    """A number above 0; infinity is one.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
     try:
-        number = int(text)
+        number = float(text)
     except ValueError:
-        raise click.BadParameter(f"{_shown(text)} is not a whole number of at least 1") from None
-    if number < 1:
-        raise click.BadParameter(f"{number} is too small, the least is 1")
+        number = math.nan
+    if not number > 0:
+        raise click.BadParameter(f"{_shown(text)} is not a number above 0")
     return number
 
 
@@ -36,6 +54,16 @@ def seconds(text: str | float) -> float:
         number = math.nan
     if not math.isfinite(number) or number <= 0:
         raise click.BadParameter(f"{_shown(text)} is not a number of seconds above 0")
+    return number
+
+
+def _whole(text: str | int, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise click.BadParameter(f"{_shown(text)} is not a whole number of at least {least}") from None
+    if number < least:
+        raise click.BadParameter(f"{number} is too small, the least is {least}")
     return number
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from autoaccum.cli.outputs import Outputs
 from autoaccum.cli.parameters import count, seconds
+from autoaccum.cli.words import running_words
 
 if TYPE_CHECKING:
     from autoaccum.planning.events import Event
+
+_OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
+"""What only concerns this run's output."""
 
 
 @click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
@@ -94,7 +95,11 @@ def command(
         began = time.monotonic()
         on_event = _both(progress.tell, outputs.listen)
         found = plan(workload, picture=plot is not None, on_event=on_event, on_output=on_output, **request)
-    offer: dict[str, Any] = {"command": _words(), "name": _free_name(), "seconds": time.monotonic() - began}
+    offer: dict[str, Any] = {
+        "command": running_words(without=_OUTPUTS),
+        "name": _free_name(),
+        "seconds": time.monotonic() - began,
+    }
     try:
         outputs.write(found)
     except BaseException:
@@ -117,42 +122,6 @@ def _both(one: Callable[[Event], None], other: Callable[[Event], None]) -> Calla
         other(event)
 
     return listen
-
-
-def _words() -> list[str]:
-    """The command line that is running, without what only concerns this run's output."""
-    context = click.get_current_context()
-    words = [*_program(), "plan"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if not given or name in ("as_json", "output", "emit", "plot", "force", "quiet"):
-            continue
-        value = context.params[name]
-        if isinstance(parameter, click.Argument):
-            words.append(f"./{value}" if value.startswith("-") else value)
-        elif value is True:
-            words.append(parameter.opts[0])
-        else:
-            for each in value if isinstance(value, tuple) else (value,):
-                words += [parameter.opts[0], _word(each)]
-    return words
-
-
-def _word(value: Any) -> str:
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-
-
-def _program() -> list[str]:
-    """How this program was called, so that what is offered can be pasted."""
-    called = Path(sys.argv[0])
-    if called.name == "__main__.py" and called.parent.name == "autoaccum":
-        found = shutil.which("python")
-        return ["python" if found and found == sys.executable else sys.executable, "-m", "autoaccum"]
-    found = shutil.which("autoaccum")
-    if called.name != "autoaccum" or (found and called.exists() and Path(found).samefile(called)):
-        return ["autoaccum"]
-    return [sys.argv[0]]
 
 
 def _free_name() -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import traceback
-from pathlib import Path
 from typing import Literal
 
 from autoaccum.accumulation.recovery import find_shortage, is_context_dead
 from autoaccum.devices.failures import Failure
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError, first_line
 from autoaccum.units import GIB, KIB, MIB, format_bytes
-from autoaccum.workload.tracebacks import blame_workload
+from autoaccum.workload.tracebacks import blame_workload, is_own
 
-_OWN = str(Path(__file__).resolve().parents[1])
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 _USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORECASE)
@@ -41,7 +39,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     if isinstance(error, AutoaccumError):
         blames: Literal["user", "measurement"] = "user" if isinstance(error, UsageError) else "measurement"
         return Failure(outcome="error", message=f"{at}{error}", blames=blames)
-    if _is_own(error):
+    if is_own(error):
         whole = "".join(traceback.format_exception(error)).rstrip()
         return Failure(
             outcome="error",
@@ -67,9 +65,3 @@ def _describe_dead_context(error: BaseException, doing: str) -> Failure:
         traceback=blamed.user_traceback,
         blames="user" if _USERS_FAULT.search(str(error)) else "measurement",
     )
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether it was raised by a line of autoaccum itself."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_OWN + "/")

@@ -30,7 +30,7 @@ def print_fit(
         console: Where to.
         result: What it came to.
         target_batch: Samples per update.
-        last: The last update this call made; None when it made none.
+        last: The last update of a whole batch that this call made, or the last; None when it made none.
         command: The words of a command that goes on from here.
     """
     for title, value in fit_rows(result, target_batch=target_batch, last=last):
@@ -81,7 +81,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     """What a training came to, as plain values.
 
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
-    `micro_batch` (samples) and `iter_size` (how many) of the last update; `planned_micro_batch`; `shortages`;
+    `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `shortages`;
     `skipped`; `seconds`; `stopped`; `noise_scale` with `value`, `low`, `high`, `updates`, `reason`; `run_dir`,
     `checkpoint`, `weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk; `warnings`. What there is
     none of is null, and so is a number that is not finite.

@@ -34,6 +34,12 @@ def user_line(error: BaseException) -> str | None:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} (`{own[-1].line}`)" if own else None
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether it was raised by a line of autoaccum, or within Python's own library by one."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((not _is_not_own(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
+
+
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
     """The error that shows an exception of the user's own code as theirs.
 
@@ -67,4 +73,10 @@ def _is_user(filename: str) -> bool:
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
     if any(path.startswith(root + "/") for root in (_OWN, _TORCH)):
         return False
-    return "site-packages" in path or not any(root and path.startswith(root + "/") for root in _PYTHON)
+    return not _is_python(path)
+
+
+def _is_python(filename: str) -> bool:
+    if filename.startswith("<frozen "):
+        return True
+    return "site-packages" not in filename and any(root and filename.startswith(root + "/") for root in _PYTHON)

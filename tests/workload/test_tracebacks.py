@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum.workload import tracebacks
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import blame_workload, format_user_traceback
+from autoaccum.workload.tracebacks import blame_workload, format_user_traceback, is_own
 
 
 def multiply(size: int) -> torch.Tensor:
@@ -61,3 +62,21 @@ def test_shows_chained_errors() -> None:
     shown = format_user_traceback(caught.value)
     assert "in inner" in shown
     assert "direct cause" in shown
+
+
+@pytest.mark.parametrize(
+    ("filename", "own"),
+    [(Path(tracebacks.__file__).with_name("made_up.py"), True), (Path("model.py"), False)],
+    ids=["own", "user"],
+)
+def test_an_error_within_pythons_library_is_of_who_called_it(filename: Path, own: bool) -> None:
+    code = compile("import json; json.loads('{')", str(filename), "exec")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        exec(code)
+    assert is_own(caught.value) == own
+
+
+def test_an_error_of_torchs_is_not_our_own() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Workload(model=nn.Linear(3, 2), batch=multiply, loss=lambda model, batch: batch.sum()).build_batch(5)
+    assert not is_own(caught.value)

@@ -1,0 +1,216 @@
+"""`autoaccum fit`: train by the plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from autoaccum.cli.parameters import count, natural, positive
+from autoaccum.cli.words import running_words
+from autoaccum.errors import AutoaccumError, CheckpointError, UsageError
+from autoaccum.training.events import CheckpointWritten, Started, Updated
+
+if TYPE_CHECKING:
+    from autoaccum.training.results import FitResult
+
+_OUTPUTS = ("as_json", "quiet", "resume")
+_SIGNALLED = (129, 143)
+"""Exit codes of SIGHUP and SIGTERM; any other SystemExit is of the user's code."""
+_CODE_INTERRUPTED = 130
+
+
+@click.command("fit", short_help="Train by the plan; an interrupted run goes on.")
+@click.argument("workload")
+@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update.")
+@click.option(
+    "--run-dir",
+    metavar="FOLDER",
+    required=True,
+    help="Where checkpoints, metrics.jsonl, plan.json and in the end model.pt go.",
+)
+@click.option("--epochs", type=count, metavar="N", help="How often to go through the dataset.")
+@click.option("--steps", type=count, metavar="N", help="Updates to make; with --epochs, whichever is reached first.")
+@click.option("--plan", metavar="FILE", help="Of `autoaccum plan -o`.  [default: it is planned first]")
+@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once, in place of a plan.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where to train.")
+@click.option("--memory", metavar="SIZE", help="The budget of the plan: 10GiB, 24GB, 80%.  [default: what is free]")
+@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
+@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
+@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
+@click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
+@click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: each epoch]")
+@click.option("--evaluation-batch", type=count, metavar="N", help="The most samples to evaluate at once.")
+@click.option(
+    "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
+)
+@click.option("--keep", type=count, default=3, show_default=True, metavar="N", help="Checkpoints that are kept.")
+@click.option(
+    "--resume",
+    type=click.Choice(("auto", "must", "never")),
+    default="auto",
+    show_default=True,
+    help="auto: go on where the folder has a checkpoint; must: only that; never: refuse such a folder.",
+)
+@click.option(
+    "--seed", type=natural, default=0, show_default=True, metavar="N", help="Of weights, order, and all that is drawn."
+)
+@click.option(
+    "--workers", type=natural, default=0, show_default=True, metavar="N", help="Processes that read the dataset."
+)
+@click.option("--skip-nonfinite", is_flag=True, help="Pass over updates that are not finite, instead of ending there.")
+@click.option("--noise-scale", is_flag=True, help="Estimate whether the target batch is worth its cost.")
+@click.option("--json", "as_json", is_flag=True, help="What it came to as JSON on stdout, and nothing else there.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
+    """Train WORKLOAD on its dataset with batches of a given size, in micro-batches that fit.
+
+    WORKLOAD is model.py, model.py:name or package.module:name. Without --plan or --micro-batch it plans first. Each
+    update is the full batch's, whatever happens to the memory; what is in `evaluation_dataset` is evaluated. The same
+    command goes on where an interrupted one ended, and with more --epochs where a finished one did.
+
+    Exit code: 0 trained, 1 it does not fit or is not finite, 2 bad usage or workload, or an exception of its code,
+    3 could not be planned or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all three after a checkpoint.
+    """
+    _check_length(asked)
+    seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
+    try:
+        result = _train(workload, asked, seen, quiet=quiet)
+        _show(result, asked, seen, as_json=as_json)
+    except KeyboardInterrupt:
+        seen.tell_end("interrupted")
+        raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
+    except SystemExit as leaving:
+        if leaving.code not in _SIGNALLED:
+            raise
+        seen.tell_end("ended")
+        raise
+
+
+def _check_length(asked: dict[str, Any]) -> None:
+    """What can be said before anything heavy is loaded."""
+    if asked["epochs"] is None and asked["steps"] is None:
+        raise UsageError("neither --epochs nor --steps is given", hint="say how long to train: --epochs 3")
+    if asked["plan"] is not None and asked["micro_batch"] is not None:
+        raise UsageError("--plan and --micro-batch are both given", hint="leave one of them away")
+
+
+def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.training_progress import TrainingProgress
+    from autoaccum.training.fitting import train
+    from autoaccum.training.request import FitRequest
+
+    request = FitRequest(subject=workload, **asked)
+    with ExitStack() as stack:
+        progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
+        stack.enter_context(_warnings_told(progress.warn))
+        stack.enter_context(redirect_stdout(sys.stderr))  # What the workload prints.
+
+        def listen(event: Any) -> None:
+            seen.hear(event)
+            progress.tell(event)
+
+        try:
+            return train(request, on_event=listen)
+        except AutoaccumError:
+            stack.close()
+            seen.tell_kept()
+            raise
+        except Exception as error:
+            stack.close()
+            seen.tell_kept()
+            _raise_blaming(error)
+        except SystemExit as leaving:
+            if leaving.code in _SIGNALLED:
+                raise
+            _raise_blaming(leaving)
+
+
+def _raise_blaming(error: BaseException) -> NoReturn:
+    """Raise an exception that is none of ours as what it means: memory, or the user's code, shown as theirs."""
+    from autoaccum.devices.diagnosis import describe_failure
+    from autoaccum.devices.failures import failure_error
+
+    raise failure_error(describe_failure(error, "training"), "the device") from error
+
+
+@contextmanager
+def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """One line for each of Python's warnings, ours among them."""
+    with warnings.catch_warnings():
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            tell(str(message))
+
+        warnings.showwarning = show
+        yield
+
+
+def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: bool) -> None:
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.fit_table import fit_record, print_fit
+
+    known: dict[str, Any] = {"target_batch": asked["target_batch"], "last": seen.whole or seen.last}
+    if as_json:
+        click.echo(json.dumps(fit_record(result, **known), indent=2, allow_nan=False))
+    else:
+        longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
+        print_fit(make_console(), result, command=running_words(without=_OUTPUTS, instead=longer), **known)
+    if result.unsaved is not None:
+        raise CheckpointError(f"the end of the training is not on disk: {result.unsaved}")
+
+
+class _Seen:
+    """What was heard of a training, for where it ends early.
+
+    Attributes:
+        last: The last update; None before the first.
+        whole: The last that was of a whole batch, as that at the end of an epoch may not be.
+    """
+
+    def __init__(self, target_batch: int, *, starts_anew: bool) -> None:
+        self.last: Updated | None = None
+        self.whole: Updated | None = None
+        self._target_batch = target_batch
+        self._kept: tuple[int, Path] | None = None
+        self._same = "the same command without --resume" if starts_anew else "the same command"
+
+    def hear(self, event: Any) -> None:
+        """Take an event in."""
+        if isinstance(event, Updated):
+            before = 0 if self.last is None else self.last.samples
+            if event.samples - before >= self._target_batch:
+                self.whole = event
+            self.last = event
+        elif isinstance(event, CheckpointWritten):
+            self._kept = event.update, event.path
+        elif isinstance(event, Started) and event.resumed_from is not None:
+            self._kept = event.update, event.resumed_from
+
+    def tell_end(self, how: str) -> None:
+        """One line on stderr: what was kept, and how to go on."""
+        if self._kept is None:
+            _say(f"{how} before the first update: nothing was trained")
+            return
+        update, path = self._kept
+        at = update if self.last is None else self.last.update
+        since = "" if at == update else f", the newest checkpoint is from update {update}"
+        _say(f"{how} after update {at}{since}: {path}; {self._same} goes on from there")
+
+    def tell_kept(self) -> None:
+        """One line on stderr above an error: what is not lost."""
+        if self._kept is not None:
+            _say(f"note: the state after update {self._kept[0]} is kept: {self._kept[1]}")
+
+
+def _say(text: str) -> None:
+    from autoaccum.reporting.consoles import make_console
+
+    make_console(stderr=True).print(text, soft_wrap=True)
