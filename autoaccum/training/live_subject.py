@@ -58,13 +58,13 @@ class LiveSubject:
         """Where the model is."""
         return model_device(self._model)
 
-    def plan(self, planning_batch: Any, on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """By trials in place: everything is put back after each."""
         request = self._request
         return plan(
             target_batch=request.target_batch,
             model=self._model,
-            batch=planning_batch,
+            batch=planning_batch(),
             loss=request.loss,
             criterion=request.criterion,
             weight=request.weight,

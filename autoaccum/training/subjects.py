@@ -43,11 +43,11 @@ class Subject(Protocol):
     def device(self) -> torch.device:
         """Where it will be trained."""
 
-    def plan(self, planning_batch: Any, on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """Find the micro-batch by trials that leave no trace.
 
         Args:
-            planning_batch: `batch(size)` of the data, or one batch of it, for what has no `batch` of its own.
+            planning_batch: Gives `batch(size)` of the data, or one batch of it, for what has no `batch` of its own.
             on_event: Told of the planner's steps.
         """
 

@@ -64,7 +64,7 @@ class WorkloadSubject:
         """What was asked for; `auto` is the first card, where there is one."""
         return self._device
 
-    def plan(self, planning_batch: Any, on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """In processes of their own for a file whose code all of it is, in place otherwise."""
         request, workload = self._request, self._workload
         in_code = (request.collate, request.evaluate, request.data)
@@ -79,7 +79,7 @@ class WorkloadSubject:
             }
             return plan(self._reference, target_batch=request.target_batch, on_event=on_event, **asked)
         if workload.batch is no_batch:
-            workload = replace_given(workload, batch=make_batches(planning_batch))
+            workload = replace_given(workload, batch=make_batches(planning_batch()))
         return plan(workload, target_batch=request.target_batch, on_event=on_event, **asked)
 
     def build(self, plan: Plan | None) -> Trainee:
