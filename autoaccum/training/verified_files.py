@@ -6,11 +6,13 @@ import errno
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config as saving
 
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import CheckpointError, first_line
@@ -23,7 +25,7 @@ class DamagedFileError(CheckpointError):
     """What is in the file is not what was written."""
 
 
-def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool]) -> None:
+def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool], *, checksums: bool = True) -> None:
     """Write `content` by `torch.save`, sync it, load it again, and only then give it its name.
 
     Until then nothing is changed: an earlier file of that name stays, and the temporary one beside it is removed.
@@ -32,15 +34,19 @@ def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool]) ->
         path: The file.
         content: A nest that is portable.
         is_whole: Given what was loaded from the file.
+        checksums: Have those that `unzip` looks at and `torch.load` does not; half of what writing takes.
 
     Raises:
         CheckpointError: It cannot be written, or does not read back as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
-        _save(temporary, content)
-        if not is_whole(_load_mapped(temporary)):
-            raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk")
+        with temporary.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+            _save(file, content, checksums)
+            syncing = pool.submit(os.fsync, file.fileno())  # The disk writes while the processor compares.
+            if not is_whole(_load_mapped(temporary)):
+                raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk")
+            syncing.result()
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -121,17 +127,16 @@ class _Remembering:
         self._file.flush()
 
 
-def _save(path: Path, content: Any) -> None:
-    with path.open("xb", buffering=0) as file:
-        remembering = _Remembering(file)
-        try:
+def _save(file: Any, content: Any, checksums: bool) -> None:
+    remembering = _Remembering(file)
+    try:
+        with saving.patch("save.compute_crc32", checksums):  # type: ignore[attr-defined]
             torch.save(content, remembering)  # type: ignore[arg-type]
-        except Exception:
-            if remembering.failure is None:
-                raise
-        if remembering.failure is not None:
-            raise remembering.failure
-        os.fsync(file.fileno())
+    except Exception:
+        if remembering.failure is None:
+            raise
+    if remembering.failure is not None:
+        raise remembering.failure
 
 
 def _load_mapped(path: Path) -> Any:

@@ -322,8 +322,9 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 FULL = """
 import os, resource, subprocess, sys, torch
 from pathlib import Path
-from autoaccum.errors import CheckpointError
+from autoaccum.errors import CheckpointError, UsageError
 from autoaccum.training.checkpoints import CheckpointStore
+from autoaccum.training.run_folder import RunFolder
 
 def attempt(update, size):
     try:
@@ -344,6 +345,11 @@ attempt(2, 40_000)
 if mounted:
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     attempt(3, 1)
+    for path in (folder, folder / "new"):
+        try:
+            RunFolder.open(path)
+        except UsageError as error:
+            print(error.message.removeprefix(str(folder)))
 print([path.name for path in sorted(folder.iterdir())], store.newest(print)[1]["update"])
 """
 KEPT = [
@@ -378,7 +384,8 @@ def test_a_full_and_a_read_only_disk_leave_the_earlier_ones(tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
     full = "checkpoint-00000002.pt cannot be written (No space left on device): make room"
     fixed = "checkpoint-00000003.pt cannot be written (Read-only file system): see that its folder can be written to"
-    assert done.stdout.splitlines() == ["checkpoint-00000001.pt", *[full] * 3, KEPT[0], fixed, KEPT[1]]
+    refused = [f"{name} cannot be written to (Read-only file system)" for name in ("", "/new")]
+    assert done.stdout.splitlines() == ["checkpoint-00000001.pt", *[full] * 3, KEPT[0], fixed, *refused, KEPT[1]]
 
 
 def test_a_folder_that_vanished_or_became_a_file_is_told(tmp_path: Path) -> None:
