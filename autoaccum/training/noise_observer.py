@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class NoiseObserver(StepObserver):
     Args:
         parameters: Those of the optimizer.
         reduction: Whether the loss is a mean or a sum.
-
     """
 
     def __init__(self, parameters: Iterable[Tensor], reduction: Reduction = "mean") -> None:
@@ -63,19 +63,22 @@ class NoiseObserver(StepObserver):
         self._read: list[float] = []
         self._listening = False
         self._last: StepPhase | None = None
-        self._handles = [self._listen_to(parameter) for parameter in parameters if parameter.requires_grad]
+        self._parameters = list(parameters)
+        self._handles: dict[int, RemovableHandle] = {}
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
+        """Remove the hooks, for good."""
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._parameters.clear()
 
     def phase(self, phase: StepPhase) -> None:
         """See `StepObserver`. An attempt begins where two batches follow one another, whatever became of the last."""
         self._listening = False
         if phase == "batch" and self._last == "batch":
             self._parts.clear()
+            self._listen()
         elif phase == "clip":
             self._settle()
         elif phase == "update":
@@ -129,19 +132,18 @@ class NoiseObserver(StepObserver):
         """Go on from a `state`."""
         self._estimator.restore(state)
 
-    def _listen_to(self, parameter: Tensor) -> RemovableHandle:
-        key = id(parameter)
+    def _listen(self) -> None:
+        """To every parameter that is trained now; one may be unfrozen later."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                leaf: Any = parameter
+                self._handles[id(parameter)] = leaf.register_hook(partial(self._hear, id(parameter)))
 
-        def hear(gradient: Tensor) -> None:
-            if not self._listening:
-                return
+    def _hear(self, key: int, gradient: Tensor) -> None:
+        if self._listening:
             part = self._parts[-1]
             part.has_pieces |= key in part.norms
             part.norms[key] = _norm(gradient)
-
-        leaf: Any = parameter
-        handle: RemovableHandle = leaf.register_hook(hear)
-        return handle
 
     def _settle(self) -> None:
         if self._parts and self._parts[-1].norms:

@@ -313,10 +313,24 @@ def test_an_attempt_that_was_rolled_back_does_not_count() -> None:
     assert observer.state()["refused"] == {}
 
 
-def test_closed_it_hears_nothing() -> None:
-    model = Tied()
+def test_a_parameter_that_is_unfrozen_is_heard() -> None:
+    torch.manual_seed(0)
+    model, batch = Tied(), [tokens(4), tokens(4)]
+    model.inner.requires_grad_(False)
     observer = NoiseObserver(model.parameters())
-    hooks = [parameter._backward_hooks for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    accumulator = Accumulator(model, optimizer, MEAN, micro_batch=4, clip_norm=math.inf, observer=observer)
+    observer.take(accumulator.step_parts(batch))
+    model.inner.requires_grad_(True)
+    observer.take(accumulator.step_parts(batch))
+    assert observer.state()["rows"][1] == [pytest.approx(value, rel=1e-5) for value in expected(model, MEAN, batch)]
+
+
+def test_closed_it_hears_nothing() -> None:
+    torch.manual_seed(0)
+    model, batch = Tied(), [tokens(4), tokens(4)]
+    observer = observed(model, MEAN, [batch])
+    hooks = [model.get_parameter(name)._backward_hooks for name in ("table.weight", "inner.bias")]
     assert all(hooks)
     observer.close()
     assert not any(hooks)
