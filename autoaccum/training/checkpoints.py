@@ -50,14 +50,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     content = load_plain(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is damaged (it is no checkpoint of autoaccum)")
+        raise DamagedFileError(path, "it is no checkpoint of autoaccum")
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
             f"{path} is of format {version}, this autoaccum reads up to {VERSION}", hint="update autoaccum"
         )
     if version != VERSION or not _is_whole(content):
-        raise DamagedFileError(f"{path} is damaged (its content does not have the digest that was written with it)")
+        raise DamagedFileError(path, "its content does not have the digest that was written with it")
     record: dict[str, Any] = content["record"]
     return record
 
@@ -112,26 +112,17 @@ class CheckpointStore:
             try:
                 record = read_checkpoint(path)
             except DamagedFileError as error:
-                damaged.append((path, error.message))
+                damaged.append((path, error.reason))
                 continue
             for other, reason in damaged:
-                on_passed_over(_set_aside(other, "damaged"), reason)
+                on_passed_over(other, f"{reason}; it is kept as {_set_aside(other).name}")
             return path, record
         if not damaged:
             return None
         raise CheckpointError(
-            f"no checkpoint in {self.folder} is whole: {'; '.join(reason for _, reason in damaged)}",
+            f"no checkpoint in {self.folder} is whole: {'; '.join(f'{path.name} ({why})' for path, why in damaged)}",
             hint="copy one back, or train anew in another folder",
         )
-
-    def set_aside_after(self, update: int) -> list[Path]:
-        """Rename what was written after `update` to `*.earlier`: another training goes on from there.
-
-        Returns:
-            Their new names; -1 as `update` sets all of them aside.
-        """
-        later = [path for number, path in sorted(self._numbered()) if number > update]
-        return [_set_aside(path, "earlier") for path in later]
 
     def _numbered(self) -> Iterator[tuple[int, Path]]:
         for path in self.folder.glob("checkpoint-*.pt"):
@@ -146,8 +137,8 @@ def _is_whole(content: Any) -> bool:
         return False
 
 
-def _set_aside(path: Path, ending: str) -> Path:
-    names = [path.with_name(f"{path.name}.{ending}{number}") for number in ("", *range(2, 100))]
+def _set_aside(path: Path) -> Path:
+    names = [path.with_name(f"{path.name}.damaged{number}") for number in ("", *range(2, 100))]
     other = next((name for name in names if not name.exists()), names[-1])
     try:
         path.rename(other)

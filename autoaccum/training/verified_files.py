@@ -22,7 +22,15 @@ _ZIP = b"PK\x03\x04"
 
 
 class DamagedFileError(CheckpointError):
-    """What is in the file is not what was written."""
+    """What is in the file is not what was written.
+
+    Attributes:
+        reason: How that was seen.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} is damaged ({reason})")
+        self.reason = reason
 
 
 def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool], *, checksums: bool = True) -> None:
@@ -71,20 +79,20 @@ def load_plain(path: Path, *, mapped: bool = False) -> Any:
         with path.open("rb") as file:
             begins = file.read(len(_ZIP))
         if begins != _ZIP:
-            raise DamagedFileError(f"{path} is damaged (it is no file of torch.save)")
+            raise DamagedFileError(path, "it is no file of torch.save")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # What torch suspects of a file, the digest knows.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         if error.errno == errno.EIO:
-            raise DamagedFileError(f"{path} is damaged ({error.strerror})") from None
+            raise DamagedFileError(path, error.strerror or str(error)) from None
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})", hint="see that it can") from None
     except CheckpointError:
         raise
     except Exception as error:
         if isinstance(error, MemoryError) or find_shortage(error) is not None:
             raise CheckpointError(f"there is too little memory to load {path}", hint="free some") from None
-        raise DamagedFileError(f"{path} is damaged ({_reason(error)})") from None
+        raise DamagedFileError(path, _reason(error)) from None
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -55,6 +55,7 @@ def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
     RunFolder.open(tmp_path).close()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 advises against fork.
 def test_forked_workers_do_not_hold_it(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path)
     waits = multiprocessing.get_context("fork").Event()
