@@ -60,6 +60,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         _seed(request.seed)
         trainee = subject.build(choice.plan)
         stopping = stack.enter_context(Stopping())
+        stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
         loop, state = assemble(
             request,
             subject,

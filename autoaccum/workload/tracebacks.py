@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,12 @@ from autoaccum.errors import WorkloadError
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_TITLE = "Traceback (most recent call last):\n"
+_RELAYED = re.compile(
+    rf"Caught \w+ in DataLoader worker process \d+\.\nOriginal {re.escape(_TITLE)}"
+    r"(?P<frames>(?: .*\n)*)(?P<raised>\S(?:.|\n)*)"
+)
+"""What torch.utils.data raises again for a worker: its traceback as text (torch/_utils.py, `ExceptionWrapper`)."""
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
@@ -48,9 +55,21 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
         doing: What was going on, as the start of a sentence: `batch(5)`, `importing model.py`.
         hint: The way out, where one is known.
     """
+    relayed = _RELAYED.match(str(error))
+    if relayed:
+        shown = "".join([_TITLE, *_user_blocks(relayed["frames"]), relayed["raised"]]).rstrip()
+        what = f"{relayed['raised'].partition(chr(10))[0]} (in a worker that reads data)"
+        return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=shown)
     text = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=format_user_traceback(error))
+
+
+def _user_blocks(frames: str) -> list[str]:
+    """Of a printed traceback the frames that are the user's; all where none is."""
+    blocks = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
+    names = [(re.match(r'  File "([^"]*)"', block), block) for block in blocks]
+    return [block for name, block in names if name and _is_user(name[1])] or blocks
 
 
 def _pruned(

@@ -80,3 +80,24 @@ def test_an_error_of_torchs_is_not_our_own() -> None:
     with pytest.raises(RuntimeError) as caught:
         Workload(model=nn.Linear(3, 2), batch=multiply, loss=lambda model, batch: batch.sum()).build_batch(5)
     assert not is_own(caught.value)
+
+
+class Odd(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError(f"item {index} is odd\nand more")
+
+
+def test_an_error_that_a_worker_relays_is_shown_as_it_was_there() -> None:
+    loader = torch.utils.data.DataLoader(Odd(), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(KeyError) as caught:
+        next(iter(loader))
+    error = blame_workload(caught.value, "training")
+    assert str(error) == r"training raised KeyError: 'item 0 is odd\nand more' (in a worker that reads data)"
+    assert error.user_traceback is not None
+    lines = error.user_traceback.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line for line in lines if "File" in line] == [line for line in lines if "in __getitem__" in line]
+    assert lines[-1] == r"KeyError: 'item 0 is odd\nand more'"
