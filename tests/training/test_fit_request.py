@@ -1,0 +1,138 @@
+"""What a training is asked for is refused in one line before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.training.request import FitRequest
+from autoaccum.training.subjects import find_subject
+from autoaccum.workload.spec import Workload
+
+DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
+FILE = """
+import torch
+from torch import nn
+model = nn.Linear(3, 2)
+criterion = nn.MSELoss()
+def batch(size): return torch.ones(size, 3), torch.ones(size, 2)
+{more}
+"""
+
+
+def workload(**fields: Any) -> Workload:
+    return Workload(
+        model=lambda: nn.Linear(3, 2),
+        batch=lambda size: (torch.ones(size, 3), torch.ones(size, 2)),
+        criterion=nn.MSELoss(),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_batch": 0}, "target_batch is 0: give a whole number of at least 1"),
+        ({"target_batch": 8.0}, "target_batch is 8.0"),
+        ({"target_batch": True}, "target_batch is True"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": None}, "neither epochs nor steps are given: say how long"),
+        ({"steps": -3}, "steps is -3"),
+        ({"micro_batch": "4"}, "micro_batch is '4'"),
+        ({"workers": -1}, "workers is -1: give a whole number of at least 0"),
+        ({"seed": None}, "seed is None"),
+        ({"keep": 0}, "keep is 0"),
+        ({"checkpoint_every": None}, "checkpoint_every is None"),
+        ({"eval_every": 0}, "eval_every is 0"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0: give a number above 0"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": True}, "clip_norm is True"),
+        ({"resume": "yes"}, "resume is 'yes'"),
+        ({"resume": "must"}, 'resume is "must", and there is no run_dir'),
+        ({"skip_nonfinite": 1}, "skip_nonfinite is 1: give True or False"),
+        ({"callbacks": [3]}, "callbacks are"),
+        ({"callbacks": print}, "callbacks are"),
+        ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and a plan is given too"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"subject": nn.Linear(3, 2), "target_batch": 8, "epochs": 1}
+    with pytest.raises(UsageError) as caught:
+        FitRequest(**settings | options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("subject", "options", "message"),
+    [
+        (nn.Linear(3, 2), {"data": DATA}, "a model is given, and no loss"),
+        (nn.Linear(3, 2), {"loss": nn.MSELoss()}, "a model is given, and no data"),
+        (nn.Linear(3, 2), {"loss": nn.MSELoss(), "data": DATA, "device": "gpu"}, "there is no device 'gpu'"),
+        (nn.LazyLinear(2), {"loss": nn.MSELoss(), "data": DATA}, "is not initialised yet"),
+        (3, {"loss": nn.MSELoss(), "data": DATA}, "what is to be trained is an int"),
+        (nn.Linear, {"loss": nn.MSELoss(), "data": DATA}, "what is to be trained is"),
+        (workload(dataset=DATA), {"loss": nn.MSELoss()}, "a workload is given, and loss too"),
+        (workload(dataset=DATA), {"reduction": "sum"}, "a workload is given, and reduction too"),
+        (workload(), {}, "has no dataset to train on: define dataset"),
+        (workload(dataset=DATA), {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "a live optimizer"),
+        ("nowhere.py", {}, "there is no file nowhere.py"),
+    ],
+)
+def test_subjects_that_cannot_be_trained(subject: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AutoaccumError) as caught:
+        find_subject(FitRequest(subject=subject, target_batch=8, epochs=1, **options))
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def fit(subject: Any, data: Any = None, **options: Any) -> autoaccum.FitResult:
+    settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 3, "epochs": 2, "progress": False}
+    return autoaccum.fit(subject, data, **settings | options)
+
+
+def test_a_workload_brings_its_own_data_optimizer_and_schedule() -> None:
+    spec = workload(
+        dataset=DATA,
+        evaluation_dataset=DATA,
+        evaluate=lambda model, batch: {"size": float(len(batch[0]))},
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        precision="bf16",
+    )
+    result = fit(spec)
+    assert isinstance(result.optimizer, torch.optim.SGD)
+    assert result.optimizer.param_groups[0]["lr"] == 1 / 16
+    assert result.evaluation is not None
+    assert result.evaluation["size"] == pytest.approx((3 * 3 * 5 + 1) / 16)
+    assert fit(spec, optimizer="Adagrad").optimizer.__class__ is torch.optim.Adagrad
+
+
+def test_a_workload_s_list_is_one_of_samples_and_a_list_given_as_data_one_of_batches(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
+    assert fit(str(path)).samples == 32
+    assert fit(path, [(torch.ones(10, 3), torch.ones(10, 2))] * 2).samples == 40
+
+
+def test_a_model_s_weights_follow_from_the_seed() -> None:
+    first, again, other = (fit(workload(dataset=DATA), seed=seed).model.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)  # type: ignore[arg-type]
+    assert not torch.equal(first, other)  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_with_a_file_s_schedule_is_said() -> None:
+    with pytest.raises(AutoaccumError, match="scheduler is an int: write def scheduler"):
+        fit(workload(dataset=DATA, scheduler=3))
+
+
+def test_an_evaluation_that_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(UsageError, match="evaluation data"):
+        fit(workload(dataset=DATA), eval_data=iter([DATA[:4]]))
