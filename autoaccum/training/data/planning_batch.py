@@ -14,9 +14,18 @@ LOOKED_AT = 64
 """How many samples are looked at for the longest."""
 
 
+class PlanningBatches(LongestBatches):
+    """Batches of the longest samples, put together without a trace in the random states."""
+
+    def __call__(self, size: int) -> Any:
+        """One batch of `size` samples."""
+        with own_randomness():
+            return super().__call__(size)
+
+
 def longest_of_dataset(
     dataset: Any, choose: Callable[[int], Sequence[Any]], collate: Callable[[list[Any]], Any] | None
-) -> LongestBatches:
+) -> PlanningBatches:
     """Batches of the longest of some samples of `dataset`.
 
     Args:
@@ -28,8 +37,8 @@ def longest_of_dataset(
         return longest_of([dataset[index] for index in choose(LOOKED_AT)], collate)
 
 
-def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
+def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> PlanningBatches:
     """Batches of `samples`, the longest first; as they come where nothing in them can be counted."""
     with suppress(WorkloadError):
         samples = longest_first(samples, len(samples))
-    return LongestBatches(samples, collate)
+    return PlanningBatches(samples, collate)

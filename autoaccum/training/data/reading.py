@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Final
@@ -52,6 +52,7 @@ class Reading:
         self._source: Iterator[Any] | None = None
         self._entries: Iterator[Any] | None = None
         self._ahead: deque[Any] = deque()
+        self._unread_state: Any = None
         self._may_reopen = False
         self.begin(0)
 
@@ -76,6 +77,9 @@ class Reading:
             return
         self.close()
         self._ahead.clear()
+        if self._unread_state is not None:
+            self._data.load_state_dict(self._unread_state)
+            self._unread_state = None
         self._epoch, self.taken, self.is_at_end, self._began_with = epoch, 0, False, None
         self.stream = RandomStream(mix(self._seed, "stream", epoch))
 
@@ -85,6 +89,7 @@ class Reading:
         Raises:
             DataWorkerError: A worker died. What the data raises comes through.
         """
+        self._unread_state = None
         entry = self._ahead.popleft() if self._ahead else self._next()
         if entry is END and self._may_reopen:
             # A state from the end of an epoch: some iterate from there once, and start anew after.
@@ -98,6 +103,8 @@ class Reading:
 
     def look_ahead(self, count: int) -> list[Any]:
         """The next entries, which stay to be taken."""
+        if self.is_stateful and self._entries is None:
+            self._unread_state = self.copied_state()
         with self.running():
             while len(self._ahead) < count and (entry := self._next()) is not END:
                 self._ahead.append(entry)
@@ -107,12 +114,24 @@ class Reading:
         """The data's own state; later reading does not change it."""
         return copy.deepcopy(self._data.state_dict())
 
-    def load_state(self, state: Any, taken: int, *, may_be_at_end: bool) -> None:
-        """Have the data go on from a state of its own, from which an epoch may begin (`may_be_at_end`)."""
+    def load_state(self, state: Any, taken: int, random: Mapping[str, Any] | None, *, may_be_at_end: bool) -> None:
+        """Have the data go on from a state of its own.
+
+        Args:
+            state: That state.
+            taken: Entries of the epoch that were taken.
+            random: Where its random stream was, as `RandomStream.describe` gave it.
+            may_be_at_end: Whether a new epoch may begin from there.
+        """
         self.close()
         self._ahead.clear()
         self._data.load_state_dict(state)
         self.taken, self._may_reopen = taken, may_be_at_end
+        if not may_be_at_end:
+            # Some go forward when they are iterated again, and draw what was drawn before.
+            with self.running():
+                self._entries = self._open()
+        self.stream.restore(random)
 
     def generator_states(self, *, ended: bool) -> dict[str, Any]:
         """Of the generators of the user's own that a DataLoader draws from: as the epoch began, or ended."""
@@ -137,7 +156,7 @@ class Reading:
             return next(self._entries)
         except StopIteration:
             return END
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, EOFError) as error:
             explained = explain_worker_failure(error, workers_of(self._source))
             if explained is None:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.errors import UsageError, first_line
@@ -125,7 +126,7 @@ def _is_taken_apart(loader: DataLoader[Any]) -> bool:
 
 def is_map_style(data: Any) -> bool:
     """Whether `data` gives samples by their index; a list or a tuple is taken for batches."""
-    if isinstance(data, list | tuple | str | bytes | Mapping | IterableDataset | DataLoader | type):
+    if isinstance(data, list | tuple | str | bytes | Mapping | IterableDataset | DataLoader | nn.Module | type):
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 

@@ -178,8 +178,8 @@ class StreamSource(abc.ABC):
     def _find(self, state: Mapping[str, Any]) -> str | None:
         taken, own = state["taken"], state["own"]
         if own is not None and self._reading.is_stateful:
-            self._reading.load_state(own["data"], taken, may_be_at_end=state["ended"] or taken == 0)
-            self._reading.stream.restore(state["random"])
+            may_be_at_end = state["ended"] or taken == 0
+            self._reading.load_state(own["data"], taken, state["random"], may_be_at_end=may_be_at_end)
             self._rest = own["rest"]
             return "the data went on by its own state_dict"
         if taken == 0 or state["ended"]:

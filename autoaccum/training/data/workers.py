@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ _SHARED_MEMORY = re.compile(
     r"|No space left on device|Unexpected bus error"
 )
 _TIMED_OUT = re.compile(r"DataLoader timed out after")
+_USERS = "in DataLoader worker process"
+_ENDING_SECONDS = 1.0
 _FEWER = "use fewer workers or none, or read smaller items"
 
 
@@ -80,7 +83,7 @@ class PartReader:
             part = next(self._parts)
         except StopIteration:
             return None
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, EOFError) as error:
             explained = explain_worker_failure(error, workers_of(self._parts))
             if explained is None:
                 raise
@@ -164,21 +167,39 @@ def end_workers(parts: Iterator[Any] | None) -> None:
         shut_down()
 
 
-def explain_worker_failure(error: BaseException, workers: Iterable[Any] = ()) -> AutoaccumError | None:
-    """The error that says why a DataLoader's workers failed; None where it is another error."""
+def explain_worker_failure(error: BaseException, workers: Sequence[Any] = ()) -> AutoaccumError | None:
+    """The error that says why a DataLoader's workers failed; None where `error` is another error."""
     text = str(error)
-    codes = {worker.exitcode for worker in workers}
+    if _USERS in text:
+        return None
     died = isinstance(error, RuntimeError) and _DIED.search(text) is not None
+    # What a dead worker had still to hand over ends in an error of its connection.
+    died = died or (isinstance(error, ConnectionError | EOFError | FileNotFoundError) and _any_dies(workers))
+    codes = {worker.exitcode for worker in workers}
     if _SHARED_MEMORY.search(text) or (died and -signal.SIGBUS in codes):
         return DataWorkerError(
-            f"the shared memory that workers hand data over in ran out ({first_line(error)})",
+            f"the shared memory that workers hand data over in ran out ({_said(error)})",
             hint=f"give /dev/shm more space (docker run --shm-size=8g), {_FEWER}",
         )
     if died:
-        return DataWorkerError(_how_it_ended(first_line(error), codes), hint=_way_out(codes))
+        return DataWorkerError(_how_it_ended(_said(error), codes), hint=_way_out(codes))
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
-        return DataWorkerError(first_line(error), hint="give the DataLoader a longer timeout, or more workers")
+        return DataWorkerError(_said(error), hint="give the DataLoader a longer timeout, or more workers")
     return None
+
+
+def _any_dies(workers: Sequence[Any]) -> bool:
+    """Whether one of them ended by itself; what was seen of it may come before its end does."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while workers and time.monotonic() < deadline:
+        if any(worker.exitcode for worker in workers):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _said(error: BaseException) -> str:
+    return first_line(error) or type(error).__name__
 
 
 def _how_it_ended(text: str, codes: set[int | None]) -> str:

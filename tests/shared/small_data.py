@@ -1,0 +1,155 @@
+"""Data of every kind for tests of how it is read: rows that tell their index and what was drawn for them."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+from autoaccum.training.data.source import Source
+from autoaccum.training.data.window import Window
+
+
+def drawn_row(index: int) -> Tensor:
+    """The index, and a number of each global generator."""
+    return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class DrawingRows(Dataset[Tensor]):
+    """Augments each row with all generators."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        return drawn_row(index)
+
+
+class UnevenRows(Dataset[Tensor]):
+    """Row `n` is as long as `lengths[n]` and filled with `n + 1`."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((self.lengths[index],), index + 1)
+
+
+class DrawingStream(IterableDataset[Tensor]):
+    """Rows in order, shared out over workers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (drawn_row(index) for index in range(first, self.count, step))
+
+
+class DrawingBatches:
+    """Batches of the given sizes, as often as asked for."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Tensor]:
+        first = 0
+        for size in self.sizes:
+            yield torch.stack([drawn_row(index) for index in range(first, first + size)])
+            first += size
+
+
+class StatefulBatches(DrawingBatches):
+    """Goes on where its state says; begins anew behind its end."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(sizes)
+        self.batch, self.reads = 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.batch < len(self.sizes):
+            first, size = sum(self.sizes[: self.batch]), self.sizes[self.batch]
+            self.batch += 1
+            self.reads += 1
+            yield torch.stack([drawn_row(index) for index in range(first, first + size)])
+        self.batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batch = state["batch"]
+
+
+def drawing_collate(rows: list[Tensor]) -> Tensor:
+    """Shifts all rows of a part by one drawn number, their indices aside."""
+    shift = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64) * (random.random() + torch.rand(()).item())
+    batch: Tensor = default_collate(rows)
+    return batch + shift
+
+
+def padding_collate(rows: list[Tensor]) -> Tensor:
+    """Pads to the longest of the part."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def windows_of(source: Source, epochs: range) -> list[tuple[int, Window]]:
+    """All windows of `epochs`, each with its epoch."""
+    return remaining(source, epochs, keep=False)[0]
+
+
+def remaining(
+    source: Source, epochs: range, *, keep: bool = True
+) -> tuple[list[tuple[int, Window]], list[dict[str, Any]]]:
+    """All windows of `epochs`, each with its epoch, and the state behind each as a file gives it back."""
+    windows, states = [], []
+    try:
+        for epoch in epochs:
+            source.start_epoch(epoch)
+            while (window := source.next_window()) is not None:
+                source.commit()
+                windows.append((epoch, window))
+                if keep:
+                    states.append(through_file(source.state()))
+    finally:
+        source.close()
+    return windows, states
+
+
+def through_file(state: dict[str, Any]) -> dict[str, Any]:
+    """A state, saved and loaded without running code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def assert_same(left: list[tuple[int, Window]], right: list[tuple[int, Window]]) -> None:
+    """The same windows, bit for bit, in the same parts."""
+    assert [(epoch, window.samples, len(window.parts)) for epoch, window in left] == [
+        (epoch, window.samples, len(window.parts)) for epoch, window in right
+    ]
+    for (_, mine), (_, theirs) in zip(left, right, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.parts, theirs.parts, strict=True))
+
+
+def indices_of(windows: list[tuple[int, Window]], epoch: int) -> list[int]:
+    """The indices of the rows of an epoch, in order."""
+    rows = [part[:, 0].tolist() for at, window in windows if at == epoch for part in window.parts]
+    return [int(index) for part in rows for index in part]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_data import DrawingRows, DrawingStream
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from autoaccum.errors import UsageError
+from autoaccum.training.data.source import Source, open_source
+
+x, y = torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OwnWay(DataLoader[Any]):
+    """A loader that makes its batches in a way of its own."""
+
+    def __iter__(self) -> Any:
+        return iter([x, x])
+
+
+class Numbers:
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
+def opened(data: Any, target: int = 4) -> Source:
+    return open_source(data, target_batch=target, seed=0, workers=0)
+
+
+KINDS: dict[str, tuple[Any, str, dict[str, Any], int | None]] = {
+    "dataset": (
+        lambda: DrawingRows(1797),
+        "a map-style dataset of 1,797 samples",
+        {"kind": "map-style", "samples": 1797},
+        1797,
+    ),
+    "array": (lambda: np.zeros((9, 2)), "a map-style dataset of 9 samples", {"kind": "map-style", "samples": 9}, 9),
+    "loader": (
+        lambda: DataLoader(DrawingRows(9), 2),
+        "a DataLoader over a map-style dataset of 9 samples",
+        {"kind": "map-style", "samples": 9},
+        9,
+    ),
+    "loader that drops": (
+        lambda: DataLoader(DrawingRows(9), 2, drop_last=True),
+        "a DataLoader over a map-style dataset of 8 samples",
+        {"kind": "map-style", "samples": 8},
+        8,
+    ),
+    "batch sampler": (
+        lambda: DataLoader(DrawingRows(9), batch_sampler=[[1, 2, 3, 4]]),
+        "a DataLoader over a map-style dataset",
+        {"kind": "map-style", "samples": None},
+        None,
+    ),
+    "loader without batches": (
+        lambda: DataLoader(DrawingRows(9), batch_size=None),
+        "a DataLoader of batches",
+        {"kind": "batches", "length": None},
+        None,
+    ),
+    "loader of its own way": (
+        lambda: OwnWay(DrawingRows(9), 2),
+        "an OwnWay of batches",
+        {"kind": "batches", "length": None},
+        None,
+    ),
+    "samples": (
+        lambda: DrawingStream(9),
+        "a DrawingStream of samples",
+        {"kind": "samples", "length": None},
+        None,
+    ),
+    "list": (lambda: [(x, y)] * 3, "a list of 3 batches", {"kind": "batches", "length": 3}, 24),
+    "tuple of tensors": (lambda: (x, x), "a tuple of 2 batches", {"kind": "batches", "length": 2}, 16),
+    "generator": (lambda: iter([x]), "a list_iterator of batches", {"kind": "batches", "length": None}, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_what_the_data_is(kind: str) -> None:
+    make, description, fingerprint, samples = KINDS[kind]
+    source = opened(make())
+    assert source.description == description
+    assert source.fingerprint() == fingerprint
+    assert source.samples_per_epoch == samples
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "None": (None, "data is None: give a Dataset, a DataLoader, or an iterable of batches"),
+    "number": (3, "data is an int: give a Dataset"),
+    "string": ("data.csv", "data is a str: give a Dataset"),
+    "class": (DrawingRows, "data is a type: give a Dataset"),
+    "module": (nn.Sequential(nn.Linear(1, 1)), "data is a Sequential: give a Dataset"),
+    "columns": ({"x": x, "y": y}, "data is a dict: for columns of tensors, wrap them in a Dataset"),
+    "pair of columns": ((x, y), "looks like one batch: give torch.utils.data.TensorDataset"),
+    "samples": (
+        [(torch.zeros(3), 1)] * 9,
+        r"look like samples \(data\[0\]\[1\] is an int\).*wrap samples in a Dataset",
+    ),
+    "samples of tensors": ([(torch.zeros(3), torch.tensor(1))] * 9, r"data\[0\]\[1\] is a Tensor without dimensions"),
+    "uneven samples": ([(torch.zeros(3), torch.zeros(4))] * 9, r"look like samples \(batch\[1\] has 4 rows"),
+    "numbers": ([1, 2, 3], r"look like samples \(batch \(an int\) holds nothing"),
+    "empty list": ([], "data is an empty list: give at least one batch"),
+    "odd entry": ([x, 3], r"data\[1\] is no batch: batch \(an int\) holds nothing"),
+    "no length": (NoLength(), "a NoLength has no length: define __len__, or give a DataLoader over it"),
+    "empty dataset": (DrawingRows(0), "a map-style dataset has no samples"),
+    "small dataset": (DrawingRows(3), "has 3 samples, fewer than the target batch of 4: use --target-batch 3 or less"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_is_no_data(case: str) -> None:
+    data, message = REFUSED[case]
+    with pytest.raises(UsageError, match=message):
+        opened(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter([]), "a list_iterator of batches has no samples"),
+        (DrawingStream(0), "a DrawingStream of samples has no samples"),
+        (
+            Numbers(),
+            "yields what is no batch: batch .an int. holds nothing.*: yield batches, or give single samples as",
+        ),
+        (iter([torch.zeros(3)]), "has 3 samples, fewer than the target batch of 4"),
+    ],
+    ids=["nothing", "no samples", "numbers", "too few"],
+)
+def test_refuses_what_turns_out_to_be_none(data: Any, message: str) -> None:
+    source = opened(data)
+    source.start_epoch(0)
+    with pytest.raises(UsageError, match=message):
+        source.next_window()
+
+
+def test_lists_may_hold_numbers_of_each_sample() -> None:
+    assert opened([{"x": x, "labels": [0] * 8, "name": "a"}]).samples_per_epoch == 8
+
+
+def test_batches_without_samples_are_passed_over() -> None:
+    source = opened(iter([x[:0], x[:3], x[:0], x[:5]]))
+    source.start_epoch(0)
+    windows = [source.next_window() for _ in range(3)]
+    assert [window and window.samples for window in windows] == [4, 4, None]

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import (
+    DrawingRows,
+    DrawingStream,
+    assert_same,
+    drawing_collate,
+    indices_of,
+    remaining,
+    windows_of,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from autoaccum.errors import DataWorkerError
+from autoaccum.training.data.source import Source, open_source
+from autoaccum.training.data.workers import explain_worker_failure
+
+COUNT, TARGET = 37, 10
+
+
+class Trap(Dataset[Tensor]):
+    """Row 20 does something to the process that reads it."""
+
+    def __init__(self, how: str, note: str = "") -> None:
+        self.how, self.note = how, note
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 20 and get_worker_info() is not None:
+            {"raise": self._raise, "sleep": self._sleep, "exit": self._exit}.get(self.how, self._signal)()
+        return torch.tensor([index])
+
+    def _raise(self) -> None:
+        raise KeyError("mine")
+
+    def _sleep(self) -> None:
+        Path(self.note).write_text(str(os.getpid()))
+        time.sleep(120)
+
+    def _exit(self) -> None:
+        os._exit(7)
+
+    def _signal(self) -> None:
+        os.kill(os.getpid(), signal.Signals[self.how])
+
+
+class TrapStream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        trap = Trap("SIGKILL")
+        return (trap[index] for index in range(40))
+
+
+def opened(data: Any, target: int = TARGET, *, workers: int = 2, **more: Any) -> Source:
+    source = open_source(data, target_batch=target, seed=3, workers=workers, **more)
+    source.part_size = 4
+    return source
+
+
+def run_out(source: Source) -> None:
+    while source.next_window() is not None:
+        pass
+
+
+def ordered(dataset: Any, **more: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, 4, num_workers=2, **more)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_workers_change_nothing(persistent: bool) -> None:
+    whole, states = remaining(opened(DrawingRows(COUNT), workers=0, collate=drawing_collate), range(3))
+    assert_same(windows_of(opened(DrawingRows(COUNT), collate=drawing_collate), range(3)), whole)
+    resumed = opened(DrawingRows(COUNT), collate=drawing_collate)
+    resumed.restore(states[5])
+    assert_same(windows_of(resumed, range(1, 3)), whole[6:])
+    alone = windows_of(opened(DataLoader(DrawingRows(COUNT), 4, shuffle=True), workers=0), range(2))
+    loader = ordered(DrawingRows(COUNT), shuffle=True, persistent_workers=persistent)
+    assert_same(windows_of(opened(loader), range(2)), alone)
+
+
+@pytest.mark.parametrize("form", ["samples", "loader"])
+def test_workers_of_a_stream_give_the_same_again(form: str) -> None:
+    def make() -> Source:
+        return opened(DrawingStream(COUNT) if form == "samples" else ordered(DrawingStream(COUNT)))
+
+    whole, states = remaining(make(), range(2))
+    assert sorted(indices_of(whole, 0)) == sorted(indices_of(whole, 1)) == list(range(COUNT))
+    resumed = make()
+    resumed.planning_batch()
+    told = resumed.restore(states[5])
+    assert told is not None
+    assert "were read forward" in told
+    assert_same(windows_of(resumed, range(1, 2)), whole[6:])
+
+
+class Started:
+    """A worker_init_fn that marks the user's own dataset."""
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
+
+
+class Noted(DrawingRows):
+    note = ""
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.note.startswith("worker ")
+        return super().__getitem__(index)
+
+
+def test_the_users_start_of_workers_is_kept() -> None:
+    assert len(windows_of(opened(ordered(Noted(COUNT), worker_init_fn=Started())), range(1))) == 4
+
+
+DEATHS = {
+    "SIGKILL": r"a process that reads data died: SIGKILL \(.*\): most likely host memory ran out: use fewer workers",
+    "SIGBUS": r"the shared memory that workers hand data over in ran out \(.*\): give /dev/shm more space",
+    "exit": r"a process that reads data died: exit code 7 \(.*\): set workers to 0 to see",
+}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_worker_that_dies_is_told(how: str) -> None:
+    source = opened(ordered(Trap(how)), 8)
+    source.start_epoch(0)
+    assert source.next_window() is not None
+    source.commit()
+    with pytest.raises(DataWorkerError, match=DEATHS[how]) as caught:
+        run_out(source)
+    assert caught.value.exit_code == 3
+    assert source.state()["samples"] == 8
+    source.close()
+
+
+def test_a_worker_of_a_stream_that_dies_is_told() -> None:
+    for data in (TrapStream(), ordered(TrapStream())):
+        source = opened(data, 8)
+        source.start_epoch(0)
+        with pytest.raises(DataWorkerError, match="a process that reads data died: SIGKILL"):
+            run_out(source)
+        source.close()
+
+
+def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
+    source = opened(ordered(DrawingRows(200)))
+    source.start_epoch(0)
+    source.next_window()
+    worker = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
+    os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        time.sleep(0.01)  # SIGCHLD arrives here, where an update could be under way
+    with pytest.raises(DataWorkerError):
+        run_out(source)
+    source.close()
+
+
+def test_what_the_dataset_raises_in_a_worker_comes_through() -> None:
+    source = opened(ordered(Trap("raise")), 8)
+    source.start_epoch(0)
+    with pytest.raises(KeyError, match="in DataLoader worker process"):
+        run_out(source)
+    source.close()
+
+
+def test_close_ends_a_worker_in_the_midst_of_an_item(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    source = opened(ordered(Trap("sleep", str(note))), 8)
+    source.start_epoch(0)
+    source.next_window()
+    deadline = time.monotonic() + 60
+    while not note.exists() or not note.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    source.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+    source.close()
+
+
+MESSAGES = {
+    "DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that dataloader's workers are out of"
+    " shared memory. Please try to raise your shared memory limit.": "give /dev/shm more space",
+    "unable to write to file </torch_12_3>: No space left on device (28)": "give /dev/shm more space",
+    "unable to mmap 400 bytes from file </torch_12_3>: Cannot allocate memory (12)": "give /dev/shm more space",
+    "DataLoader worker (pid(s) 12, 13) exited unexpectedly": "set workers to 0",
+    "DataLoader timed out after 5 seconds": "give the DataLoader a longer timeout",
+}
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_knows_what_torch_says(text: str) -> None:
+    explained = explain_worker_failure(RuntimeError(text))
+    assert explained is not None
+    assert MESSAGES[text] in str(explained)
+
+
+def test_other_errors_are_the_users() -> None:
+    assert explain_worker_failure(RuntimeError("shape mismatch")) is None
+    assert explain_worker_failure(OSError(2, "No such file")) is None

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data import (
+    DrawingBatches,
+    DrawingStream,
+    StatefulBatches,
+    assert_same,
+    drawing_collate,
+    indices_of,
+    remaining,
+    windows_of,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from autoaccum.errors import UsageError
+from autoaccum.training.data.source import Source, open_source
+
+SIZES = [5, 3, 12, 1, 8, 8]
+COUNT, TARGET = sum(SIZES), 10
+
+
+class StatefulLoader(DataLoader[Tensor]):
+    """As torchdata's: over what is no dataset of indices, with a state of its own."""
+
+    place = 0
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        for _ in range(self.place):
+            next(batches)
+        return self._rest(batches)
+
+    def _rest(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        for batch in batches:
+            self.place += 1
+            yield batch
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Unkeepable(StatefulBatches):
+    """A state that would run code when it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch, "what": StatefulBatches}
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+FORMS: dict[str, Any] = {
+    "batches": lambda: DrawingBatches(SIZES),
+    "list": lambda: list(DrawnOnce(SIZES)),
+    "samples": lambda: DrawingStream(COUNT),
+    "loader of samples": lambda: DataLoader(DrawingStream(COUNT), 4),
+    "loader with a generator": lambda: DataLoader(DrawingStream(COUNT), 4, generator=generator()),
+    "loader without batches": lambda: DataLoader(ManyRows(SIZES), batch_size=None),
+    "stateful": lambda: StatefulBatches(SIZES),
+    "stateful loader": lambda: StatefulLoader(DrawingStream(COUNT), 4),
+    "unkeepable state": lambda: Unkeepable(SIZES),
+}
+TOLD = {
+    "batches": r"^the data has no state_dict: [\d]+ batches were read forward$",
+    "samples": r"^the data has no state_dict: [\d]+ samples were read forward$",
+    "stateful": r"^the data went on by its own state_dict$",
+    "stateful loader": r"^the data went on by its own state_dict$",
+    "unkeepable state": r"^its state_dict could not be kept: [\d]+ batches were read forward$",
+}
+
+
+class ManyRows(IterableDataset[Tensor]):
+    """Yields batches."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.batches = DrawingBatches(sizes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class DrawnOnce(DrawingBatches):
+    """The same rows each time."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        random.seed(9)
+        np.random.seed(9)
+        torch.manual_seed(9)
+        return super().__iter__()
+
+
+def opened(data: Any, target: int = TARGET, *, part_size: int = 4, seed: int = 3, **more: Any) -> Source:
+    source = open_source(data, target_batch=target, seed=seed, **{"workers": 0, **more})
+    source.part_size = part_size
+    return source
+
+
+@settings(max_examples=50)
+@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=12), target=st.integers(1, 15), part=st.integers(1, 20))
+def test_windows_hold_every_sample_once_in_order(sizes: list[int], target: int, part: int) -> None:
+    for data in (DrawingBatches(sizes), DrawingStream(sum(sizes))):
+        source = opened(data, target, part_size=part)
+        if sum(sizes) < target:
+            source.start_epoch(0)
+            with pytest.raises(UsageError, match=f"has {sum(sizes)} samples, fewer than the target batch of {target}"):
+                source.next_window()
+            continue
+        windows = windows_of(source, range(2))
+        for epoch in range(2):
+            assert indices_of(windows, epoch) == list(range(sum(sizes)))
+            full, rest = divmod(sum(sizes), target)
+            counts = [window.samples for at, window in windows if at == epoch]
+            assert counts == [target] * full + [rest] * (rest > 0)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
+@pytest.mark.parametrize("form", FORMS)
+def test_goes_on_at_any_window_bit_for_bit(form: str, planned: bool) -> None:
+    more: dict[str, Any] = {"collate": drawing_collate} if form == "samples" else {}
+    source = opened(FORMS[form](), **more)
+    if planned:
+        source.planning_batch()
+    whole, states = remaining(source, range(3))
+    for number, state in enumerate(states):
+        resumed = opened(FORMS[form](), **more)
+        if planned and number % 2:
+            resumed.planning_batch()
+        told = resumed.restore(state)
+        windows = windows_of(resumed, range(whole[number][0], 3))
+        assert_same(windows, whole[number + 1 :])
+        is_last = number + 1 == len(whole) or whole[number + 1][0] != whole[number][0]
+        if form in TOLD and not is_last and not planned:
+            assert told is not None
+            assert re.search(TOLD[form], told)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_goes_on_with_the_epoch_behind_a_finished_one(form: str) -> None:
+    whole, states = remaining(opened(FORMS[form]()), range(3))
+    last = max(number for number, (epoch, _) in enumerate(whole) if epoch == 1)
+    ended = opened(FORMS[form]())
+    remaining(ended, range(2))
+    begun = opened(FORMS[form]())
+    remaining(begun, range(2))
+    begun.start_epoch(2)
+    for state in (states[last], ended.state(), begun.state()):
+        resumed = opened(FORMS[form]())
+        resumed.restore(state)
+        assert_same(windows_of(resumed, range(2, 3)), whole[last + 1 :])
+
+
+def test_a_state_of_the_datas_own_reads_nothing_again() -> None:
+    source = opened(StatefulBatches(SIZES))
+    source.start_epoch(0)
+    assert source.next_window() is not None
+    source.commit()
+    data = StatefulBatches(SIZES)
+    resumed = opened(data)
+    resumed.restore(source.state())
+    windows = windows_of(resumed, range(1))
+    assert indices_of(windows, 0) == list(range(10, COUNT))
+    assert data.reads == 3, "the rest of the third batch comes from the checkpoint"
+
+
+def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
+    source = opened(batch for batch in DrawingBatches(SIZES))
+    assert len(source.planning_batch()) == SIZES[0]
+    windows, states = remaining(source, range(1))
+    assert indices_of(windows, 0) == list(range(COUNT))
+    source.start_epoch(1)
+    with pytest.raises(UsageError, match="a generator of batches yields nothing in epoch 2: it can be gone through"):
+        source.next_window()
+    resumed = opened(batch for batch in DrawingBatches(SIZES))
+    resumed.planning_batch()
+    assert resumed.restore(states[0]) == "the data has no state_dict: 3 batches were read forward"
+    assert_same(windows_of(resumed, range(1)), windows[1:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
+    first = windows_of(opened(FORMS[form]()), range(2))
+    source = opened(FORMS[form]())
+    source.planning_batch()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = [(random.random(), np.random.standard_normal(), torch.randn(1).item()) for _ in range(8)]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    drawn, windows = [], []
+    for epoch in range(2):
+        source.start_epoch(epoch)
+        while (window := source.next_window()) is not None:
+            drawn.append((random.random(), np.random.standard_normal(), torch.randn(1).item()))
+            source.commit()
+            source.state()
+            windows.append((epoch, window))
+    assert drawn == expected[: len(drawn)]
+    assert_same(windows, first)
+
+
+def test_plans_with_the_longest_of_the_first_samples() -> None:
+    assert tuple(opened(DrawingStream(COUNT)).planning_batch()(50).shape) == (50, 4)
+
+
+@pytest.mark.parametrize("form", ["batches", "samples"])
+def test_data_that_became_shorter_is_told(form: str) -> None:
+    source = opened(FORMS[form]())
+    _, states = remaining(source, range(1))
+    shorter: Any = DrawingBatches(SIZES[:2]) if form == "batches" else DrawingStream(8)
+    with pytest.raises(UsageError, match=r"ends after [28] (batches|samples), and the run had read"):
+        opened(shorter).restore(states[2])
+
+
+def test_what_was_read_beyond_a_commit_is_no_part_of_the_place() -> None:
+    for form in ("batches", "samples", "stateful"):
+        source = opened(FORMS[form]())
+        source.start_epoch(0)
+        source.next_window()
+        source.commit()
+        lost = source.next_window()
+        resumed = opened(FORMS[form]())
+        resumed.restore(source.state())
+        resumed.start_epoch(0)
+        again = resumed.next_window()
+        assert lost is not None
+        assert again is not None
+        assert_same([(0, lost)], [(0, again)])
