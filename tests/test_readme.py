@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -124,6 +125,29 @@ def test_what_is_there_already_is_planned_as_it_is() -> None:
     script = LIVE.format(block=block("autoaccum.plan(model=model"))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+FIT = """
+import torch
+from torch import nn
+model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
+dataset = torch.utils.data.TensorDataset(torch.randn(600, 4), torch.randint(0, 3, (600,)))
+{block}
+assert (result.updates, result.samples) == (9, 1800)
+assert result.plan is not None
+"""
+
+
+def test_one_call_trains(tmp_path: Path) -> None:
+    """In a process of its own, as above."""
+    script = FIT.format(block=block("autoaccum.fit("))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
+    assert {"metrics.jsonl", "plan.json", "checkpoints", "model.pt"} <= made
 
 
 def test_files_and_scripts_it_names_are_there() -> None:
