@@ -5,8 +5,8 @@ Run it with `python tests/benchmarks/fit_overhead.py`.
 Both train a model of their own from the same weights, on the same dataset read and shuffled sample by sample, in the
 same micro-batches, with one clip, one update and one loss to log. After each update of fit the loop makes one of its
 own within a callback, whose time is not fit's, so that the machine's moods meet both. The median of the paired ratios
-is printed (aim: 1.03); and what a checkpoint takes, as a share of the 100 updates between two of them, together with
-what the files of a run folder cost in each update (aim: 1.02).
+is printed (aim: 1.03); then that of fit with a run folder, in turns with the former, to which is added what a
+checkpoint takes as a share of the 100 updates between two of them (aim, with over without: 1.02).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from autoaccum.training.events import CheckpointWritten, Started, Updated
 
 MODELS = {"small GPT": "transformer", "convolutional net": "conv_net"}
 TARGET_BATCH, MICRO_BATCH, CLIP_NORM = 16, 4, 1.0
-WARM_UP, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 10, 100
+WARM_UP, ROUNDS, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 4, 10, 100
 
 
 class Loop:
@@ -87,15 +87,9 @@ class Pairs:
         self.began = time.perf_counter()
 
     @property
-    def ratio(self) -> float:
-        """The median of fit's time over that of the loop's update that followed it."""
-        pairs = list(zip(self.mine, self.theirs, strict=True))[WARM_UP:]
-        return statistics.median(mine / theirs for mine, theirs in pairs)
-
-    @property
-    def update_seconds(self) -> float:
-        """The median of the loop's."""
-        return statistics.median(self.theirs[WARM_UP:])
+    def ratios(self) -> list[float]:
+        """Fit's time over that of the loop's update that followed it."""
+        return [mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True)][WARM_UP:]
 
 
 def load(name: str) -> Any:
@@ -134,20 +128,33 @@ def measure(workload: Any, updates: int, run_dir: str | None = None) -> Pairs:
 def main() -> None:
     """Measure, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=60, help="updates of each (default: 60)")
+    parser.add_argument("--updates", type=int, default=60, help="updates of each kind (default: 60)")
     updates = parser.parse_args().updates
     for name, module in MODELS.items():
         workload = load(module)
-        bare = measure(workload, updates)
-        with tempfile.TemporaryDirectory() as folder:
-            kept = measure(workload, updates, folder)
-        checkpoint = statistics.median(kept.checkpoints)
-        share = checkpoint / (UPDATES_BETWEEN * kept.update_seconds)
-        print(f"{name}: fit / loop {bare.ratio:.3f}, {updates} updates of {bare.update_seconds * 1e3:.0f} ms in turns")
-        print(
-            f"{name}: with a run folder {kept.ratio:.3f}; a checkpoint every {UPDATES_BETWEEN} updates takes"
-            f" {checkpoint * 1e3:.0f} ms; with / without {(kept.ratio + share) / bare.ratio:.3f}"
-        )
+        bare: list[Pairs] = []
+        kept: list[Pairs] = []
+        for _ in range(ROUNDS):
+            bare.append(measure(workload, updates // ROUNDS))
+            with tempfile.TemporaryDirectory() as folder:
+                kept.append(measure(workload, updates // ROUNDS, folder))
+        report(name, bare, kept)
+
+
+def report(name: str, bare: list[Pairs], kept: list[Pairs]) -> None:
+    """Print what was measured with one model."""
+    without, with_folder = (median([ratio for pairs in runs for ratio in pairs.ratios]) for runs in (bare, kept))
+    update = median([seconds for pairs in kept for seconds in pairs.theirs[WARM_UP:]])
+    checkpoint = median([seconds for pairs in kept for seconds in pairs.checkpoints])
+    share = checkpoint / (UPDATES_BETWEEN * update)
+    print(
+        f"{name}: fit / loop {without:.3f}, {sum(len(pairs.ratios) for pairs in bare)} updates of {update * 1e3:.0f} ms"
+    )
+    print(
+        f"{name}: with a run folder {with_folder:.3f}, and a checkpoint of {checkpoint * 1e3:.0f} ms every"
+        f" {UPDATES_BETWEEN} updates: with / without {(with_folder + share) / without:.3f}, of which the checkpoint"
+        f" {share:.3f}"
+    )
 
 
 if __name__ == "__main__":
