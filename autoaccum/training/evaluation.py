@@ -62,7 +62,7 @@ class Evaluation:
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._seed, self._interruptible = seed, interruptible
-        self._noted: set[str] = set()
+        self._notes: dict[str, bool] = {}
         self._note = note
 
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
@@ -76,9 +76,12 @@ class Evaluation:
             with eval_mode(model), torch.no_grad(), self._own_randomness(model), self._interruptible():
                 self._pass_over(model, score)
         except Exception as error:
-            reason = _reason(error)
+            reason: str | None = _reason(error)
             forget(error)
         else:
+            reason = None
+        self._tell_notes()
+        if reason is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
         return EvaluationFailed(update, reason)
@@ -122,12 +125,14 @@ class Evaluation:
     def _new_score(self) -> Score:
         if self._evaluate is None:
             return LossScore(self._objective)
-        return OwnScore(self._evaluate, self._note_once)
+        return OwnScore(self._evaluate, lambda text: self._notes.setdefault(text, False))
 
-    def _note_once(self, text: str) -> None:
-        if self._note is not None and text not in self._noted:
-            self._noted.add(text)
-            self._note(text)
+    def _tell_notes(self) -> None:
+        """What is new; not while evaluating, since what a listener raises is no failure of that."""
+        for text, was_told in list(self._notes.items()):
+            self._notes[text] = True
+            if self._note is not None and not was_told:
+                self._note(text)
 
     @contextmanager
     def _own_randomness(self, model: nn.Module) -> Iterator[None]:
