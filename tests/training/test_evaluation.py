@@ -227,6 +227,16 @@ def test_an_evaluate_that_returns_nothing_is_noted() -> None:
     assert "returned None, which is no number" in notes[0]
 
 
+def test_what_a_listener_raises_is_no_failure_of_the_evaluation() -> None:
+    def refuse(text: str) -> None:
+        raise LookupError(text)
+
+    model = net()
+    with pytest.raises(LookupError, match="returned None"):
+        evaluation(evaluate=lambda model, batch: None, note=refuse).run(model, 0)
+    assert model.training
+
+
 # --- training does not notice ---------------------------------------------------------------------------------------
 
 
