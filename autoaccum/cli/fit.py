@@ -87,9 +87,8 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
         seen.tell_end("interrupted")
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
     except SystemExit as leaving:
-        if leaving.code not in _SIGNALLED:
-            raise
-        seen.tell_end("ended")
+        if _is_signal(leaving):
+            seen.tell_end("ended")
         raise
 
 
@@ -119,18 +118,18 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
 
         try:
             return train(request, on_event=listen)
-        except AutoaccumError:
-            stack.close()
-            seen.tell_kept()
-            raise
-        except Exception as error:
-            stack.close()
-            seen.tell_kept()
-            _raise_blaming(error)
-        except SystemExit as leaving:
-            if leaving.code in _SIGNALLED:
+        except BaseException as error:
+            if _is_signal(error):
                 raise
-            _raise_blaming(leaving)
+            stack.close()
+            seen.tell_kept()
+            if isinstance(error, AutoaccumError):
+                raise
+            _raise_blaming(error)
+
+
+def _is_signal(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in _SIGNALLED)
 
 
 def _raise_blaming(error: BaseException) -> NoReturn:

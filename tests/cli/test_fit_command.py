@@ -1,0 +1,377 @@
+"""`autoaccum fit` as a person runs it: a real process, real updates, real signals; and what it says of any end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from autoaccum.cli import main
+from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
+from autoaccum.training import fitting
+from autoaccum.training.events import CheckpointWritten, Started, Updated
+from autoaccum.training.request import FitRequest
+from autoaccum.training.results import FitResult
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch, warnings
+from torch import nn
+
+print("loading")
+dataset = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.arange(96) % 3)
+evaluation_dataset = torch.utils.data.TensorDataset(torch.randn(10, 8), torch.arange(10) % 3)
+criterion = nn.CrossEntropyLoss()
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+def batch(size):
+    return dataset[torch.arange(size) % 96]
+"""
+SLOW = """
+import os, time
+from pathlib import Path
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        if "BREAK" in os.environ and index == 40:
+            raise ValueError("item 40 is odd")
+        return torch.full((8,), float("nan" if "NAN" in os.environ else index)), index % 3
+
+dataset = Slow()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+
+def command(*words: str) -> list[str]:
+    whole = ["fit", "model.py", "--target-batch", "32", "--run-dir", "run", "--epochs", "2", "--device", "cpu"]
+    return [sys.executable, "-m", "autoaccum", *whole, *words]
+
+
+def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words),
+        cwd=folder,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path) -> None:
+    done = run(folder, "--memory", "200MiB", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "updates      6 in 2 epochs, 192 samples"
+    assert re.fullmatch(r"evaluation   loss [\d.]+", lines[2])
+    assert lines[3:5] == ["micro-batch  32", "iter_size    1"]
+    assert "checkpoint   run/checkpoints/checkpoint-00000006.pt" in lines
+    assert "weights      run/model.pt" in lines
+    assert torch.load(folder / "run" / "model.pt", weights_only=True)["0.weight"].shape == (16, 8)
+    assert ["32", "ok"] in [line.split()[:2] for line in done.stderr.splitlines()]
+    assert "training Sequential on cpu: 32 samples per update, whole\n" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    offered = next(line for line in lines if " fit model.py " in line)
+    assert "--run-dir run --epochs 4 --device cpu --memory 200MiB --seed 1" in offered
+    again = subprocess.run(
+        offered.strip().replace("python ", f"{sys.executable} ", 1)
+        if offered.strip().startswith("python ")
+        else offered,
+        shell=True,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "updates      12 in 4 epochs, 384 samples\n" in again.stdout
+    assert "resumed from run/checkpoints/checkpoint-00000006.pt\n" in again.stdout
+
+
+def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path) -> None:
+    (folder / "model.py").write_text(
+        MODEL + "\ndef loss(model, batch):\n    print('a step')\n    warnings.warn('careful')\n"
+        "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\ndel criterion\n"
+    )
+    done = run(folder, "--micro-batch", "10", "--json", "-q", "--steps", "5", "--noise-scale", "--clip-norm", "1")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["updates"], record["samples"], record["micro_batch"], record["iter_size"]) == (5, 160, 8, 4)
+    assert record["noise_scale"]["reason"] == "5 updates are too few, 10 are needed"
+    assert done.stderr.count("warning: careful\n") == 1
+    assert set(done.stderr.splitlines()) == {"loading", "a step", "warning: careful"}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers: str) -> None:
+    (folder / "model.py").write_text(MODEL + SLOW)
+    done = run(folder, "--micro-batch", "10", "--workers", workers, BREAK="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    where = " (in a worker that reads data)" if workers != "0" else ""
+    assert lines[-1] == f"error: training raised ValueError: item 40 is odd{where}"
+    begin = lines.index("Traceback (most recent call last):")
+    assert lines[begin - 1].startswith("note: the state after update ")
+    assert [line.split()[-1] for line in lines[begin:] if "File" in line] == ["__getitem__"]
+
+
+def test_a_loss_that_is_no_number_is_a_clear_no(folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL + SLOW)
+    done = run(folder, "--micro-batch", "10", NAN="1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    assert re.match(r"error: update 1: .* nan, the update was not made: ", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "how"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended"), (signal.SIGHUP, 129, "ended")],
+)
+def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
+    folder: Path, number: signal.Signals, code: int, how: str
+) -> None:
+    (folder / "model.py").write_text(MODEL + SLOW)
+    words = ("--micro-batch", "10", "--workers", "2" if number == signal.SIGTERM else "0", "--checkpoint-every", "1")
+    with subprocess.Popen(
+        command(*words),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for(folder / "run" / "checkpoints" / "checkpoint-00000001.pt")
+        os.killpg(process.pid, number)
+        stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (code, ""), stderr
+    last = stderr.splitlines()[-1]
+    kept = re.fullmatch(rf"{how} after update (\d): (run/checkpoints/.*); the same command goes on from there", last)
+    assert kept is not None, stderr
+    assert "Traceback" not in stderr
+    assert kept[2] == f"run/checkpoints/checkpoint-0000000{kept[1]}.pt"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    if number != signal.SIGTERM:
+        return
+    done = run(folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert f"going on after update {kept[1]}, from {kept[2]}" in done.stderr
+    assert "updates      6 in 2 epochs, 192 samples\n" in done.stdout
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not come")
+
+
+def test_a_live_line_on_a_terminal(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    settings = environment(TERM="xterm-256color", COLUMNS="100")
+    with subprocess.Popen(
+        command("--micro-batch", "10"), cwd=folder, env=settings, stdout=theirs, stderr=theirs, stdin=theirs
+    ) as process:
+        os.close(theirs)
+        chunks = []
+        try:
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+        except OSError:
+            pass  # Linux answers EIO when the last writer has gone.
+        finally:
+            os.close(ours)
+    text = b"".join(chunks).decode()
+    assert process.returncode == 0, text
+    assert "update 0 of 6" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0
+    assert "micro-batch  \x1b[0m8\r\n" in text
+
+
+USAGE = [
+    ("", "missing argument 'WORKLOAD'"),
+    ("m.py", "missing option '--target-batch'"),
+    ("m.py --target-batch 8", "missing option '--run-dir'"),
+    ("m.py --target-batch 8 --run-dir a", "neither --epochs nor --steps is given: say how long to train: --epochs 3"),
+    ("m.py --target-batch 8 --run-dir a --epochs 0", "0 is too small, the least is 1"),
+    ("m.py --target-batch 8 --run-dir a --seed -1", "-1 is too small, the least is 0"),
+    ("m.py --target-batch 8 --run-dir a --workers 1.5", "'1.5' is not a whole number of at least 0"),
+    ("m.py --target-batch 8 --run-dir a --clip-norm nan", "'nan' is not a number above 0"),
+    ("m.py --target-batch 8 --run-dir a --clip-norm 0", "'0' is not a number above 0"),
+    ("m.py --target-batch 8 --run-dir a --resume maybe", "'maybe' is not one of 'auto', 'must', 'never'"),
+    (
+        "m.py --target-batch 8 --run-dir a --epochs 1 --plan p.json --micro-batch 3",
+        "--plan and --micro-batch are both given: leave one of them away",
+    ),
+    ("nowhere.py --target-batch 8 --run-dir {folder}/a --epochs 1", "there is no file nowhere.py"),
+    ("m.py --target-batch 8 --run-dir /dev/null --epochs 1", "/dev/null"),
+]
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, ["fit", *words])
+
+
+@pytest.mark.parametrize(("words", "text"), USAGE, ids=[str(number) for number in range(len(USAGE))])
+def test_usage_errors_say_what_was_seen(words: str, text: str, tmp_path: Path) -> None:
+    result = invoke(*words.format(folder=tmp_path).split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert text in result.stderr
+
+
+def test_a_workload_without_a_dataset_says_so(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text(MODEL.replace("dataset = ", "data = ").replace("dataset[", "data["))
+    result = invoke(str(tmp_path / "bare.py"), "--target-batch", "8", "--run-dir", str(tmp_path / "a"), "--epochs", "1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "bare has no dataset to train on: define dataset = ..." in result.stderr
+
+
+NET = nn.Linear(2, 1)
+OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
+KEPT = CheckpointWritten(120, Path("a/120.pt"), 0.1)
+STARTED = Started(model=NET, optimizer=OPTIMIZER, plan=None, micro_batch=4, target_batch=8, device="cpu")
+Train = Callable[..., FitResult]
+
+
+def updated(update: int, samples: int, micro_batch: int = 4) -> Updated:
+    known: dict[str, Any] = {"epoch": 1, "loss": 1.0, "grad_norm": None, "learning_rate": 0.1, "retries": 0}
+    known |= {"samples_per_second": 1.0, "peak_bytes": None, "micro_batches": 2, "updated": True}
+    return Updated(update=update, samples=samples, micro_batch=micro_batch, **known)
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[FitRequest]]:
+    """`train` tells events and ends as a test wants it; what it was asked for."""
+
+    def end(*told: Any, error: BaseException | None = None, **changes: Any) -> list[FitRequest]:
+        asked: list[FitRequest] = []
+
+        def train(request: FitRequest, on_event: Callable[[Any], Any]) -> FitResult:
+            asked.append(request)
+            for event in told:
+                on_event(event)
+            if error is not None:
+                raise error
+            known: dict[str, Any] = {"updates": 2, "epochs": 1, "samples": 12, "loss": 1.0}
+            return FitResult(model=NET, optimizer=OPTIMIZER, plan=None, **(known | changes))
+
+        monkeypatch.setattr(fitting, "train", train)
+        return asked
+
+    return end
+
+
+WORDS = ("my model.py", "--target-batch", "8", "--run-dir", "a")
+
+
+def test_every_option_reaches_the_training(training: Callable[..., list[FitRequest]]) -> None:
+    asked = training()
+    numbers = {"epochs": 2, "steps": 3, "micro_batch": 4, "eval_every": 5, "evaluation_batch": 6, "keep": 8}
+    numbers |= {"checkpoint_every": 7, "seed": 9, "workers": 10}
+    texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
+    texts |= {"resume": "must"}
+    words = [word for name, value in (numbers | texts).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert invoke(*WORDS, *words, "--clip-norm", "inf", "--skip-nonfinite", "--noise-scale").exit_code == 0
+    assert {name: getattr(asked[0], name) for name in numbers | texts} == numbers | texts
+    assert (asked[0].clip_norm, asked[0].skip_nonfinite, asked[0].noise_scale) == (float("inf"), True, True)
+    assert (asked[0].subject, asked[0].run_dir, asked[0].target_batch, asked[0].plan) == ("my model.py", "a", 8, None)
+
+
+def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> None:
+    training()
+    result = invoke(*WORDS, "--epochs", "3", "--steps", "50", "--resume", "never", "-q", "--seed", "4")
+    offered = "autoaccum fit 'my model.py' --target-batch 8 --run-dir a --epochs 6 --steps 100 --seed 4"
+    assert f"go on from here:\n  {offered}\n" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_micro_batch_shown_is_not_that_of_a_short_last_batch(training: Callable[..., list[FitRequest]]) -> None:
+    training(STARTED, updated(1, 8), updated(2, 9, micro_batch=1))
+    assert "micro-batch  4\n" in invoke(*WORDS, "--epochs", "1").stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DoesNotFitError("not even one sample fits"), 1, "error: not even one sample fits\n"),
+        (NonFiniteError("the loss is nan", loss=float("nan"), grad_norm=None), 1, "error: the loss is nan\n"),
+        (WorkloadError("model() raised"), 2, "error: model() raised\n"),
+        (CheckpointError("disk full"), 3, "error: disk full\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "error: training ran out of memory"),
+        (SystemExit(7), 2, "error: training called sys.exit(7)\n"),
+        (KeyboardInterrupt(), 130, "interrupted after update 121, the newest checkpoint is from update 120: a/120.pt;"),
+        (SystemExit(143), 143, "ended after update 121, the newest checkpoint is from update 120: a/120.pt;"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_every_end_has_a_code_and_says_what_is_kept(
+    training: Callable[..., list[FitRequest]], error: BaseException, code: int, text: str
+) -> None:
+    training(STARTED, KEPT, updated(121, 8), error=error)
+    result = invoke(*WORDS, "--epochs", "3")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert text in result.stderr
+    assert "a/120.pt" in result.stderr
+    assert "this is a fault of autoaccum" not in result.stderr
+
+
+def test_an_end_before_anything_was_kept(training: Callable[..., list[FitRequest]]) -> None:
+    training(error=KeyboardInterrupt())
+    assert invoke(*WORDS, "--epochs", "3").stderr == "interrupted before the first update: nothing was trained\n"
+
+
+def test_after_a_run_that_began_anew_the_same_command_must_not(training: Callable[..., list[FitRequest]]) -> None:
+    training(STARTED, KEPT, updated(120, 8), error=KeyboardInterrupt())
+    text = invoke(*WORDS, "--epochs", "3", "--resume", "never").stderr
+    assert text.endswith("after update 120: a/120.pt; the same command without --resume goes on from there\n")
+
+
+def test_an_end_that_is_not_on_disk_is_shown_and_an_error(training: Callable[..., list[FitRequest]]) -> None:
+    training(unsaved="no space left on device")
+    result = invoke(*WORDS, "--epochs", "3")
+    assert result.exit_code == 3
+    assert "updates      2 in 1 epoch" in result.stdout
+    assert result.stderr == "error: the end of the training is not on disk: no space left on device\n"
+
+
+def test_warnings_are_put_back(training: Callable[..., list[FitRequest]]) -> None:
+    before = warnings.showwarning
+    training()
+    invoke(*WORDS, "--epochs", "3")
+    assert warnings.showwarning is before
