@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from autoaccum.training.seeds import item_seed, mix, seed_generators
+from autoaccum.accumulation.randomness import Generator
+from autoaccum.training.data.kept_generators import find_generators, kept_states, seed_own
+from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,36 @@ class PartFetcher:
     """Makes a part of a request, in this process or in a worker: a dataset, to torch's DataLoader.
 
     Each item is fetched under a seed of run, epoch, place and index (a sampler may ask for an item twice, to augment
-    it differently), the part collated under one of its first sample.
+    it differently), the part collated under one of its first sample. Seeded are the generators of Python, NumPy and
+    torch on the CPU, and those that the dataset and `collate` keep for themselves.
+
+    Args:
+        dataset: Asked for one item at a time.
+        collate: From a list of items to a batch; None: torch's `default_collate`.
+        apart: Generators that are not for items: a sampler's.
 
     Attributes:
         draws: Whether fetching may draw at random, and so leaves Python's, NumPy's and torch's generators seeded.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any] | None, apart: Iterable[Generator] = ()
+    ) -> None:
         self.dataset = dataset
         self._collate = default_collate if collate is None else collate
         self._collate_draws = self._collate is not default_collate
         self._items_draw = not _draws_nothing(dataset)
         self._columns = None if self._collate_draws else _columns(dataset)
         self.draws = self._items_draw or self._collate_draws
+        self._apart = list(apart)
+        self._own: list[Generator] | None = None
         self._epoch: int | None = None
+
+    @contextmanager
+    def kept_randomness(self) -> Iterator[None]:
+        """Put all generators back that fetching seeds."""
+        with kept_randomness(), kept_states(self._own_generators()):
+            yield
 
     def __getitems__(self, request: PartRequest) -> Any:
         """The collated part."""
@@ -60,7 +79,7 @@ class PartFetcher:
         items = self._items(request)
         if self._collate_draws:
             base = mix(request.seed, "collate", request.epoch)
-            seed_generators(item_seed(base, request.place, _number(request.indices[0])))
+            self._seed(item_seed(base, request.place, _number(request.indices[0])))
         return self._collate(items)
 
     def _items(self, request: PartRequest) -> list[Any]:
@@ -68,9 +87,21 @@ class PartFetcher:
             return [self.dataset[index] for index in request.indices]
         base, items = mix(request.seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
-            seed_generators(item_seed(base, place, _number(index)))
+            self._seed(item_seed(base, place, _number(index)))
             items.append(self.dataset[index])
         return items
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed)
+        own = self._own_generators()
+        if own:
+            seed_own(own, seed)
+
+    def _own_generators(self) -> list[Generator]:
+        if self._own is None:
+            # In a worker only once it has started: a user's worker_init_fn may give the dataset others.
+            self._own = find_generators(self.dataset, self._collate, apart=self._apart)
+        return self._own
 
 
 def _number(index: Any) -> int:

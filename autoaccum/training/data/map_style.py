@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from autoaccum.training.data.planning_batch import longest_of_dataset
 from autoaccum.training.data.regrouping import regroup
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import PartReader, WorkerOptions
-from autoaccum.training.seeds import kept_randomness, mix
+from autoaccum.training.seeds import mix
 
 
 class MapStyleSource:
@@ -46,7 +45,9 @@ class MapStyleSource:
         self.samples_per_epoch = order.samples
         self._dataset, self._order, self._collate, self._name = dataset, order, collate, name
         self._target_batch, self._seed = target_batch, seed
-        self._reader = PartReader(PartFetcher(dataset, collate), options, mix(seed, "workers"))
+        self._reader = PartReader(
+            PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers")
+        )
         self._epoch, self._read, self._done, self._ended = 0, 0, 0, False
         self._generators = capture_generators(order.generators)
         self._is_running = self._is_restored = False
@@ -90,7 +91,7 @@ class MapStyleSource:
         if not self._is_running:
             self._is_running = True
             self._reader.start(self._requests())
-        with kept_randomness() if self._reader.disturbs else contextlib.nullcontext():
+        with self._reader.undisturbed():
             parts, sizes = self._read_parts()
         samples = sum(sizes)
         if self._read == 0:

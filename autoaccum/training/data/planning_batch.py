@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from autoaccum.errors import WorkloadError
+from autoaccum.training.data.kept_generators import find_generators, kept_states
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.worst_case import LongestBatches, longest_first
 
@@ -19,7 +20,7 @@ class PlanningBatches(LongestBatches):
 
     def __call__(self, size: int) -> Any:
         """One batch of `size` samples."""
-        with own_randomness():
+        with own_randomness(), kept_states(find_generators(self._collate)):
             return super().__call__(size)
 
 
@@ -33,7 +34,7 @@ def longest_of_dataset(
         choose: From a number to at most as many of its indices.
         collate: As training's own.
     """
-    with own_randomness():
+    with own_randomness(), kept_states(find_generators(dataset)):
         return longest_of([dataset[index] for index in choose(LOOKED_AT)], collate)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,11 @@ class PartReader:
         self._sizes: deque[int] = deque()
         self._loader: DataLoader[Any] | None = None
         self._parts: Iterator[Any] | None = None
-        self.disturbs = fetcher.draws and options.num_workers == 0
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Put the generators back that reading seeds in this process: all that reads goes in here."""
+        is_here = self._options.num_workers == 0
+        return self._fetcher.kept_randomness() if is_here and self._fetcher.draws else nullcontext()
 
     def start(self, requests: Iterator[PartRequest]) -> None:
         """Read `requests` from now on; what was read ahead of others is dropped."""

@@ -71,6 +71,29 @@ class EndlessSampler(Sampler[int]):
             yield random.randrange(COUNT)
 
 
+class OwnGenerators(DrawingRows):
+    """Draws from generators that it, and a transform of it, keep."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.own: list[Any] = [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)]
+        self.transform = Noise()
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        python, numpy, legacy = (one.random() for one in self.own)
+        return self.transform(torch.tensor([index, python, numpy, legacy], dtype=torch.float64))
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        row[1:] += torch.rand(3, generator=self.generator)
+        return row
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
@@ -88,6 +111,7 @@ FORMS: dict[str, Any] = {
     "batch sampler": lambda: DataLoader(
         DrawingRows(COUNT), batch_sampler=BatchSampler(SubsetRandomSampler(range(COUNT)), 3, False)
     ),
+    "dataset's generators": lambda: DataLoader(Subset(OwnGenerators(COUNT), range(COUNT)), 4, shuffle=True),
     "epochs": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=EpochSampler()),
 }
 
@@ -149,7 +173,7 @@ def test_goes_on_at_any_window_bit_for_bit(form: str) -> None:
         assert resumed.restore(state) is None
         windows = windows_of(resumed, range(whole[number][0], 3))
         assert_same(windows, whole[number + 1 :])
-        rows = data if form == "dataset" else data.dataset
+        rows = data if form == "dataset" else getattr(data.dataset, "dataset", data.dataset)
         assert len(rows.read) == sum(window.samples for _, window in windows), "nothing is read twice"
 
 
@@ -210,6 +234,19 @@ def test_the_callers_generators_have_no_say(form: str) -> None:
     random.seed(2)
     torch.manual_seed(2)
     assert_same(windows_of(opened(FORMS[form]()), range(2)), first)
+
+
+def test_generators_that_a_dataset_keeps_are_seeded_and_put_back() -> None:
+    rows = OwnGenerators(COUNT)
+    before = [one.random() for one in OwnGenerators(COUNT).own]
+    source = opened(rows)
+    source.planning_batch()(3)
+    windows = windows_of(source, range(2))
+    assert [one.random() for one in rows.own] == before
+    assert torch.equal(rows.transform.generator.get_state(), Noise().generator.get_state())
+    drawn = torch.cat([part[:, 1:] for _, window in windows for part in window.parts])
+    assert len(set(drawn.flatten().tolist())) == drawn.numel()
+    assert_same(windows_of(opened(OwnGenerators(COUNT), workers=1), range(2)), windows)
 
 
 def test_seeds_and_epochs_differ() -> None:
