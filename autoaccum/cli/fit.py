@@ -108,9 +108,9 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
 
     request = FitRequest(subject=workload, **asked)
     with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))  # What the workload prints.
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
         stack.enter_context(_warnings_told(progress.warn))
-        stack.enter_context(redirect_stdout(sys.stderr))  # What the workload prints.
 
         def listen(event: Any) -> None:
             seen.hear(event)
@@ -196,7 +196,7 @@ class _Seen:
     def tell_end(self, how: str) -> None:
         """One line on stderr: what was kept, and how to go on."""
         if self._kept is None:
-            _say(f"{how} before the first update: nothing was trained")
+            _say(f"{how} before training began: nothing is lost")
             return
         update, path = self._kept
         at = update if self.last is None else self.last.update

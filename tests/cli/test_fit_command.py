@@ -353,7 +353,7 @@ def test_every_end_has_a_code_and_says_what_is_kept(
 
 def test_an_end_before_anything_was_kept(training: Callable[..., list[FitRequest]]) -> None:
     training(error=KeyboardInterrupt())
-    assert invoke(*WORDS, "--epochs", "3").stderr == "interrupted before the first update: nothing was trained\n"
+    assert invoke(*WORDS, "--epochs", "3").stderr == "interrupted before training began: nothing is lost\n"
 
 
 def test_after_a_run_that_began_anew_the_same_command_must_not(training: Callable[..., list[FitRequest]]) -> None:

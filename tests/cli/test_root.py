@@ -164,7 +164,7 @@ def test_a_character_that_the_terminal_does_not_know() -> None:
     assert done.stdout == b"mod\\xe8le\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"], ["plan", "m.py"]])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["fit", "--help"], ["--version"], ["plan", "m.py"]])
 def test_answers_of_the_command_line_load_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys\nfrom autoaccum.cli import main\n"
