@@ -66,6 +66,7 @@ WITHOUT_TORCH = (
     "devices/simulated/steps.py",
     "devices/simulated/timeline.py",
     "devices/simulated/trace.py",
+    "training/appended_file.py",
     "training/metrics.py",
     "reporting/pictures/formats.py",
     "reporting/pictures/layout.py",

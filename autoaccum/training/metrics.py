@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from autoaccum.training.appended_file import AppendedFile
 from autoaccum.training.events import Evaluated, Updated
 
 _FIGURES = (
@@ -42,7 +41,7 @@ class MetricsLog:
     def __init__(self, path: Path, on_failure: Callable[[str], Any]) -> None:
         self._path = path
         self._on_failure = on_failure
-        self._file: io.FileIO | None = None
+        self._file = AppendedFile(path)
         self._has_failed = False
 
     def resume(self, update: int) -> None:
@@ -67,32 +66,14 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file; a later line opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def _add(self, figures: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(figures), allow_nan=False).encode() + b"\n"
         try:
-            if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
-            end = self._file.seek(0, io.SEEK_END)
-            self._write_whole(self._file, line, end)
+            self._file.write(line)
         except OSError as error:
-            with suppress(OSError):
-                self.close()
             self._fail(error)
-
-    def _write_whole(self, file: io.FileIO, line: bytes, end: int) -> None:
-        """Or leave no part of it."""
-        rest = memoryview(line)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
 
     def _fail(self, error: OSError) -> None:
         if not self._has_failed:
