@@ -82,7 +82,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     try:
         result = _train(workload, asked, seen, quiet=quiet)
-        _show(result, asked, seen, as_json=as_json)
+        _show(result, asked, seen, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         seen.tell_end("interrupted")
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -152,7 +152,7 @@ def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: bool) -> None:
+def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: bool, quiet: bool) -> None:
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.fit_table import fit_record, print_fit
 
@@ -160,6 +160,8 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: boo
     if as_json:
         click.echo(json.dumps(fit_record(result, **known), indent=2, allow_nan=False))
     else:
+        if not quiet:
+            make_console(stderr=True).print()
         longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
         print_fit(make_console(), result, command=running_words(without=_OUTPUTS, instead=longer), **known)
     if result.unsaved is not None:

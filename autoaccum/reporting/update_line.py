@@ -87,9 +87,9 @@ class UpdateLine:
 
     def _seconds_left(self) -> float | None:
         made = self._update - self._first_update
-        if self._updates is None or made < 1:
+        if self._updates is None or made < 1 or self._update >= self._updates:
             return None
-        return (self._time - self._first_time) / made * max(0, self._updates - self._update)
+        return (self._time - self._first_time) / made * (self._updates - self._update)
 
 
 def format_values(values: Mapping[str, float]) -> str:

@@ -364,7 +364,7 @@ def test_after_a_run_that_began_anew_the_same_command_must_not(training: Callabl
 
 def test_an_end_that_is_not_on_disk_is_shown_and_an_error(training: Callable[..., list[FitRequest]]) -> None:
     training(unsaved="no space left on device")
-    result = invoke(*WORDS, "--epochs", "3")
+    result = invoke(*WORDS, "--epochs", "3", "-q")
     assert result.exit_code == 3
     assert "updates      2 in 1 epoch" in result.stdout
     assert result.stderr == "error: the end of the training is not on disk: no space left on device\n"
