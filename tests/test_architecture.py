@@ -74,6 +74,7 @@ WITHOUT_TORCH = (
     "reporting/pictures/theme.py",
     "training/ceiling.py",
     "training/noise_scale.py",
+    "training/data/window.py",
     "workload/companions.py",
     "workload/module_names.py",
 )

@@ -62,6 +62,10 @@ class PartFetcher:
         self._own: list[Generator] | None = None
         self._epoch: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is spawned: the sampler's generators are not for it."""
+        return {**self.__dict__, "_apart": [], "_own": None}
+
     @contextmanager
     def kept_randomness(self) -> Iterator[None]:
         """Put all generators back that fetching seeds."""

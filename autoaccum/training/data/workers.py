@@ -44,7 +44,8 @@ class WorkerOptions:
     def of(cls, loader: DataLoader[Any], *, workers: int = 0, pin_memory: bool = False) -> WorkerOptions:
         """Those of a user's loader; `workers` and `pin_memory` where it asks for none."""
         if loader.num_workers == 0:
-            return cls(num_workers=workers, pin_memory=loader.pin_memory or pin_memory)
+            pins = loader.pin_memory or pin_memory
+            return cls(num_workers=workers, pin_memory=pins, worker_init_fn=loader.worker_init_fn)
         return cls(
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory or pin_memory,
@@ -97,8 +98,9 @@ class PartReader:
 
     def close(self) -> None:
         """End the workers, whatever they are at."""
+        kept = getattr(self._loader, "_iterator", None)
         parts, self._parts, self._loader = self._parts, None, None
-        end_workers(parts)
+        end_workers(kept if parts is None else parts)
 
     def __iter__(self) -> Iterator[PartRequest]:
         """What the DataLoader takes for its batch sampler: the requests, whose sizes are noted."""

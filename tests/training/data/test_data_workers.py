@@ -104,6 +104,16 @@ def test_workers_of_a_stream_give_the_same_again(form: str) -> None:
     assert_same(windows_of(resumed, range(1, 2)), whole[6:])
 
 
+def test_workers_may_be_spawned() -> None:
+    def make(workers: int, **more: Any) -> Source:
+        generator = torch.Generator().manual_seed(1)
+        loader = DataLoader(DrawingRows(COUNT), 4, shuffle=True, generator=generator, num_workers=workers, **more)
+        return opened(loader, workers=0)
+
+    spawned = make(1, multiprocessing_context="spawn", persistent_workers=True, timeout=90, prefetch_factor=3)
+    assert_same(windows_of(spawned, range(2)), windows_of(make(0), range(2)))
+
+
 class Started:
     """A worker_init_fn that marks the user's own dataset."""
 
