@@ -80,6 +80,10 @@ class RandomStream:
             finally:
                 self.place = RandomState()
 
+    def rewind(self) -> None:
+        """Go to its beginning, while it is running."""
+        seed_generators(self.seed)
+
     def describe(self, place: RandomState | None) -> dict[str, Any] | None:
         """A place of the stream as plain values; None for its beginning."""
         if place is None:

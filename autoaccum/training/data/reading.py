@@ -91,12 +91,6 @@ class Reading:
         """
         self._unread_state = None
         entry = self._ahead.popleft() if self._ahead else self._next()
-        if entry is END and self._may_reopen:
-            # A state from the end of an epoch: some iterate from there once, and start anew after.
-            self._may_reopen = False
-            self.close()
-            entry = self._next()
-        self._may_reopen = False
         self.is_at_end = entry is END
         self.taken += not self.is_at_end
         return entry
@@ -150,6 +144,16 @@ class Reading:
             end_workers(source)
 
     def _next(self) -> Any:
+        entry = self._read()
+        may_reopen, self._may_reopen = self._may_reopen, False
+        if entry is END and may_reopen:
+            # A state from the end of an epoch: some iterate from there once, and start anew after.
+            self.close()
+            self.stream.rewind()
+            entry = self._read()
+        return entry
+
+    def _read(self) -> Any:
         try:
             if self._entries is None:
                 self._entries = self._open()

@@ -33,10 +33,11 @@ COUNT, TARGET = sum(SIZES), 10
 class StatefulLoader(DataLoader[Tensor]):
     """As torchdata's: over what is no dataset of indices, with a state of its own."""
 
-    place = 0
+    place, start = 0, 0
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
+        self.place, self.start = self.start, 0
         for _ in range(self.place):
             next(batches)
         return self._rest(batches)
@@ -45,13 +46,12 @@ class StatefulLoader(DataLoader[Tensor]):
         for batch in batches:
             self.place += 1
             yield batch
-        self.place = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.start = state["place"]
 
 
 class Unkeepable(StatefulBatches):
