@@ -57,6 +57,14 @@ class Reading:
         self.begin(0)
 
     @property
+    def reads_by(self) -> dict[str, Any]:
+        """What else decides which entry comes when: the settings of a loader, as plain values."""
+        loader = self._data if self._lists is None else self._lists(0)
+        if not isinstance(loader, DataLoader):
+            return {}
+        return {"batch_size": loader.batch_size, "workers": loader.num_workers}
+
+    @property
     def has_looked_ahead(self) -> bool:
         """Whether entries wait that were looked at and put back."""
         return bool(self._ahead)

@@ -72,7 +72,7 @@ class StreamSource(abc.ABC):
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
-        return {"kind": self._unit, "length": self._length}
+        return {"kind": self._unit, "length": self._length, **self._reading.reads_by}
 
     @abc.abstractmethod
     def planning_batch(self) -> Any:

@@ -66,13 +66,13 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any], int | None]] = {
     "loader without batches": (
         lambda: DataLoader(DrawingRows(9), batch_size=None),
         "a DataLoader of batches",
-        {"kind": "batches", "length": None},
+        {"kind": "batches", "length": None, "batch_size": None, "workers": 0},
         None,
     ),
     "loader of its own way": (
         lambda: OwnWay(DrawingRows(9), 2),
         "an OwnWay of batches",
-        {"kind": "batches", "length": None},
+        {"kind": "batches", "length": None, "batch_size": 2, "workers": 0},
         None,
     ),
     "samples": (

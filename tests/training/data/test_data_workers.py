@@ -114,6 +114,11 @@ def test_workers_may_be_spawned() -> None:
     assert_same(windows_of(spawned, range(2)), windows_of(make(0), range(2)))
 
 
+def test_the_number_of_workers_decides_the_order_of_a_stream_only() -> None:
+    assert opened(DrawingStream(COUNT)).fingerprint() != opened(DrawingStream(COUNT), workers=0).fingerprint()
+    assert opened(DrawingRows(COUNT)).fingerprint() == opened(DrawingRows(COUNT), workers=0).fingerprint()
+
+
 class Started:
     """A worker_init_fn that marks the user's own dataset."""
 
