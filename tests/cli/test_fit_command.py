@@ -49,10 +49,10 @@ from pathlib import Path
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
-        return 96
+        return 320
 
     def __getitem__(self, index):
-        time.sleep(0.01)
+        time.sleep(0.005)
         if "BREAK" in os.environ and index == 40:
             raise ValueError("item 40 is odd")
         return torch.full((8,), float("nan" if "NAN" in os.environ else index)), index % 3
@@ -178,10 +178,10 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
         stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (code, ""), stderr
     last = stderr.splitlines()[-1]
-    kept = re.fullmatch(rf"{how} after update (\d): (run/checkpoints/.*); the same command goes on from there", last)
+    kept = re.fullmatch(rf"{how} after update (\d+): (run/checkpoints/.*); the same command goes on from there", last)
     assert kept is not None, stderr
     assert "Traceback" not in stderr
-    assert kept[2] == f"run/checkpoints/checkpoint-0000000{kept[1]}.pt"
+    assert kept[2] == f"run/checkpoints/checkpoint-{int(kept[1]):08}.pt"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     if number != signal.SIGTERM:
@@ -189,7 +189,7 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     done = run(folder, *words)
     assert done.returncode == 0, done.stderr
     assert f"going on after update {kept[1]}, from {kept[2]}" in done.stderr
-    assert "updates      6 in 2 epochs, 192 samples\n" in done.stdout
+    assert "updates      20 in 2 epochs, 640 samples\n" in done.stdout
 
 
 def wait_for(path: Path) -> None:

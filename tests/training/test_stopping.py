@@ -358,13 +358,13 @@ class Slow(Dataset):
         return 1000
     def __getitem__(self, index):
         time.sleep(0.05)
-        return torch.tensor(index)
+        return index
 
 if __name__ == "__main__":
     seen = 0
     with Stopping() as stopping:
         try:
-            batches = iter(DataLoader(Slow(), batch_size=2, num_workers=2))
+            batches = iter(DataLoader(Slow(), batch_size=2, num_workers=2, collate_fn=list))
             while True:
                 with stopping.interruptible():
                     next(batches)
