@@ -75,6 +75,7 @@ WITHOUT_TORCH = (
     "training/ceiling.py",
     "training/noise_scale.py",
     "training/data/window.py",
+    "training/stopping.py",
     "workload/companions.py",
     "workload/module_names.py",
 )
