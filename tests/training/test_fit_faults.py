@@ -1,0 +1,305 @@
+"""What goes wrong around a training: one clear message each, and earlier checkpoints as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import autoaccum
+from autoaccum.errors import AutoaccumError, CheckpointError, NonFiniteError, UsageError
+from autoaccum.training.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    EvaluationFailed,
+    Noted,
+    Skipped,
+    Updated,
+)
+from autoaccum.training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def samples(count: int) -> TensorDataset:
+    x = torch.linspace(-1, 1, max(count, 1) * 3)[: count * 3].reshape(count, 3)
+    return TensorDataset(x, x[:, :2])
+
+
+def fit(data: Any, **options: Any) -> autoaccum.FitResult:
+    torch.manual_seed(0)
+    model = options.pop("model", None) or nn.Linear(3, 2)
+    settings: dict[str, Any] = {"target_batch": 8, "loss": nn.MSELoss(), "micro_batch": 4, "steps": 6}
+    return autoaccum.fit(model, data, **settings | {"progress": False} | options)
+
+
+class Poisoned(Dataset[Any]):
+    """One sample that is not finite, in the third window."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((3,), math.inf if index == 20 else 1.0), torch.zeros(2)
+
+
+def in_order(dataset: Any) -> Any:
+    return torch.utils.data.DataLoader(dataset, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (samples(0), "no samples|empty|has 0 samples"),
+        (samples(5), r"5 samples.*target.batch of 8|5 samples.*8.*--target-batch"),
+        (iter([]), "no batch|nothing|empty|no samples"),
+        ([(torch.ones(3, 3), torch.ones(3, 2))], r"3 samples"),
+        (3, "data is an int"),
+        (nn.Linear(3, 2), "data is"),
+    ],
+    ids=["empty", "smaller than the batch", "empty iterable", "small iterable", "a number", "a model"],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AutoaccumError, match=message) as caught:
+        fit(data, run_dir=tmp_path)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_an_iterator_lasts_for_one_epoch_only() -> None:
+    batches = [(torch.ones(8, 3), torch.ones(8, 2))] * 2
+    assert fit(iter(batches), steps=None, epochs=1).updates == 2
+    with pytest.raises(UsageError, match="once"):
+        fit(iter(batches), steps=None, epochs=2)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_update(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"update 3: .* not made: lower the learning rate") as caught:
+        fit(in_order(Poisoned()), run_dir=tmp_path)
+    assert caught.value.exit_code == 1
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    kept = torch.load(newest, weights_only=True)["record"]
+    assert kept["progress"]["update"] == 2
+    assert all(
+        tensor.isfinite().all()
+        for tensor in torch.load(newest, weights_only=True)["record"]["random"].values()
+        if isinstance(tensor, Tensor)
+    )
+
+
+def test_it_is_passed_over_where_that_is_asked_for(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    result = fit(in_order(Poisoned()), run_dir=tmp_path, skip_nonfinite=True, callbacks=[lambda e: heard.append(e)])
+    assert (result.updates, result.skipped) == (6, 1)
+    assert [event.update for event in heard if isinstance(event, Skipped)] == [3]
+    assert [event.update for event in heard if isinstance(event, Updated) and not event.updated] == [3]
+    assert all(parameter.isfinite().all() for parameter in result.model.parameters())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["updated"] for line in lines] == [True, True, False, True, True, True]
+    assert lines[2]["loss"] is None, "JSON has no infinity"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond a few bytes: EFBIG, as a quota would have it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def listen(event: Any) -> None:
+        heard.append(event)
+        if isinstance(event, Updated) and event.update == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        if isinstance(event, Updated) and event.update == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    try:
+        result = fit(samples(64), run_dir=tmp_path, checkpoint_every=1, callbacks=[listen])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    failed = [event for event in heard if isinstance(event, CheckpointFailed)]
+    assert [event.update for event in failed] == [2, 3]
+    assert all("cannot be written" in event.reason for event in failed)
+    assert [event.update for event in heard if isinstance(event, CheckpointWritten)] == [0, 1, 4, 5, 6]
+    assert result.unsaved is None
+    assert len([text for text in result.warnings if "no checkpoint was written" in text]) == 2
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_a_disk_that_stays_full_leaves_the_earlier_checkpoints_and_says_so(tmp_path: Path) -> None:
+    fit(samples(64), run_dir=tmp_path, steps=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+    with full_disk():
+        result = fit(samples(64), run_dir=tmp_path)
+    assert result.updates == 6
+    assert result.unsaved is not None
+    assert "cannot be written" in result.unsaved
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == "checkpoint-00000003.pt"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_known_before_training(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
+        fit(samples(64), run_dir=tmp_path / "run", callbacks=[lambda e: heard.append(e)])
+    assert not any(isinstance(event, Updated) for event in heard)
+
+
+def test_a_folder_that_is_no_folder_is_refused_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UsageError, match="is no folder, or lies below a file: give another folder"):
+            fit(samples(64), run_dir=folder)
+    with pytest.raises(UsageError, match="cannot be written to"):
+        fit(samples(64), run_dir="/proc/self/run")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path), pytest.raises(UsageError, match=rf"is in use by process {os.getpid()} on"):
+        fit(samples(64), run_dir=tmp_path)
+    assert fit(samples(64), run_dir=tmp_path).updates == 6
+
+
+class Dying(Dataset[Any]):
+    """Its worker is killed at one sample."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(3), torch.zeros(2)
+
+
+def test_a_worker_that_dies_is_told_as_that_and_loses_nothing(tmp_path: Path) -> None:
+    with pytest.raises(AutoaccumError, match="worker") as caught:
+        fit(in_order(Dying()), workers=1, run_dir=tmp_path, steps=8)
+    assert caught.value.exit_code == 3
+    assert "fewer workers" in str(caught.value) or "workers" in str(caught.value)
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    update = torch.load(newest, weights_only=True)["record"]["progress"]["update"]
+    assert update >= 1
+
+
+class Raising(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 30:
+            raise KeyError("the sample is missing")
+        return torch.ones(3), torch.zeros(2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_data_raises_comes_as_it_is_after_a_checkpoint(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(KeyError, match="the sample is missing"):
+        fit(in_order(Raising()), run_dir=tmp_path, steps=8, workers=workers)
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    assert newest.name == "checkpoint-00000003.pt"
+
+
+class Late(torch.optim.lr_scheduler.LRScheduler):
+    """Raises after an update that was made."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self.last_epoch == 4:
+            raise ValueError("no more of it")
+        return [0.1 for _ in self.base_lrs]
+
+
+def test_an_update_that_may_have_been_made_is_not_kept_as_one_that_was_not(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no more of it"):
+        fit(samples(64), run_dir=tmp_path, scheduler=Late, checkpoint_every=2, optimizer="SGD")
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    assert newest.name == "checkpoint-00000002.pt", "from before the update that nobody knows of"
+
+
+def test_an_evaluation_cannot_end_the_run() -> None:
+    heard: list[Any] = []
+
+    def evaluate(model: nn.Module, batch: Any) -> float:
+        raise RuntimeError("a fault in the metric")
+
+    result = fit(
+        samples(64), eval_data=samples(9), evaluate=evaluate, eval_every=2, callbacks=[lambda e: heard.append(e)]
+    )
+    assert result.updates == 6
+    assert len([event for event in heard if isinstance(event, EvaluationFailed)]) == 3
+    assert result.evaluation is None
+    assert any("a fault in the metric" in text for text in result.warnings)
+
+
+class Unsavable(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float | Tensor]:
+        return [0.1 for _ in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": os.getcwd}
+
+
+def test_what_could_run_code_when_it_is_loaded_is_refused_before_training(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    with pytest.raises(AutoaccumError, match="scheduler.*rule"):
+        fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: heard.append(e)])
+    assert not any(isinstance(event, Updated) for event in heard)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+SIGNALLED = """
+import os, signal, sys, torch
+from torch import nn
+import autoaccum
+from autoaccum.training.events import Updated
+x = torch.ones(64, 3)
+def listen(event):
+    if isinstance(event, Updated) and event.update == 5:
+        os.kill(os.getpid(), int(sys.argv[2]))
+autoaccum.fit(nn.Linear(3, 3), torch.utils.data.TensorDataset(x, x), target_batch=8, loss=nn.MSELoss(), micro_batch=4,
+              steps=10**6, run_dir=sys.argv[1], callbacks=[listen], progress=False)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
+def test_a_signal_ends_it_after_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(tmp_path), str(int(number))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000005.pt"
+
+
+def test_notes_are_kept_as_warnings() -> None:
+    def note_once(event: Any) -> None:
+        assert not isinstance(event, Noted)
+
+    assert fit(samples(64), callbacks=[note_once]).warnings == ()
