@@ -82,9 +82,7 @@ class SampledOrder:
         self._loader_generator: torch.Generator | None = loader.generator
         self._seed = seed
         self._draws_later = not _draws_at_start_only(self._sampler)
-        self.generators = dict(_generators(self._sampler, "sampler", _DEPTH))
-        if loader.generator is not None and all(own is not loader.generator for own in self.generators.values()):
-            self.generators["loader"] = loader.generator
+        self.generators = loader_generators(loader)
 
     @property
     def samples(self) -> int | None:
@@ -135,6 +133,15 @@ class SampledOrder:
                     block = _block(lists, enough)
             else:
                 block = _block(lists, enough)
+
+
+def loader_generators(loader: DataLoader[Any]) -> dict[str, Generator]:
+    """The generators that a loader and its samplers draw from, by name."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    found = dict(_generators(sampler, "sampler", _DEPTH))
+    if loader.generator is not None and all(own is not loader.generator for own in found.values()):
+        found["loader"] = loader.generator
+    return found
 
 
 def capture_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.randomness import Generator
 from autoaccum.training.data.fetching import set_epoch
-from autoaccum.training.data.indices import capture_generators, restore_generators
+from autoaccum.training.data.indices import capture_generators, loader_generators, restore_generators
 from autoaccum.training.data.workers import end_workers, explain_worker_failure, unwatched, workers_of
 from autoaccum.training.seeds import RandomStream, mix
 
@@ -44,9 +44,7 @@ class Reading:
         self.taken, self.is_at_end = 0, False
         self.stream = RandomStream(0)
         self._data, self._seed, self._lists = data, seed, lists
-        self._generators: dict[str, Generator] = {}
-        if isinstance(data, DataLoader) and data.generator is not None:
-            self._generators["loader"] = data.generator
+        self._generators: dict[str, Generator] = loader_generators(data) if isinstance(data, DataLoader) else {}
         self._began_with: dict[str, Any] | None = None
         self._epoch = 0
         self._source: Iterator[Any] | None = None
@@ -108,9 +106,9 @@ class Reading:
         if self.is_stateful and self._entries is None:
             self._unread_state = self.copied_state()
         with self.running():
-            while len(self._ahead) < count and (entry := self._next()) is not END:
-                self._ahead.append(entry)
-        return list(self._ahead)[:count]
+            while len(self._ahead) < count and (not self._ahead or self._ahead[-1] is not END):
+                self._ahead.append(self._next())
+        return [entry for entry in self._ahead if entry is not END][:count]
 
     def copied_state(self) -> Any:
         """The data's own state; later reading does not change it."""

@@ -192,6 +192,34 @@ def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
     assert_same(windows_of(resumed, range(1)), windows[1:])
 
 
+class StatefulStream(IterableDataset[Tensor]):
+    """Samples of what begins anew behind its end."""
+
+    def __init__(self, count: int) -> None:
+        self.batches = StatefulBatches([1] * count)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch[0] for batch in self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [30, 33, 200])
+def test_planning_that_saw_the_end_does_not_move_it(count: int) -> None:
+    source = opened(StatefulStream(count))
+    source.planning_batch()
+    whole, states = remaining(source, range(2))
+    assert indices_of(whole, 0) == list(range(count))
+    for number, state in enumerate(states):
+        resumed = opened(StatefulStream(count))
+        resumed.restore(state)
+        assert_same(windows_of(resumed, range(whole[number][0], 2)), whole[number + 1 :])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
     first = windows_of(opened(FORMS[form]()), range(2))
