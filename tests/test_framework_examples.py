@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.planned import facts_here
+from autoaccum.errors import UsageError
+from autoaccum.workload.weights import resolve_objective
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
@@ -164,6 +167,32 @@ def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
     assert accumulator.step(batch).updated
 
 
+def check_plan_fits(net: Net, optimizer: Any) -> None:
+    """A plan names the optimizer, not what a framework wraps it in."""
+    facts = facts_here(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
+    assert facts.optimizer == "SGD"
+
+
+def test_a_plan_fits_under_accelerate(accelerator: Any) -> None:
+    net, _ = make()
+    check_plan_fits(net, accelerator.prepare(sgd(net)))
+
+
+def test_accelerates_own_accumulation_is_refused(accelerate_loop: Any) -> None:
+    """Its optimizer would leave out updates, and say nothing."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    net, dataset = make()
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        with pytest.raises(UsageError, match="one update in 4 steps: leave gradient_accumulation_steps away"):
+            next(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def trainer(folder: Path, **settings: Any) -> Any:
     import lightning.pytorch as pl
 
@@ -231,7 +260,19 @@ def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any,
             return sgd(self.net)
 
         def training_step(self, batch: Any, index: int) -> None:
+            check_plan_fits(net, self.optimizers())
             check_undone(net, self.optimizers(), dataset)
 
     run = trainer(tmp_path, max_steps=1, limit_train_batches=1, enable_checkpointing=False)
     run.fit(Failing(net, MICRO_BATCH), loader(dataset))
+
+
+def test_lightnings_own_scaling_is_refused(lightning_manual: Any, tmp_path: Path) -> None:
+    """It would divide gradients by a scale that the loss never had, and say nothing."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    net, dataset = make()
+    scaling = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False, plugins=[scaling])
+    with pytest.raises(UsageError, match="the framework's optimizer scales gradients for fp16"):
+        run.fit(classifier(lightning_manual, net), loader(dataset))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch
+from autoaccum.accumulation.wrappers import unwrapped_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.units import format_bytes
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
@@ -167,7 +168,7 @@ def facts_here(model: nn.Module, optimizer: Optimizer, objective: Objective, pre
         model=type(own).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=_known_bytes(parameters),
-        optimizer=type(optimizer).__name__,
+        optimizer=type(unwrapped_optimizer(optimizer)).__name__,
         precision=precision,
         loss=_loss_words(objective.reduction, objective.source),
         kind=device.type,

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autoaccum.accumulation.wrappers import check_wrapper
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import needs_closure
 
@@ -31,7 +32,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what is not one optimizer of `model`'s, and one whose step runs the model again.
+    """Refuse what is not one optimizer of `model`'s, and one whose step does more than to update it.
 
     An optimizer may lack some of the model's trainable parameters: their gradients are computed and dropped.
 
@@ -45,6 +46,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"{type(optimizer).__name__} needs a closure, which would run the model again within the update",
             hint="use an optimizer whose step() needs none, such as AdamW",
         )
+    check_wrapper(optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
