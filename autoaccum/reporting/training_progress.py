@@ -50,6 +50,7 @@ class TrainingProgress:
         self._shown: events.Updated | None = None
         self._drawers: Mapping[type, Callable[[Any], None]] = {
             events.Planning: lambda _: None,
+            events.Printed: lambda event: self._planning.pass_on(event.line),
             events.Started: self._start,
             events.Updated: self._update,
             events.EpochEnded: self._end_epoch,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from autoaccum.training.data.source import Source
 from autoaccum.training.evaluating import Evaluator
@@ -16,7 +18,6 @@ from autoaccum.training.peaks import PeakMeter
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.ranks import OneRank
 from autoaccum.training.request import FitRequest
-from autoaccum.training.resuming import describe_run
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix
 from autoaccum.training.stepping import Stepper
@@ -35,6 +36,7 @@ def assemble(
     choice: Choice,
     *,
     folder: RunFolder | None,
+    run: Mapping[str, Any],
     newest: Path | None,
     stopping: Stopping,
     teller: Teller,
@@ -48,6 +50,7 @@ def assemble(
         source: Its data.
         choice: Its micro-batch.
         folder: Where checkpoints go; None: nowhere.
+        run: What must be the same when it is resumed.
         newest: The checkpoint that it will go on from.
         stopping: Whether it is asked to stop.
         teller: Told of every event.
@@ -72,7 +75,7 @@ def assemble(
     evaluation = _evaluation(request, subject, trainee, choice, stopping, teller)
     evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell)
     state = WholeState(
-        run=describe_run(request, trainee, source),
+        run=run,
         choice=choice,
         progress=progress,
         trainee=trainee,

@@ -22,6 +22,13 @@ class Planning:
     reference: str
 
 
+@dataclass(frozen=True)
+class Printed:
+    """A line that the workload printed in a process of its own, while it was planned."""
+
+    line: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """The first update comes next.
@@ -191,6 +198,7 @@ class Finished:
 
 TrainingEvent = (
     Planning
+    | Printed
     | Started
     | Updated
     | ShortageMet

@@ -19,7 +19,7 @@ from autoaccum.training.loop import Loop
 from autoaccum.training.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
-from autoaccum.training.resuming import Saved, check_same_run, find_saved
+from autoaccum.training.resuming import Saved, check_same_run, describe_run, find_saved
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
@@ -59,6 +59,9 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         choice = choose_micro_batch(request, subject, source, saved, teller.tell)
         _seed(request.seed)
         trainee = subject.build(choice.plan)
+        run = describe_run(request, trainee, source)
+        if saved is not None:
+            check_same_run(saved, run)
         stopping = stack.enter_context(Stopping())
         stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
         loop, state = assemble(
@@ -68,13 +71,13 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             source,
             choice,
             folder=folder,
+            run=run,
             newest=None if saved is None else saved.path,
             stopping=stopping,
             teller=teller,
         )
         stack.callback(loop.stepper.close)
         if saved is not None:
-            check_same_run(saved, state.run)
             state.restore(saved.record, teller.tell)
         if folder is not None:
             teller.listen(stack.enter_context(Logs(folder, state.progress.update, teller.tell)).hear)

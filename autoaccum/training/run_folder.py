@@ -105,6 +105,7 @@ class _Lock:
 
     def __init__(self, path: Path) -> None:
         self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.holds = False
         try:
             self.holds = self._take(path)
             if self.holds:
@@ -113,11 +114,16 @@ class _Lock:
         except BaseException:
             self.release()
             raise
-        mine = weakref.WeakMethod(self.release)
-        os.register_at_fork(after_in_child=lambda: (release := mine()) and release())
+        mine = weakref.WeakMethod(self._let_go)
+        os.register_at_fork(after_in_child=lambda: (let_go := mine()) and let_go())
 
     def release(self) -> None:
-        """Close the file; the file itself stays, since another process may be about to lock it."""
+        """Unlock; the file itself stays, since another process may be about to lock it."""
+        if self._handle is not None and self.holds:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # Also where a worker was forked only now.
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

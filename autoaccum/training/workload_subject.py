@@ -14,6 +14,7 @@ from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
+from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
 from autoaccum.training.trainee import Trainee, find_device, make_trainee
 from autoaccum.workload.adaptation import replace_given
@@ -77,7 +78,14 @@ class WorkloadSubject:
                 "evaluation_batch": request.evaluation_batch,
                 "worst_of": _LOOKED_AT if workload.batch is no_batch else None,
             }
-            return plan(self._reference, target_batch=request.target_batch, on_event=on_event, **asked)
+            on_output = None if on_event is None else lambda line: on_event(Printed(line))
+            return plan(
+                self._reference,
+                target_batch=request.target_batch,
+                on_event=on_event,
+                on_output=on_output,
+                **asked,
+            )
         if workload.batch is no_batch:
             workload = replace_given(workload, batch=make_batches(planning_batch()))
         return plan(workload, target_batch=request.target_batch, on_event=on_event, **asked)
