@@ -58,15 +58,19 @@ def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 advises against fork.
 def test_forked_workers_do_not_hold_it(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path)
-    waits = multiprocessing.get_context("fork").Event()
-    worker = multiprocessing.get_context("fork").Process(target=waits.wait)
+    fork: Any = multiprocessing.get_context("fork")
+    runs, ends = fork.Event(), fork.Event()
+    worker = fork.Process(target=lambda: (runs.set(), ends.wait(60)), daemon=True)
     worker.start()
+    assert runs.wait(60)
     with pytest.raises(UsageError, match="is in use"):  # The worker's letting go is not the parent's.
         RunFolder.open(tmp_path)
-    run.close()
+    os.close(run._lock._handle)  # type: ignore[arg-type]  # As a process that is killed does.
+    run._lock._handle = None
     RunFolder.open(tmp_path).close()
-    waits.set()
-    worker.join()
+    ends.set()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def a_file(folder: Path) -> Path:
