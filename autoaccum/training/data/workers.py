@@ -19,8 +19,8 @@ from autoaccum.training.data.fetching import PartFetcher, PartRequest
 
 _DIED = re.compile(r"DataLoader worker \(pid\(?s?\)?:? .*\) (?:exited unexpectedly|is killed by signal)")
 _SHARED_MEMORY = re.compile(
-    r"out of shared memory|unable to (?:write to|open|mmap|resize|allocate) (?:file|shared memory|\d+ bytes from file)"
-    r"|No space left on device|Unexpected bus error"
+    r"out of shared memory|Unexpected bus error|unable to allocate shared memory"
+    r"|unable to (?:write to|resize|mmap \d+ bytes from) file <"
 )
 _TIMED_OUT = re.compile(r"DataLoader timed out after")
 _USERS = "in DataLoader worker process"
@@ -177,22 +177,30 @@ def end_workers(parts: Iterator[Any] | None) -> None:
 def explain_worker_failure(error: BaseException, workers: Sequence[Any] = ()) -> AutoaccumError | None:
     """The error that says why a DataLoader's workers failed; None where `error` is another error."""
     text = str(error)
+    full = _SHARED_MEMORY.search(text) if isinstance(error, RuntimeError) else None
+    if full is not None:
+        # Also from within a worker, where a batch is put together in shared memory.
+        return _full(next(line for line in text.splitlines() if full.group() in line))
     if _USERS in text:
         return None
     died = isinstance(error, RuntimeError) and _DIED.search(text) is not None
     # What a dead worker had still to hand over ends in an error of its connection.
     died = died or (isinstance(error, ConnectionError | EOFError | FileNotFoundError) and _any_dies(workers))
     codes = {worker.exitcode for worker in workers}
-    if _SHARED_MEMORY.search(text) or (died and -signal.SIGBUS in codes):
-        return DataWorkerError(
-            f"the shared memory that workers hand data over in ran out ({_said(error)})",
-            hint=f"give /dev/shm more space (docker run --shm-size=8g), {_FEWER}",
-        )
+    if died and -signal.SIGBUS in codes:
+        return _full(_said(error))
     if died:
         return DataWorkerError(_how_it_ended(_said(error), codes), hint=_way_out(codes))
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
         return DataWorkerError(_said(error), hint="give the DataLoader a longer timeout, or more workers")
     return None
+
+
+def _full(said: str) -> DataWorkerError:
+    return DataWorkerError(
+        f"the shared memory that workers hand data over in ran out ({said})",
+        hint=f"give /dev/shm more space (docker run --shm-size=8g), {_FEWER}",
+    )
 
 
 def _any_dies(workers: Sequence[Any]) -> bool:
