@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import CheckpointError, UsageError
 from autoaccum.training.contents import digest, portable
 from autoaccum.training.verified_files import (
@@ -29,16 +30,22 @@ def write_checkpoint(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` whole, synced and read back, or not at all.
 
     `torch.load(path, weights_only=True)` gives `format`, `version`, `digest` and `record`. The digest is over every
-    value: PyTorch's reader does not compare the checksums that are in its files.
+    value: PyTorch's reader does not compare the checksums that are in its files. What is on a card is copied to host
+    memory first, once.
 
     Raises:
         NotPortableError: Something in `record` could be loaded only by running code; says where.
         CheckpointError: It cannot be written, or does not read back as it was.
     """
-    content = portable(dict(record))
-    found = digest(content)
-    written = {"format": FORMAT, "version": VERSION, "digest": found, "record": content}
-    write_verified(path, written, lambda read: _is_whole(read) and read["digest"] == found, checksums=False)
+    try:
+        content = portable(dict(record))
+        found = digest(content)
+        written = {"format": FORMAT, "version": VERSION, "digest": found, "record": content}
+        write_verified(path, written, lambda read: _is_whole(read) and read["digest"] == found, checksums=False)
+    except (MemoryError, RuntimeError) as error:
+        if find_shortage(error) is None and not isinstance(error, MemoryError):
+            raise
+        raise CheckpointError(f"there is too little host memory to write {path}", hint="free some") from None
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -160,6 +160,12 @@ def test_what_needs_code_is_named_and_nothing_is_left(kind: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_too_little_memory_ends_in_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is too little host memory to write .*01.pt: free some"):
+        write_checkpoint(tmp_path / "checkpoint-00000001.pt", {"wide": torch.zeros(1).expand(10**13)})
+    assert list(tmp_path.iterdir()) == []
+
+
 # Damage.
 
 
