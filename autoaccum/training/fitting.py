@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from autoaccum.training.loop import Loop
 from autoaccum.training.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
-from autoaccum.training.resuming import Saved, check_same_run, describe_run, find_saved
+from autoaccum.training.resuming import check_same_run, describe_run, find_saved
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
@@ -56,6 +57,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         subject = find_subject(request)
         source = _open_source(request, subject, stack)
         saved = find_saved(folder, request, teller.tell)
+        resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, teller.tell)
         _seed(request.seed)
         trainee = subject.build(choice.plan)
@@ -72,7 +74,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             choice,
             folder=folder,
             run=run,
-            newest=None if saved is None else saved.path,
+            newest=resumed_from,
             stopping=stopping,
             teller=teller,
         )
@@ -82,11 +84,12 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if folder is not None:
             teller.listen(stack.enter_context(Logs(folder, state.progress.update, teller.tell)).hear)
             _keep_plan(folder, choice)
-        teller.tell(_started(request, loop, state, saved))
+        teller.tell(_started(request, loop, state, resumed_from))
         if saved is not None:
             state.restore_randomness(saved.record, teller.tell)
+            saved = None  # As large as model and optimizer, in host memory.
         _run(loop)
-        result = _result(request, loop, state, saved, folder, teller, time.monotonic() - began)
+        result = _result(request, loop, state, resumed_from, folder, teller, time.monotonic() - began)
         teller.tell(Finished(result))
         return result
 
@@ -135,7 +138,7 @@ def _keep_plan(folder: RunFolder, choice: Choice) -> None:
         choice.plan.save(folder.plan_path, force=True)
 
 
-def _started(request: FitRequest, loop: Loop, state: WholeState, saved: Saved | None) -> Started:
+def _started(request: FitRequest, loop: Loop, state: WholeState, resumed_from: Path | None) -> Started:
     return Started(
         model=state.trainee.model,
         optimizer=state.trainee.optimizer,
@@ -146,7 +149,7 @@ def _started(request: FitRequest, loop: Loop, state: WholeState, saved: Saved | 
         update=loop.progress.update,
         updates=loop.goal.updates,
         epochs=request.epochs,
-        resumed_from=None if saved is None else saved.path,
+        resumed_from=resumed_from,
     )
 
 
@@ -154,7 +157,7 @@ def _result(
     request: FitRequest,
     loop: Loop,
     state: WholeState,
-    saved: Saved | None,
+    resumed_from: Path | None,
     folder: RunFolder | None,
     teller: Teller,
     seconds: float,
@@ -185,6 +188,6 @@ def _result(
         checkpoint=loop.keeper.newest,
         model_path=model_path,
         unsaved=unsaved,
-        resumed_from=None if saved is None else saved.path,
+        resumed_from=resumed_from,
         warnings=tuple(teller.warnings),
     )
