@@ -17,7 +17,7 @@ from autoaccum.training.data.planning_batch import LOOKED_AT, longest_of
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.stream_source import StreamSource
 from autoaccum.training.data.window import Window
-from autoaccum.training.data.workers import WorkerStart, as_it_is
+from autoaccum.training.data.workers import WorkerStart, handed_over
 from autoaccum.training.seeds import kept_randomness, mix, seed_generators
 
 _HANDED_OVER = 16
@@ -82,7 +82,7 @@ class WorkerSamples:
             self._dataset,
             batch_size=_HANDED_OVER,
             num_workers=self._workers,
-            collate_fn=as_it_is,
+            collate_fn=handed_over,
             worker_init_fn=WorkerStart(None),
             generator=torch.Generator().manual_seed(mix(self._seed, "workers", epoch)),
         )

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from autoaccum.errors import AutoaccumError, DataWorkerError, first_line
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
+from autoaccum.workload import nests
 
 _DIED = re.compile(r"DataLoader worker \(pid\(?s?\)?:? .*\) (?:exited unexpectedly|is killed by signal)")
 _SHARED_MEMORY = re.compile(
@@ -122,7 +123,7 @@ class PartReader:
             self._fetcher,  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
             num_workers=options.num_workers,
-            collate_fn=as_it_is,
+            collate_fn=handed_over,
             pin_memory=pins,
             timeout=options.timeout,
             worker_init_fn=WorkerStart(options.worker_init_fn),
@@ -231,6 +232,13 @@ def _way_out(codes: set[int | None]) -> str:
     return "set workers to 0 to see what the dataset does there; where memory ran out, use fewer"
 
 
-def as_it_is(part: Any) -> Any:
-    """What a DataLoader is to do with what is put together already: nothing."""
+def handed_over(part: Any) -> Any:
+    """What a DataLoader is to do with what is put together already: move its tensors into shared memory.
+
+    The queue would do so in a thread of its own, where a lack of it is printed and the reader waits for ever.
+    """
+    if get_worker_info() is not None:
+        for tensor in nests.tensors(part):
+            if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
     return part
