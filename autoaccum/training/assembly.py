@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autoaccum.errors import UsageError
 from autoaccum.training.data.source import Source
 from autoaccum.training.evaluating import Evaluator
 from autoaccum.training.evaluation import Evaluation
@@ -109,6 +110,11 @@ def _evaluation(
     request: FitRequest, subject: Subject, trainee: Trainee, choice: Choice, stopping: Stopping, teller: Teller
 ) -> Evaluation | None:
     if subject.eval_data is None:
+        if request.eval_every is not None:
+            raise UsageError(
+                f"eval_every is {request.eval_every}, and there is nothing to evaluate on",
+                hint="give eval_data, or define evaluation_dataset in the workload",
+            )
         return None
     return Evaluation(
         trainee.objective,

@@ -44,6 +44,13 @@ class Evaluator:
         if self._every is None:
             self.run()
 
+    def run_missed(self) -> None:
+        """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
+        if self._every is not None:
+            self.run_if_due()
+        elif self._progress.epoch > 0 and self._progress.epoch_samples == 0:
+            self.run()
+
     def run(self) -> None:
         """Now, unless that was done after this very update."""
         progress = self._progress

@@ -68,7 +68,7 @@ class Updated:
         samples: Samples trained on so far, over all epochs.
         loss: The loss of the effective batch; NaN when nothing in it had weight.
         grad_norm: 2-norm of its gradient before clipping; None where there was none.
-        learning_rate: Of the first parameter group, in this update.
+        learning_rate: Of the first parameter group, in this update; None where it has none.
         samples_per_second: Of this update, with the data it waited for.
         peak_bytes: On a card the most PyTorch's allocator reserved during the update; on the CPU the most memory the
             process has held so far; None where that is not known.
@@ -86,7 +86,7 @@ class Updated:
     samples: int
     loss: float
     grad_norm: float | None
-    learning_rate: float
+    learning_rate: float | None
     samples_per_second: float
     peak_bytes: int | None
     micro_batches: int

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.randomness import RandomState, seeded_devices
-from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.errors import CheckpointError, NonFiniteError, UsageError
 from autoaccum.training.assembly import assemble
 from autoaccum.training.data.source import Source, open_source
 from autoaccum.training.events import Finished, Noted, Started
@@ -98,10 +98,17 @@ def _run(loop: Loop) -> None:
     """Train; whatever ends it, the state of the last whole update is kept, unless nobody knows what it is."""
     try:
         loop.run()
-    except (StopAsked, Exception):
-        if loop.stepper.settled:
+    except BaseException as error:
+        # After a second signal nothing should be written; what else is no Exception comes from the user's own code.
+        at_once = loop.stopping.asked is not None and not isinstance(error, (StopAsked, Exception))
+        if loop.stepper.settled and not at_once and not (isinstance(error, NonFiniteError) and _is_spoilt(loop)):
             loop.keeper.keep()
         raise
+
+
+def _is_spoilt(loop: Loop) -> bool:
+    """Whether the weights themselves are not finite any more: the checkpoint before is worth more."""
+    return not all(bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters)
 
 
 def _open_folder(request: FitRequest, teller: Teller, stack: ExitStack) -> RunFolder | None:
@@ -163,6 +170,8 @@ def _result(
     seconds: float,
 ) -> FitResult:
     progress = loop.progress
+    if progress.update and not progress.made:
+        teller.tell(Noted(f"of {progress.update} updates none was made: the weights are those it began with"))
     unsaved = loop.keeper.failure
     model_path = None
     if folder is not None:

@@ -54,7 +54,7 @@ class Loop:
             StopAsked: A signal asked for it.
         """
         self.keeper.keep_first()
-        self.evaluator.run_if_due()  # What stopped the run before may have come between an update and its evaluation.
+        self.evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self.source.start_epoch(self.progress.epoch)
         while not (self.teller.ended or self.goal.is_reached(self.progress)):
@@ -78,10 +78,11 @@ class Loop:
         # From here on the update is made, or its window passed over: it is not made again.
         self.source.commit()
         self.progress.count(window.samples, result)
+        self.stepper.follow_schedule(result)
         seconds = time.perf_counter() - began
         self.teller.tell(self._updated(result, learning_rate, window.samples / seconds))
 
-    def _updated(self, result: StepResult, learning_rate: float, samples_per_second: float) -> Updated:
+    def _updated(self, result: StepResult, learning_rate: float | None, samples_per_second: float) -> Updated:
         return Updated(
             update=self.progress.update,
             epoch=self.progress.epoch + 1,

@@ -19,6 +19,7 @@ class Progress:
         epoch: Whole epochs.
         samples: Samples of those windows.
         epoch_samples: Those of the epoch that is under way.
+        made: Updates that were made; the others had no weight, were skipped, or overflowed in fp16.
         shortages: How often an update was repeated because memory ran out.
         skipped: Windows passed over because loss or gradient were not finite.
         loss: Of the last update.
@@ -31,6 +32,7 @@ class Progress:
     samples: int = 0
     epoch_samples: int = 0
     shortages: int = 0
+    made: int = 0
     skipped: int = 0
     loss: float | None = None
     evaluation: dict[str, float] | None = None
@@ -42,6 +44,7 @@ class Progress:
         self.samples += samples
         self.epoch_samples += samples
         self.shortages += result.retries
+        self.made += result.updated
         self.loss = result.loss
 
     def end_epoch(self) -> None:

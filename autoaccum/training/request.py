@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +62,17 @@ class FitRequest:
 
     def __post_init__(self) -> None:
         for name in ("target_batch", "checkpoint_every", "keep"):
-            _check_count(name, getattr(self, name))
+            self._check_count(name)
         for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                self._check_count(name)
         for name in ("seed", "workers"):
-            _check_count(name, getattr(self, name), least=0)
+            self._check_count(name, least=0)
+        for name, takes in (("collate", "a list of samples"), ("evaluate", "the model and a batch")):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
+        if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
+            raise UsageError(f"run_dir is {self.run_dir!r}", hint="give the name of a folder")
         for name in ("skip_nonfinite", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint="give True or False")
@@ -84,13 +91,20 @@ class FitRequest:
             raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise UsageError(f"clip_norm is {self.clip_norm!r}", hint="give a number above 0")
-        if not callable(getattr(self.callbacks, "__iter__", None)) or not all(map(callable, self.callbacks)):
-            raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, an event")
+        given = list(self.callbacks) if hasattr(self.callbacks, "__iter__") else [self.callbacks]
+        if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
+            raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
+        object.__setattr__(self, "callbacks", tuple(given))
 
-
-def _check_count(name: str, value: Any, *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} is {value!r}", hint=f"give a whole number of at least {least}")
+    def _check_count(self, name: str, *, least: int = 1) -> None:
+        value = getattr(self, name)
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or number < least:
+            raise UsageError(f"{name} is {value!r}", hint=f"give a whole number of at least {least}")
+        object.__setattr__(self, name, number)
 
 
 def _is_positive(value: Any) -> bool:

@@ -69,6 +69,7 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
         "target batch": request.target_batch,
         "seed": request.seed,
         "model": type(unwrapped(trainee.model)).__name__,
+        "parameters": sum(parameter.numel() for parameter in trainee.model.parameters()),
         "optimizer": type(trainee.optimizer).__name__,
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
         "precision": trainee.precision,

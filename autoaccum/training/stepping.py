@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.observers import StepObserver
@@ -11,7 +13,7 @@ from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.planned import PlanLike
 from autoaccum.accumulation.results import StepResult
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.errors import NonFiniteError
+from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.training.ceiling import Ceiling
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.noise_observer import NoiseObserver
@@ -22,6 +24,8 @@ from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")
+_MOST_OVERFLOWS = 32
+"""Each halves the loss scale, which begins at 2^16: by then it is 2^-16."""
 
 
 class Stepper:
@@ -41,8 +45,7 @@ class Stepper:
 
     Attributes:
         ceiling: How large micro-batches may be by now.
-        settled: Whether the state is known to be that of a whole update: not so when the last step failed in its
-            update, which may have been made (a scheduler raised) or not.
+        settled: Whether the state is known to be that of a whole update: not so when one was cut in two.
 
     Raises:
         UsageError: The plan is for something else.
@@ -69,7 +72,9 @@ class Stepper:
             trained = optimizer_parameters(trainee.optimizer)
             self._noise = NoiseObserver(trained, trainee.objective.reduction)
         self._ranks, self._tell, self._skips = ranks, tell, skip_nonfinite
-        self._optimizer, self._progress = trainee.optimizer, progress
+        self._optimizer, self._scheduler, self._progress = trainee.optimizer, trainee.scheduler, progress
+        self._unscalable = 0
+        self._scales = trainee.scaler is not None
         self._watch = _Watch(progress, check, tell, self._noise)
         self._accumulator = Accumulator(
             trainee.model,
@@ -80,10 +85,14 @@ class Stepper:
             clip_norm=_MEASURE_ONLY if clip_norm is None else clip_norm,
             precision=trainee.precision,  # type: ignore[arg-type]
             scaler=trainee.scaler,
-            scheduler=trainee.scheduler,
             check_finite=True,
             observer=self._watch,
         )
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those of the optimizer."""
+        return optimizer_parameters(self._optimizer)
 
     @property
     def noise_scale(self) -> float | None:
@@ -92,9 +101,15 @@ class Stepper:
         return None if estimate is None else estimate.value
 
     @property
-    def learning_rate(self) -> float:
-        """Of the first parameter group, as the next update will have it."""
-        return float(self._optimizer.param_groups[0]["lr"])
+    def learning_rate(self) -> float | None:
+        """Of the first parameter group, as the next update will have it; None where it has none."""
+        rate = self._optimizer.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
+
+    def follow_schedule(self, result: StepResult) -> None:
+        """Step the scheduler, once the update is counted: whatever it raises, that update was made."""
+        if result.updated and self._scheduler is not None:
+            self._scheduler.step()
 
     def step(self, parts: list[Any]) -> StepResult:
         """Make the next update; where that was asked for, a window that is not finite is passed over.
@@ -112,9 +127,11 @@ class Stepper:
             self._progress.skipped += 1
             self._tell(Skipped(update, error.message))
             return _passed_over(error, parts)
-        except BaseException:
-            self.settled = self._accumulator.phase != "update"
+        except BaseException as error:
+            half = isinstance(error, UpdateInterrupted) or not isinstance(error, Exception)
+            self.settled = not (half and self._accumulator.phase == "update")
             raise
+        self._check_scale(result, update)
         self._follow(result, update)
         if self._noise is not None:
             self._noise.take(result)
@@ -142,6 +159,18 @@ class Stepper:
         """Go on from `ceiling.state()` of an earlier run."""
         self.ceiling.restore(state)
         self._accumulator.micro_batch = self.ceiling.largest
+
+    def _check_scale(self, result: StepResult, update: int) -> None:
+        """End a run whose gradients overflow at every loss scale: it would train nothing, and say nothing."""
+        overflowed = self._scales and not result.updated and bool(result.terms)
+        self._unscalable = self._unscalable + 1 if overflowed else 0
+        if self._unscalable >= _MOST_OVERFLOWS:
+            raise NonFiniteError(
+                f"update {update}: {self._unscalable} times in a row the gradient was not finite at any loss scale",
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                hint='look for what overflows in fp16, or train in precision="bf16" or "fp32"',
+            )
 
     def _follow(self, result: StepResult, update: int) -> None:
         """Keep to the ceiling of whoever has the least, and try more after a calm stretch."""

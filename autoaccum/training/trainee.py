@@ -15,6 +15,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.scaling import choose_scaler
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
+from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.workload.weights import Objective
 
@@ -81,6 +82,7 @@ def make_trainee(
     check_scheduler(scheduler, optimizer)
     device = model_device(model)
     objective.move_criterion(device)
+    _check_criterion(objective, optimizer)
     if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
         model.train()
     scaler = choose_scaler(precision, None, device, optimizer_parameters(optimizer))
@@ -93,6 +95,17 @@ def make_trainee(
         precision=precision,
         evaluate=evaluate,
     )
+
+
+def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
+    function = None if objective.criterion is None else objective.criterion.function
+    updated = {id(parameter) for parameter in optimizer_parameters(optimizer)}
+    trainable = function.parameters() if isinstance(function, nn.Module) else ()
+    if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
+        raise UsageError(
+            f"{type(function).__name__} has trainable parameters that the optimizer does not hold",
+            hint="give an optimizer of both, make it a part of the model, or set requires_grad to False",
+        )
 
 
 def find_device(asked: str) -> torch.device:

@@ -224,7 +224,7 @@ def test_what_the_data_raises_comes_as_it_is_after_a_checkpoint(tmp_path: Path, 
 
 
 class Late(torch.optim.lr_scheduler.LRScheduler):
-    """Raises after an update that was made."""
+    """Raises after the fourth update, which was made."""
 
     def get_lr(self) -> list[float | Tensor]:
         if self.last_epoch == 4:
@@ -232,11 +232,11 @@ class Late(torch.optim.lr_scheduler.LRScheduler):
         return [0.1 for _ in self.base_lrs]
 
 
-def test_an_update_that_may_have_been_made_is_not_kept_as_one_that_was_not(tmp_path: Path) -> None:
+def test_the_update_before_a_scheduler_that_raises_counts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no more of it"):
         fit(samples(64), run_dir=tmp_path, scheduler=Late, checkpoint_every=2, optimizer="SGD")
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    assert newest.name == "checkpoint-00000002.pt", "from before the update that nobody knows of"
+    assert newest.name == "checkpoint-00000004.pt"
 
 
 def test_an_evaluation_cannot_end_the_run() -> None:
@@ -268,6 +268,89 @@ def test_what_could_run_code_when_it_is_loaded_is_refused_before_training(tmp_pa
         fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: heard.append(e)])
     assert not any(isinstance(event, Updated) for event in heard)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("last_word", [SystemExit(7), KeyboardInterrupt()])
+def test_the_user_s_own_exit_loses_nothing(tmp_path: Path, last_word: BaseException) -> None:
+    def leave(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 4:
+            raise last_word
+
+    with pytest.raises(type(last_word)):
+        fit(samples(64), run_dir=tmp_path, callbacks=[leave])
+    assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000004.pt"
+
+
+def test_weights_that_are_spoilt_do_not_replace_a_good_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+
+    def spoil(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 5:
+            with torch.no_grad():
+                model.weight.fill_(math.nan)
+
+    with pytest.raises(NonFiniteError, match="update 6: the"):
+        fit(samples(64), model=model, run_dir=tmp_path, callbacks=[spoil], checkpoint_every=3, keep=1)
+    (kept,) = (tmp_path / "checkpoints").glob("*.pt")
+    assert kept.name == "checkpoint-00000003.pt"
+
+
+class Endless(nn.Module):
+    """Its gradient is infinite at every loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + torch.sqrt((x @ self.weight * 0).square())
+
+
+def test_fp16_that_never_trains_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"32 times in a row.*at any loss scale: look for what overflows"):
+        fit(samples(64), model=Endless(), precision="fp16", steps=100)
+
+
+def test_where_no_update_was_made_it_says_so() -> None:
+    data = in_order(TensorDataset(torch.full((64, 3), math.nan), torch.zeros(64, 2)))
+    result = fit(data, skip_nonfinite=True)
+    assert result.skipped == 6
+    assert result.warnings == ("of 6 updates none was made: the weights are those it began with",)
+
+
+class WithoutRate(torch.optim.SGD):
+    """Sets its own rate, as Adafactor's relative step does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        del self.param_groups[0]["lr"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def test_an_optimizer_may_have_no_learning_rate(tmp_path: Path) -> None:
+    fit(samples(64), optimizer=WithoutRate, run_dir=tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["learning_rate"] for line in lines} == {None}
+
+
+def test_a_criterion_that_learns_needs_an_optimizer_that_knows_it() -> None:
+    class Scaled(nn.MSELoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(outputs, targets) * self.scale
+
+    loss = Scaled()
+    with pytest.raises(UsageError, match="Scaled has trainable parameters that the optimizer does not hold"):
+        fit(samples(64), loss=loss)
+    fit(samples(64), loss=loss, optimizer=lambda params: torch.optim.SGD([*params, loss.scale], lr=0.1))
+    assert loss.scale != 1
 
 
 SIGNALLED = """

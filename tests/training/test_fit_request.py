@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,6 +59,9 @@ def workload(**fields: Any) -> Workload:
         ({"resume": "must"}, 'resume is "must", and there is no run_dir'),
         ({"skip_nonfinite": 1}, "skip_nonfinite is 1: give True or False"),
         ({"callbacks": [3]}, "callbacks are"),
+        ({"evaluate": 3}, "evaluate is 3: give a function of the model and a batch"),
+        ({"collate": 3}, "collate is 3: give a function of a list of samples"),
+        ({"run_dir": 3}, "run_dir is 3: give the name of a folder"),
         ({"callbacks": print}, "callbacks are"),
         ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and a plan is given too"),
     ],
@@ -68,6 +72,13 @@ def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str
         FitRequest(**settings | options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
+    calls: list[Any] = []
+    given: dict[str, Any] = {"target_batch": np.int64(8), "epochs": np.int32(2), "callbacks": iter([calls.append])}
+    request = FitRequest(subject=nn.Linear(3, 2), **given)
+    assert (type(request.target_batch), request.epochs, len(request.callbacks)) == (int, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +142,11 @@ def test_a_model_s_weights_follow_from_the_seed() -> None:
 def test_what_is_wrong_with_a_file_s_schedule_is_said() -> None:
     with pytest.raises(AutoaccumError, match="scheduler is an int: write def scheduler"):
         fit(workload(dataset=DATA, scheduler=3))
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="eval_every is 2, and there is nothing to evaluate on"):
+        fit(workload(dataset=DATA), eval_every=2)
 
 
 def test_an_evaluation_that_can_be_read_only_once_is_refused() -> None:

@@ -174,8 +174,8 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
 
 @pytest.mark.parametrize("stop", range(1, UPDATES))
 def test_every_update_can_be_the_last_of_a_run(tmp_path: Path, stop: int) -> None:
-    whole = run(tmp_path / "whole", eval_data=None)
-    resumed = interrupted(tmp_path / "parts", [stop], eval_data=None)
+    whole = run(tmp_path / "whole", eval_data=None, eval_every=None)
+    resumed = interrupted(tmp_path / "parts", [stop], eval_data=None, eval_every=None)
     assert digest(resumed) == digest(whole)
 
 
@@ -217,6 +217,23 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert digest(again) == digest(first)
     assert (again.updates, again.evaluation) == (first.updates, first.evaluation)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("where", ["EpochEnded", "Updated"])
+def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -> None:
+    run(tmp_path / "whole", eval_every=None)
+
+    def stop(event: Any) -> None:
+        if type(event).__name__ == where and event.update == 4:
+            raise Enough
+
+    with pytest.raises(Enough):
+        run(tmp_path / "parts", eval_every=None, heard=stop)
+    run(tmp_path / "parts", eval_every=None)
+    evaluated = [
+        [line["update"] for line in lines(tmp_path / name) if "evaluation" in line] for name in ("parts", "whole")
+    ]
+    assert evaluated == [[4, 8], [4, 8]]
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
