@@ -69,6 +69,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return record
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one in `folder`, whole or not."""
+    return any(_NAME.fullmatch(path.name) for path in folder.glob("checkpoint-*.pt"))
+
+
 class CheckpointStore:
     """The checkpoints in a folder that no other process writes to.
 

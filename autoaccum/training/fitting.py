@@ -18,6 +18,7 @@ from autoaccum.training.events import Finished, Noted, Started
 from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
 from autoaccum.training.micro_batches import Choice, choose_micro_batch
+from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
 from autoaccum.training.resuming import check_same_run, describe_run, find_saved
@@ -81,10 +82,11 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         stack.callback(loop.stepper.close)
         if saved is not None:
             state.restore(saved.record, teller.tell)
-        if folder is not None:
-            teller.listen(stack.enter_context(Logs(folder, state.progress.update, teller.tell)).hear)
-            _keep_plan(folder, choice)
         teller.tell(_started(request, loop, state, resumed_from))
+        loop.keeper.keep_first()  # Before all other files: they are known for a run's by a checkpoint beside them.
+        if folder is not None:
+            teller.listen(stack.enter_context(_open_logs(folder, state.progress, teller)).hear)
+            _keep_plan(folder, choice)
         if saved is not None:
             state.restore_randomness(saved.record, teller.tell)
             saved = None  # As large as model and optimizer, in host memory.
@@ -138,6 +140,10 @@ def _seed(seed: int) -> None:
     own = mix(seed, "training")
     seed_generators(own)
     torch.cuda.manual_seed_all(own)
+
+
+def _open_logs(folder: RunFolder, progress: Progress, teller: Teller) -> Logs:
+    return Logs(folder, progress.update, progress.evaluated_at, teller.tell)
 
 
 def _keep_plan(folder: RunFolder, choice: Choice) -> None:

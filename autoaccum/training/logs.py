@@ -18,12 +18,13 @@ class Logs:
     Args:
         folder: Where they are.
         update: What was logged of later updates is dropped: they are made again.
+        evaluated_at: The update of the last evaluation that was made; later ones are made again, too.
         tell: Told, once, when something cannot be written; training goes on.
     """
 
-    def __init__(self, folder: RunFolder, update: int, tell: Callable[[Any], Any]) -> None:
+    def __init__(self, folder: RunFolder, update: int, evaluated_at: int, tell: Callable[[Any], Any]) -> None:
         self._metrics = MetricsLog(folder.metrics_path, lambda reason: tell(Noted(reason)))
-        self._metrics.resume(update)
+        self._metrics.resume(update, evaluated_at)
         self._board = open_board(folder.tensorboard_dir, update)
 
     def hear(self, event: Any) -> None:

@@ -44,11 +44,16 @@ class MetricsLog:
         self._file = AppendedFile(path)
         self._has_failed = False
 
-    def resume(self, update: int) -> None:
-        """Cut off lines of updates later than `update`, which are made again, and a last line that is torn."""
+    def resume(self, update: int, evaluated_at: int | None = None) -> None:
+        """Cut off what is made again, and a last line that is torn.
+
+        Args:
+            update: Updates later than this one are.
+            evaluated_at: Evaluations later than that after this update are; None: those of later updates.
+        """
         try:
             with self._path.open("r+b") as file:
-                file.truncate(_kept_bytes(file, update))
+                file.truncate(_kept_bytes(file, update, update if evaluated_at is None else evaluated_at))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -81,26 +86,26 @@ class MetricsLog:
             self._on_failure(f"{self._path} cannot be written ({error.strerror or error}): lines of it are missing")
 
 
-def _kept_bytes(lines: Iterator[bytes], update: int) -> int:
+def _kept_bytes(lines: Iterator[bytes], update: int, evaluated_at: int) -> int:
     kept = end = 0
     for line in lines:
         end += len(line)
-        number = _update_of(line)
-        if number is None:
+        figures = _figures_of(line)
+        if figures is None:
             continue
-        if number > update:
+        if figures["update"] > (min(update, evaluated_at) if "evaluation" in figures else update):
             break
         kept = end
     return kept
 
 
-def _update_of(line: bytes) -> int | None:
-    """The update a line is of; None where it is no whole line."""
+def _figures_of(line: bytes) -> dict[str, Any] | None:
+    """What a line holds; None where it is no whole line of ours."""
     try:
-        number = json.loads(line)["update"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
+        figures = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
         return None
-    return number if isinstance(number, int) else None
+    return figures if isinstance(figures, dict) and isinstance(figures.get("update"), int) else None
 
 
 def _finite(value: Any) -> Any:

@@ -14,11 +14,13 @@ from torch import nn
 
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints import CheckpointStore
+from autoaccum.training.checkpoints import CheckpointStore, has_checkpoint
 from autoaccum.training.contents import digest, portable
 from autoaccum.training.verified_files import remove_leftovers, write_verified
 
 _ANOTHER = "give another folder"
+_LOCK = "autoaccum.lock"
+_WRITTEN = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -26,7 +28,7 @@ class RunFolder:
     """A folder that is open: no other process can open it until this one closes it or ends.
 
     Attributes:
-        path: The folder, as it was given.
+        path: The folder; absolute, so that it stays where it is whatever the process changes its own to.
         checkpoints: Those in it.
         metrics_path: One line of JSON for each update.
         plan_path: The plan it is trained by.
@@ -38,10 +40,10 @@ class RunFolder:
     def __init__(self, path: Path, lock: _Lock, keep: int) -> None:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
-        self.metrics_path = path / "metrics.jsonl"
-        self.plan_path = path / "plan.json"
-        self.model_path = path / "model.pt"
-        self.tensorboard_dir = path / "tensorboard"
+        self.metrics_path = path / _WRITTEN[0]
+        self.plan_path = path / _WRITTEN[1]
+        self.model_path = path / _WRITTEN[2]
+        self.tensorboard_dir = path / _WRITTEN[3]
         self.note = None if lock.holds else f"the file system of {path} has no locks: start no second run in it"
         self._lock = lock
 
@@ -54,12 +56,16 @@ class RunFolder:
             keep: How many checkpoints are kept.
 
         Raises:
-            UsageError: It cannot be made or written to, or another process has it open.
+            UsageError: It cannot be made or written to, another process has it open, or it holds files of the names
+                of ours and no checkpoint: they are someone else's, and nothing is touched.
         """
-        folder = Path(path)
+        if not str(path):
+            raise UsageError("the run folder has no name", hint='name one, such as "runs/first", or "." for this one')
+        folder = Path(path).absolute()
         try:
+            _refuse_others(folder)
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock = _Lock(folder / "lock")
+            lock = _Lock(folder / _LOCK)
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
             raise _unusable(folder, error) from None
         try:
@@ -142,6 +148,16 @@ class _Lock:
                 raise
             return False
         return True
+
+
+def _refuse_others(folder: Path) -> None:
+    """A run of ours writes a checkpoint first of all: without one, files of these names are not of a run."""
+    others = [name for name in _WRITTEN if os.path.lexists(folder / name)]
+    if others and not has_checkpoint(folder / "checkpoints"):  # In this order: a run may be about to begin there.
+        raise UsageError(
+            f"{folder} holds {', '.join(others)} and no checkpoint of a run: training would write over what is there",
+            hint="give another folder, or move them away",
+        )
 
 
 def _unusable(folder: Path, error: Exception) -> UsageError:

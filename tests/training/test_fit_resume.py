@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import autoaccum
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.errors import CheckpointError, UsageError
-from autoaccum.training.events import Noted, Updated
+from autoaccum.training.events import CheckpointWritten, Noted, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2
@@ -301,3 +301,23 @@ def test_must_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
         run(tmp_path, resume="must")
     assert run(tmp_path).updates == UPDATES
     assert run(tmp_path, resume="must").updates == UPDATES
+
+
+def test_files_of_someone_else_are_left_alone_with_and_without_resume(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("mine")
+    for resume in ("auto", "never"):
+        with pytest.raises(UsageError, match=r"holds model\.pt and no checkpoint of a run"):
+            run(tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    assert (tmp_path / "model.pt").read_text() == "mine"
+
+
+def test_a_checkpoint_is_the_first_thing_written(tmp_path: Path) -> None:
+    found: list[list[str]] = []
+
+    def look(event: Any) -> None:
+        if isinstance(event, CheckpointWritten):
+            found.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    run(tmp_path, heard=look)
+    assert found[0] == ["autoaccum.lock", "checkpoints"]

@@ -84,6 +84,19 @@ def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> No
     other.close()
 
 
+def test_an_evaluation_that_is_made_again_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, refuse)
+    for update in (1, 2):
+        log.write(updated(update))
+        log.write_evaluation(Evaluated(update=update, values={"loss": 0.25}, samples=10, seconds=1.0))
+    log.close()
+    for evaluated_at, count in ((2, 4), (1, 3)):
+        log.resume(2, evaluated_at)
+        assert len(lines(path)) == count
+    assert "loss" in lines(path)[-1]
+
+
 def test_what_is_no_line_of_ours_ends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, refuse)

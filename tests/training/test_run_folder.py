@@ -87,7 +87,7 @@ def no_file_system(folder: Path) -> Path:
 
 
 def a_folder_for_a_lock(folder: Path) -> Path:
-    (folder / "lock").mkdir()
+    (folder / "autoaccum.lock").mkdir()
     return folder
 
 
@@ -95,26 +95,53 @@ def a_long_name(folder: Path) -> Path:
     return folder / ("a" * 300)
 
 
+def no_name(folder: Path) -> str:
+    return ""
+
+
 def a_null_byte(folder: Path) -> Path:
     return folder / "a\0b"
 
 
-UNUSABLE: dict[Callable[[Path], Path], str] = {
+UNUSABLE: dict[Callable[[Path], Path | str], str] = {
     a_file: "is no folder, or lies below a file: give another folder",
     below_a_file: "is no folder, or lies below a file: give another folder",
     no_file_system: "/proc/autoaccum cannot be written to (No such file or directory): give another folder",
     a_folder_for_a_lock: "cannot be written to (Is a directory): give another folder",
     a_long_name: "cannot be written to (File name too long): give another folder",
     a_null_byte: "cannot be written to (",
+    no_name: "the run folder has no name: name one",
 }
 
 
 @pytest.mark.parametrize("place", UNUSABLE, ids=lambda place: place.__name__)
-def test_a_folder_that_cannot_be_used_is_refused_in_one_line(place: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(
+    place: Callable[[Path], Path | str], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError) as caught:
         RunFolder.open(place(tmp_path))
     assert UNUSABLE[place] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json", "model.pt", "tensorboard"])
+def test_files_of_someone_else_are_not_written_over(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match=rf"holds {name} and no checkpoint of a run: training would write over what"):
+        RunFolder.open(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_called_lock_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("mine")
+    RunFolder.open(tmp_path).close()
+    assert (tmp_path / "lock").read_text() == "mine"
+
+
+def test_it_stays_where_it_is_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunFolder.open("run") as run:
+        assert run.path == run.model_path.parent == tmp_path / "run"
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
@@ -144,4 +171,4 @@ def test_weights_with_an_object_are_refused_and_nothing_is_left(tmp_path: Path) 
     with RunFolder.open(tmp_path) as run:
         with pytest.raises(NotPortableError, match=r"model.pt cannot hold _extra_state.function: it is a builtin"):
             run.write_model(Odd(1, 1))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "lock"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["autoaccum.lock", "checkpoints"]
