@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 _LIBRARIES = ("torch", "numpy", "builtins", "random", "threading", "logging", "weakref", "collections", "functools")
 """Of objects whose classes these define, only what is known here can be put back."""
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 _DEPTH = 2
 """How deep objects of the user's own classes are looked into: a meter, and what a meter keeps."""
 
@@ -30,17 +32,19 @@ class TensorCopy:
     def __init__(self, tensor: Tensor, *, on_host: bool) -> None:
         self._tensor = tensor
         self._alias = tensor.detach()
-        self._values = None
-        if not _is_fixed(tensor):
-            self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
+        self._parts = [] if _is_fixed(tensor) else dense_parts(self._alias)
+        self._values = [part.to("cpu", copy=True) if on_host else part.clone() for part in self._parts]
 
     def restore(self) -> Tensor:
         """Put the values back; allocates nothing on the tensor's device."""
         with torch.no_grad():
-            if self._values is not None:
-                # A sparse tensor keeps its entries to itself: writing to an alias would not reach it.
-                (self._alias if self._tensor.layout is torch.strided else self._tensor).copy_(self._values)
-            if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
+            for part, values in zip(self._parts, self._values, strict=True):
+                part.copy_(values)
+            if self._tensor.layout in _COMPRESSED:
+                _refill_compressed(self._tensor, self._parts)
+            elif self._tensor.layout is torch.sparse_coo or (
+                is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias)
+            ):
                 self._tensor.data = self._alias
         return self._tensor
 
@@ -106,6 +110,22 @@ class StateCopy:
         self._waiting.extend((node, depth) for node in nodes if not isinstance(node, int | float | str | None))
 
 
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the values of `tensor`: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _COMPRESSED:
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the values of `tensor`, and of the indices of a sparse one, which torch does not count."""
+    return sum(part.nbytes for part in dense_parts(tensor))
+
+
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
     return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
@@ -136,6 +156,18 @@ def _refill(sequence: Any, items: list[Any]) -> None:
         sequence.update(items)
     else:
         sequence.extend(items)
+
+
+def _refill_compressed(tensor: Tensor, parts: list[Tensor]) -> None:
+    """Have `tensor` hold `parts` again: `zero_` resizes them, which leaves their memory, and `.data` cannot be set."""
+    if tensor._nnz() == parts[-1].shape[0]:
+        return
+    indices, others, values = parts
+    whole = torch.sparse_compressed_tensor(
+        indices, others, values, tensor.shape, layout=tensor.layout, check_invariants=False
+    )
+    tensor.detach().resize_as_sparse_(whole)
+    tensor.copy_(whole)
 
 
 def _is_fixed(tensor: Tensor) -> bool:

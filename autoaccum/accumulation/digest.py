@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.copies import is_own_object
+from autoaccum.accumulation.copies import dense_parts, is_own_object
 from autoaccum.accumulation.randomness import GENERATORS, device_state, generator_state, seeded_devices
 
 _OPTIMIZER_PARTS = ("param_groups", "state", "defaults")
@@ -215,14 +215,13 @@ class Hasher:
             content = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             if self._identity:
                 content.update(str(id(tensor)).encode())
-            if not tensor.is_meta:
-                content.update(_bytes_of(tensor))
+            for part in [] if tensor.is_meta else dense_parts(tensor.detach()):
+                content.update(_bytes_of(part))
             self._tensors[id(tensor)] = (tensor, content.digest())
         return self._tensors[id(tensor)][1]
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    values = tensor.detach()
+def _bytes_of(values: Tensor) -> Any:
     values = values.to_dense() if values.layout is not torch.strided else values
     values = values.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return values.view(torch.uint8).numpy()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.copies import StateCopy, TensorCopy
+from autoaccum.accumulation.copies import StateCopy, TensorCopy, tensor_bytes
 from autoaccum.accumulation.randomness import Generator, RandomState
 from autoaccum.accumulation.scaling import rewind_scaler
 from autoaccum.units import MIB
@@ -45,7 +45,7 @@ class Transaction:
         # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         buffers = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
-        self._copies = [TensorCopy(buffer, on_host=buffer.nbytes > _SMALL_BYTES) for buffer in buffers.values()]
+        self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > _SMALL_BYTES) for buffer in buffers.values()]
         devices = dict.fromkeys(tensor.device for tensor in (*parameters, *buffers.values()))
         self._random = RandomState(devices, generators)
         self._scaler = scaler

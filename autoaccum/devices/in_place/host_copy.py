@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.copies import dense_parts, tensor_bytes
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, format_bytes
@@ -96,16 +97,17 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in _distinct(tensors))
+    return sum(tensor_bytes(tensor) for tensor in _distinct(tensors))
 
 
 def _storage_size(tensors: Iterable[Tensor]) -> int:
     storages = {}
-    for tensor in tensors:
+    parts = [part for tensor in tensors for part in dense_parts(tensor.detach())]
+    for part in parts:
         try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse
-            storages[id(tensor)] = tensor.nbytes
+            storage = part.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # of another layout
+            storages[id(part)] = part.nbytes
         else:
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
