@@ -6,7 +6,8 @@ from typing import Any
 
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.data.counts import check_first_window
-from autoaccum.training.data.reading import END
+from autoaccum.training.data.held_parts import HeldParts
+from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.regrouping import regroup
 from autoaccum.training.data.stream_source import StreamSource
 from autoaccum.training.data.window import Window
@@ -15,6 +16,10 @@ from autoaccum.workload.batches import batch_size, split_batch
 
 class BatchesSource(StreamSource):
     """Windows of batches, joined where their forms allow it."""
+
+    def __init__(self, reading: Reading, **options: Any) -> None:
+        super().__init__(reading, **options)
+        self._held = HeldParts(reading.name)
 
     def planning_batch(self) -> Any:
         """The first batch."""
@@ -25,10 +30,10 @@ class BatchesSource(StreamSource):
         return batches[0]
 
     def _fill(self) -> Window:
-        parts: list[Any] = []
+        self._held.begin()
         sizes: list[int] = []
         while (room := self._target_batch - sum(sizes)) > 0:
-            batch = self._reading.take() if self._rest is None else self._rest
+            batch = self._held.read(self._reading.take) if self._rest is None else self._rest
             if batch is END:
                 break
             size = self._size(batch)
@@ -36,9 +41,9 @@ class BatchesSource(StreamSource):
             if size > room:
                 batch, self._rest = split_batch(batch, [room, size - room])
             if size:
-                parts.append(batch)
+                self._held.add(batch)
                 sizes.append(min(size, room))
-        return Window(regroup(parts, sizes, self.part_size), sum(sizes))
+        return Window(regroup(self._held.done(), sizes, self.part_size), sum(sizes))
 
     def _size(self, entry: Any) -> int:
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoaccum.training.data.counts import check_first_window, check_size
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
+from autoaccum.training.data.held_parts import HeldParts
 from autoaccum.training.data.indices import Order, capture_generators, restore_generators
 from autoaccum.training.data.planning_batch import longest_of_dataset
 from autoaccum.training.data.regrouping import regroup
@@ -48,6 +49,7 @@ class MapStyleSource:
         self._reader = PartReader(
             PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers")
         )
+        self._held = HeldParts(name)
         self._epoch, self._read, self._done, self._ended = 0, 0, 0, False
         self._generators = capture_generators(order.generators)
         self._is_running = self._is_restored = False
@@ -135,14 +137,14 @@ class MapStyleSource:
 
     def _read_parts(self) -> tuple[list[Any], list[int]]:
         room = self._target_batch
-        parts: list[Any] = []
         sizes: list[int] = []
-        while room > 0 and (part := self._reader.read()) is not None:
+        self._held.begin()
+        while room > 0 and (part := self._held.read(self._reader.read)) is not None:
             check_size(*part)
             sizes.append(part[0])
-            parts.append(part[1])
+            self._held.add(part[1])
             room -= part[0]
-        return parts, sizes
+        return self._held.done(), sizes
 
     def _end(self) -> None:
         if self._done == self._read:
