@@ -64,6 +64,11 @@ def portable(content: Any, what: str = "a checkpoint") -> Any:
         raise _refusal(what, "it", "a nest that contains itself") from None
 
 
+def can_hold(tensor: Tensor) -> bool:
+    """Whether a file can hold `tensor`."""
+    return not _obstacle(tensor)
+
+
 def digest(content: Any) -> str:
     """SHA-256 over a portable nest: types, order, values, and every byte of its tensors, each read once."""
     tensors: dict[int, tuple[int, Tensor]] = {}
@@ -74,16 +79,24 @@ def digest(content: Any) -> str:
 
 
 def _portable_tensor(tensor: Tensor, path: str, what: str) -> Tensor:
-    if type(tensor) not in _TENSORS or tensor.is_quantized or tensor.is_nested:
-        raise _refusal(what, path, kind(tensor) if type(tensor) not in _TENSORS else "a quantised or nested tensor")
-    if tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise _refusal(what, path, "a tensor on the meta device" if tensor.is_meta else f"a tensor of {tensor.layout}")
+    if obstacle := _obstacle(tensor):
+        raise _refusal(what, path, obstacle)
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.device.type != "cpu":
         return values.to("cpu")
     if values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes:
         return values.clone(memory_format=torch.contiguous_format)
     return values
+
+
+def _obstacle(tensor: Tensor) -> str:
+    if type(tensor) not in _TENSORS:
+        return kind(tensor)
+    if tensor.is_quantized or tensor.is_nested:
+        return "a quantised or nested tensor"
+    if tensor.is_meta:
+        return "a tensor on the meta device"
+    return "" if tensor.layout in (torch.strided, torch.sparse_coo) else f"a tensor of {tensor.layout}"
 
 
 def _below(path: str, key: object) -> str:

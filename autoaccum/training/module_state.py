@@ -79,8 +79,8 @@ def module_differences(state: Mapping[str, Any], root: nn.Module, what: str) -> 
     found += [f"{what} has {_listed(new)} as well"] if new else []
     for name, tensor in there.items():
         value = here.get(name)
-        if value is not None and _form(value) != _form(tensor):
-            found.append(f"{name} is {_form(tensor)} there, {_form(value)} here")
+        if value is not None and form(value) != form(tensor):
+            found.append(f"{name} is {form(tensor)} there, {form(value)} here")
     found += _tie_differences(state["tied"], _tied([slot for slot in slots.values() if slot.value is not None]))
     extra = {path for path, module in _named_modules(root) if _has_extra(module)}
     odd = sorted(extra ^ state["extra"].keys())
@@ -109,7 +109,7 @@ def restore_module(state: Mapping[str, Any], root: nn.Module) -> None:
 
 def _put(slot: Slot, tensor: Tensor, device: torch.device) -> None:
     value = slot.value
-    if value is None or (not slot.is_parameter and _form(value) != _form(tensor)):
+    if value is None or (not slot.is_parameter and form(value) != form(tensor)):
         slot.module._buffers[slot.key] = tensor.to(device if value is None else value.device)
     elif value.layout is torch.strided and _overlaps(value):
         value.data = tensor.to(value.device)  # Nothing can be written into a tensor whose entries share their place.
@@ -145,7 +145,8 @@ def _tie(other: str | None) -> str:
     return "a tensor of its own" if other is None else f"tied to {other}"
 
 
-def _form(tensor: Tensor) -> str:
+def form(tensor: Tensor) -> str:
+    """Its dtype and shape: `float32 (2, 3)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

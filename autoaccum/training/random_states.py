@@ -52,11 +52,11 @@ def restore(
     return [sentence for put in _puts(states, list(_cards(devices)), generators) if (sentence := put())]
 
 
-def named_generators(model: nn.Module, criterion: nn.Module | None) -> dict[str, Generator]:
+def named_generators(model: nn.Module, companions: Mapping[str, nn.Module]) -> dict[str, Generator]:
     """The generators that modules keep as attributes, by name (`encoder.noise`, `criterion.noise`), each once."""
     found: dict[int, tuple[str, Generator]] = {}
-    for prefix, root in (("", unwrapped(model)), ("criterion", criterion)):
-        for path, module in () if root is None else root.named_modules(prefix=prefix):
+    for prefix, root in (("", unwrapped(model)), *companions.items()):
+        for path, module in root.named_modules(prefix=prefix):
             for name, value in vars(module).items():
                 if isinstance(value, GENERATORS) and _has_known_state(value):
                     found.setdefault(id(value), (f"{path}{'.' if path else ''}{name}", value))

@@ -17,6 +17,7 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.training.companions import find_companions
 from autoaccum.workload.weights import Objective
 
 
@@ -48,10 +49,9 @@ class Trainee:
         return model_device(self.model)
 
     @property
-    def criterion(self) -> nn.Module | None:
-        """The criterion, where it is a module."""
-        function = None if self.objective.criterion is None else self.objective.criterion.function
-        return function if isinstance(function, nn.Module) else None
+    def companions(self) -> dict[str, nn.Module]:
+        """The criterion, where it is a module, and others that the loss or hooks hold, by name."""
+        return find_companions(self.model, self.objective, self.optimizer)
 
 
 def make_trainee(

@@ -26,7 +26,7 @@ class WholeState:
         run: What must be the same when it is resumed (`resuming.describe_run`).
         choice: The micro-batch it was planned with.
         progress: How far it is.
-        trainee: Model, criterion, optimizer, scheduler and scaler.
+        trainee: Model, its companions, optimizer, scheduler and scaler.
         source: Its place in the data.
         stepper: The ceiling, its calm counter, and the noise scale's estimate.
         evaluator: The micro-batch of evaluations.
@@ -53,7 +53,7 @@ class WholeState:
             "evaluation": self.evaluator.state(),
             "data": self.source.state(),
             "training": capture_training(
-                trainee.model, trainee.criterion, trainee.optimizer, trainee.scheduler, trainee.scaler
+                trainee.model, trainee.companions, trainee.optimizer, trainee.scheduler, trainee.scaler
             ),
             "random": random_states.capture([trainee.device], self._generators()),
         }
@@ -67,14 +67,15 @@ class WholeState:
             UsageError: It does not fit what is here: says what differs.
         """
         trainee = self.trainee
-        restore_training(
+        for sentence in restore_training(
             record["training"],
             trainee.model,
-            trainee.criterion,
+            trainee.companions,
             trainee.optimizer,
             trainee.scheduler,
             trainee.scaler,
-        )
+        ):
+            tell(Noted(f"in the resumed run, {sentence}"))
         self.progress.restore(record["progress"])
         if record["micro_batch"] == self.choice.micro_batch:
             self.stepper.restore_ceiling(record["ceiling"])
@@ -90,4 +91,4 @@ class WholeState:
             tell(Noted(f"the resumed run draws other random numbers: {sentence}"))
 
     def _generators(self) -> dict[str, Generator]:
-        return random_states.named_generators(self.trainee.model, self.trainee.criterion)
+        return random_states.named_generators(self.trainee.model, self.trainee.companions)

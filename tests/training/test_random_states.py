@@ -89,5 +89,5 @@ def test_generators_of_modules_are_found_by_name() -> None:
     layer.system, layer.own = random.SystemRandom(), Own()
     criterion: Any = nn.L1Loss()
     criterion.shared, criterion.other = layer.noise, np.random.default_rng(1)
-    found = named_generators(nn.DataParallel(nn.Sequential(layer)), criterion)
+    found = named_generators(nn.DataParallel(nn.Sequential(layer)), {"criterion": criterion})
     assert found == {"0.noise": layer.noise, "criterion.other": criterion.other}

@@ -77,13 +77,14 @@ class Training:
     def __init__(self, optimizer: str = "adamw", scheduler: str | None = None, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.net: Any = Net()
-        self.criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
+        self.criterion: Any = nn.CrossEntropyLoss(weight=torch.ones(4))
         self.optimizer = OPTIMIZERS[optimizer](self.net)
         self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
         self.scaler = GradScaler("cpu", growth_interval=2)
 
     def parts(self) -> tuple[Any, ...]:
-        return self.net, self.criterion, self.optimizer, self.scheduler, self.scaler
+        companions = {} if self.criterion is None else {"criterion": self.criterion}
+        return self.net, companions, self.optimizer, self.scheduler, self.scaler
 
     def train(self, first: int, last: int) -> None:
         for update in range(first, last):
@@ -194,8 +195,8 @@ def test_buffers_that_are_made_while_running_come_back() -> None:
     models = Caching(), Caching()
     optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
     models[0].run()
-    state = through_a_file(capture_training(models[0], None, optimizers[0], None, None))
-    restore_training(state, models[1], None, optimizers[1], None, None)
+    state = through_a_file(capture_training(models[0], {}, optimizers[0], None, None))
+    restore_training(state, models[1], {}, optimizers[1], None, None)
     for name, buffer in models[0].named_buffers():
         assert torch.equal(models[1].get_buffer(name), buffer)
     assert models[1].state_dict().keys() == models[0].state_dict().keys()
@@ -219,8 +220,8 @@ def test_state_keeps_its_dtype_and_form() -> None:
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
-    state = through_a_file(capture_training(model, None, optimizer, None, None))
-    restore_training(state, model, None, other, None, None)
+    state = through_a_file(capture_training(model, {}, optimizer, None, None))
+    restore_training(state, model, {}, other, None, None)
     assert state_digest(model, other) == state_digest(model, optimizer)
 
 
@@ -265,7 +266,7 @@ def another_scheduler(training: Training) -> None:
 
 
 def no_criterion(training: Training) -> None:
-    training.criterion = None  # type: ignore[assignment]
+    training.criterion = None
 
 
 def no_scaler(training: Training) -> None:
@@ -300,6 +301,42 @@ def test_a_state_of_another_training_changes_nothing(change: Callable[[Training]
     assert MISMATCHES[change] in str(caught.value)
     assert "\n" not in str(caught.value)
     assert state_digest(other.net, other.optimizer, other.scaler, criterion=other.criterion) == before
+
+
+class WithWeight:
+    """A model, and a learnt weight of its loss that only the optimizer knows."""
+
+    def __init__(self, shape: int = 2) -> None:
+        self.model = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.randn(shape))
+        groups: list[dict[str, Any]] = [{"params": self.model.parameters()}, {"params": [self.weight]}]
+        self.optimizer = SGD(groups, lr=0.1)
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, {}, self.optimizer, None, None
+
+
+def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
+    whole, resumed = WithWeight(), WithWeight()
+    weight = resumed.weight
+    restore_training(through_a_file(capture_training(*whole.parts())), *resumed.parts())
+    assert resumed.weight is weight
+    assert torch.equal(weight, whole.weight)
+    another = WithWeight(3)
+    with pytest.raises(
+        UsageError, match=r"parameter 1\.0 of the optimizer is float32 \(2,\) there, float32 \(3,\) here"
+    ):
+        restore_training(through_a_file(capture_training(*whole.parts())), *another.parts())
+
+
+def test_what_only_one_of_them_leads_to_is_told() -> None:
+    one, other, model = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    state = through_a_file(capture_training(model, {"teacher": one}, optimizer, None, None))
+    assert restore_training(state, model, {"average": other}, optimizer, None, None) == [
+        "nothing leads to teacher, which is in the checkpoint",
+        "average begins as it is here: it is not in the checkpoint",
+    ]
 
 
 class Stubborn(schedules.ConstantLR):
