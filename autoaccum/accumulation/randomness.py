@@ -59,7 +59,7 @@ def generator_state(generator: Generator) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
+        return generator.get_state(legacy=False)
     return None if isinstance(generator, random.SystemRandom) else generator.getstate()
 
 

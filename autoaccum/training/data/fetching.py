@@ -43,7 +43,7 @@ class PartFetcher:
     Args:
         dataset: Asked for one item at a time.
         collate: From a list of items to a batch; None: torch's `default_collate`.
-        apart: Generators that are not for items: a sampler's.
+        apart: Generators that something else draws from, part by part: a sampler's.
 
     Attributes:
         draws: Whether fetching may draw at random, and so leaves Python's, NumPy's and torch's generators seeded.
@@ -55,21 +55,25 @@ class PartFetcher:
         self.dataset = dataset
         self._collate = default_collate if collate is None else collate
         self._collate_draws = self._collate is not default_collate
-        self._items_draw = not _draws_nothing(dataset)
-        self._columns = None if self._collate_draws else _columns(dataset)
-        self.draws = self._items_draw or self._collate_draws
         self._apart = list(apart)
-        self._own: list[Generator] | None = None
         self._epoch: int | None = None
+        self.look()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is spawned: the sampler's generators are not for it."""
         return {**self.__dict__, "_apart": [], "_own": None}
 
+    def look(self) -> None:
+        """See what the dataset is by now: it may be changed from epoch to epoch."""
+        self._items_draw = not _draws_nothing(self.dataset)
+        self._columns = None if self._collate_draws else _columns(self.dataset)
+        self.draws = self._items_draw or self._collate_draws
+        self._own: list[Generator] | None = None
+
     @contextmanager
     def kept_randomness(self) -> Iterator[None]:
         """Put all generators back that fetching seeds."""
-        with kept_randomness(), kept_states(self._own_generators()):
+        with kept_randomness(), kept_states(self._own_generators(shared=False)):
             yield
 
     def __getitems__(self, request: PartRequest) -> Any:
@@ -77,6 +81,11 @@ class PartFetcher:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)
+            self.look()
+        with kept_states(self._own_generators(shared=True)):
+            return self._part(request)
+
+    def _part(self, request: PartRequest) -> Any:
         gathered = None if self._columns is None else _gathered(self._columns, self.dataset, request.indices)
         if gathered is not None:
             return gathered
@@ -88,24 +97,41 @@ class PartFetcher:
 
     def _items(self, request: PartRequest) -> list[Any]:
         if not self._items_draw:
-            return [self.dataset[index] for index in request.indices]
+            return [item(self.dataset, index) for index in request.indices]
         base, items = mix(request.seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
             self._seed(item_seed(base, place, _number(index)))
-            items.append(self.dataset[index])
+            items.append(item(self.dataset, index))
         return items
 
     def _seed(self, seed: int) -> None:
         seed_generators(seed)
-        own = self._own_generators()
+        own = self._generators()
         if own:
             seed_own(own, seed)
 
-    def _own_generators(self) -> list[Generator]:
+    def _generators(self) -> list[Generator]:
         if self._own is None:
             # In a worker only once it has started: a user's worker_init_fn may give the dataset others.
-            self._own = find_generators(self.dataset, self._collate, apart=self._apart)
+            self._own = find_generators(self.dataset, self._collate)
         return self._own
+
+    def _own_generators(self, *, shared: bool) -> list[Generator]:
+        """Those of the dataset and `collate` that a sampler draws from as well, or those that none does."""
+        apart = {id(generator) for generator in self._apart}
+        return [generator for generator in self._generators() if (id(generator) in apart) is shared]
+
+
+def item(dataset: Any, index: Any) -> Any:
+    """One item; of a dataset that gives only several at once, a list of one."""
+    if not hasattr(dataset, "__getitem__"):
+        return dataset.__getitems__([index])[0]
+    try:
+        return dataset[index]
+    except NotImplementedError:
+        if not callable(getattr(dataset, "__getitems__", None)):
+            raise
+        return dataset.__getitems__([index])[0]
 
 
 def _number(index: Any) -> int:

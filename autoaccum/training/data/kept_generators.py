@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType, ModuleType
@@ -24,9 +24,9 @@ _VISITED = 10_000
 """Objects looked at in all."""
 
 
-def find_generators(*roots: Any, apart: Iterable[Generator] = ()) -> list[Generator]:
-    """The generators among the attributes of `roots`, and of what those keep, each once; without those `apart`."""
-    seen = {id(generator) for generator in apart}
+def find_generators(*roots: Any) -> list[Generator]:
+    """The generators among the attributes of `roots`, and of what those keep, each once."""
+    seen: set[int] = set()
     found = [value for root in roots for value in _values(root, _DEPTH, seen) if isinstance(value, GENERATORS)]
     return [one for one in found if not isinstance(one, random.Random) or _has_known_state(one)]
 
@@ -40,6 +40,8 @@ def seed_own(generators: Sequence[Generator], seed: int) -> None:
         elif isinstance(generator, np.random.Generator):
             bits: Any = type(generator.bit_generator)
             generator.bit_generator.state = bits(own).state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(dict(type(generator._bit_generator)(own).state))  # seed() is for MT19937 only
         else:
             generator.seed(own)
 

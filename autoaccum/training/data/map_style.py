@@ -80,6 +80,12 @@ class MapStyleSource:
         self._generators = capture_generators(self._order.generators)
         self._is_running = False
 
+    def start_workers(self) -> None:
+        """Start those of this epoch, unless they run."""
+        if not self._is_running and not self._ended:
+            self._is_running = True
+            self._reader.start(self._requests())
+
     def next_window(self) -> Window | None:
         """The next window; None when the epoch is over.
 
@@ -90,9 +96,7 @@ class MapStyleSource:
         """
         if self._ended:
             return None
-        if not self._is_running:
-            self._is_running = True
-            self._reader.start(self._requests())
+        self.start_workers()
         with self._reader.undisturbed():
             parts, sizes = self._read_parts()
         samples = sum(sizes)

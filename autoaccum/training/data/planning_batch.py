@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from autoaccum.errors import WorkloadError
+from autoaccum.training.data.fetching import item
 from autoaccum.training.data.kept_generators import find_generators, kept_states
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.worst_case import LongestBatches, longest_first
@@ -35,7 +36,7 @@ def longest_of_dataset(
         collate: As training's own.
     """
     with own_randomness(), kept_states(find_generators(dataset)):
-        return longest_of([dataset[index] for index in choose(LOOKED_AT)], collate)
+        return longest_of([item(dataset, index) for index in choose(LOOKED_AT)], collate)
 
 
 def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> PlanningBatches:

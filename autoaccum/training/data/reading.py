@@ -89,6 +89,15 @@ class Reading:
         self._epoch, self.taken, self.is_at_end, self._began_with = epoch, 0, False, None
         self.stream = RandomStream(mix(self._seed, "stream", epoch))
 
+    def start_workers(self) -> None:
+        """Start those of a loader, unless they run; what keeps its own place is opened when it is read."""
+        if self._entries is not None or self.is_stateful:
+            return
+        loader = self._data if self._lists is None else self._lists(self._epoch)
+        if isinstance(loader, DataLoader) and loader.num_workers > 0 and type(loader).__iter__ is DataLoader.__iter__:
+            with self.running():
+                self._entries = self._open()
+
     def take(self) -> Any:
         """The next entry, or END.
 

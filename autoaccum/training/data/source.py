@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autoaccum.errors import UsageError, first_line
 from autoaccum.training.data.batch_lists import check_iterable, listed_batches
@@ -45,6 +45,9 @@ class Source(Protocol):
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, counted from 0; the one that `restore` went to goes on where it was."""
+
+    def start_workers(self) -> None:
+        """Start the processes that read this epoch, unless they run: where nothing is raised by a signal."""
 
     def next_window(self) -> Window | None:
         """The next window; None when the epoch is over."""
@@ -109,7 +112,7 @@ def open_source(
         lists = WorkerSamples(data, workers, seed).open if workers else None
         reading = Reading(data, f"{nests.kind(data)} of samples", seed, lists)
         return SamplesSource(reading, collate, target_batch=target_batch, seed=seed, pins=pin_memory)
-    if isinstance(data, list | tuple):
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview):
         return listed_batches(data, target_batch=target_batch, seed=seed)
     check_iterable(data)
     return BatchesSource(
@@ -125,10 +128,12 @@ def _is_taken_apart(loader: DataLoader[Any]) -> bool:
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether `data` gives samples by their index; a list or a tuple is taken for batches."""
-    if isinstance(data, list | tuple | str | bytes | Mapping | IterableDataset | DataLoader | nn.Module | type):
+    """Whether `data` gives samples by their index; a list, or another sequence, is taken for batches."""
+    if isinstance(data, Mapping | IterableDataset | DataLoader | nn.Module | type):
         return False
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, Sequence) and not isinstance(data, Dataset | range):
+        return False
+    return hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__"))
 
 
 def _length(data: Any) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import io
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoaccum.accumulation.randomness import RandomState
 from autoaccum.errors import UsageError
+from autoaccum.training.contents import NotPortableError, portable
 from autoaccum.training.data.counts import check_first_window
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.window import Window
@@ -91,6 +90,11 @@ class StreamSource(abc.ABC):
         self._place = self._committed = _Place(data=self._reading.copied_state() if keeps else None)
         self._reading.begin(epoch, afresh=False)
 
+    def start_workers(self) -> None:
+        """Start those of this epoch, unless they run."""
+        if not self._place.ended:
+            self._reading.start_workers()
+
     def next_window(self) -> Window | None:
         """The next window; None when the epoch is over.
 
@@ -124,7 +128,7 @@ class StreamSource(abc.ABC):
     def state(self) -> dict[str, Any]:
         """The place as plain values; without the data's own state where that, or the rest of an entry, is none."""
         place = self._committed
-        own = {"data": place.data, "rest": _compact(place.rest)}
+        own = None if place.data is None else _kept({"data": place.data, "rest": _compact(place.rest)})
         return {
             "epoch": self._epoch,
             "taken": place.taken,
@@ -132,7 +136,7 @@ class StreamSource(abc.ABC):
             "ended": place.ended,
             "random": self._reading.stream.describe(place.random),
             "generators": self._reading.generator_states(ended=place.ended),
-            "own": own if place.data is not None and _loads(own) else None,
+            "own": own,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
@@ -217,13 +221,9 @@ def _compact(node: Any) -> Any:
     return nests.rebuild(node, [_compact(child) for _, child in children]) if children else node
 
 
-def _loads(value: Any) -> bool:
-    """Whether it comes back from a file without running code."""
-    file = io.BytesIO()
+def _kept(own: Any) -> Any:
+    """As a checkpoint can hold it; None where it cannot, and the place is found by reading forward."""
     try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # whatever a class of the user's own does when it is pickled
-        return False
-    return True
+        return portable(own)
+    except NotPortableError:
+        return None

@@ -35,7 +35,7 @@ class WorkerOptions:
 
     num_workers: int = 0
     pin_memory: bool = False
-    persistent_workers: bool = True
+    persistent_workers: bool = False
     timeout: float = 0
     prefetch_factor: int | None = None
     worker_init_fn: Callable[[int], Any] | None = None
@@ -74,9 +74,17 @@ class PartReader:
         return self._fetcher.kept_randomness() if is_here and self._fetcher.draws else nullcontext()
 
     def start(self, requests: Iterator[PartRequest]) -> None:
-        """Read `requests` from now on; what was read ahead of others is dropped."""
+        """Read `requests` from now on; what was read ahead of others is dropped.
+
+        Workers start anew and so know the dataset as it is by now, unless a user's loader keeps its own.
+        """
+        if not self._options.persistent_workers:
+            end_workers(self._parts)
         self._requests, self._parts = requests, None
         self._sizes.clear()
+        self._fetcher.look()
+        if self._options.num_workers > 0:
+            self._parts = self._begin()
 
     def read(self) -> tuple[int, Any] | None:
         """The next part and its number of samples; None at the end.
@@ -130,7 +138,7 @@ class PartReader:
             multiprocessing_context=options.multiprocessing_context,
             generator=torch.Generator().manual_seed(self._seed),
             prefetch_factor=options.prefetch_factor,
-            persistent_workers=options.persistent_workers and options.num_workers > 0,
+            persistent_workers=options.persistent_workers,
         )
 
 

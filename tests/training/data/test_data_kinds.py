@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import UserList, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,10 @@ class OwnWay(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return iter([x, x])
+
+
+class Listed(UserList[Any]):
+    """A list of a class of its own."""
 
 
 class Numbers:
@@ -83,6 +88,8 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any], int | None]] = {
     ),
     "list": (lambda: [(x, y)] * 3, "a list of 3 batches", {"kind": "batches", "length": 3}, 24),
     "tuple of tensors": (lambda: (x, x), "a tuple of 2 batches", {"kind": "batches", "length": 2}, 16),
+    "deque": (lambda: deque([(x, y)] * 3), "a deque of 3 batches", {"kind": "batches", "length": 3}, 24),
+    "user's list": (lambda: Listed([(x, y)]), "a Listed of 1 batches", {"kind": "batches", "length": 1}, 8),
     "generator": (lambda: iter([x]), "a list_iterator of batches", {"kind": "batches", "length": None}, None),
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -18,9 +19,10 @@ from small_data import (
     remaining,
     windows_of,
 )
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
+import autoaccum
 from autoaccum.errors import DataWorkerError
 from autoaccum.training.data.source import Source, open_source
 from autoaccum.training.data.workers import explain_worker_failure
@@ -138,6 +140,90 @@ class Noted(DrawingRows):
 
 def test_the_users_start_of_workers_is_kept() -> None:
     assert len(windows_of(opened(ordered(Noted(COUNT), worker_init_fn=Started())), range(1))) == 4
+
+
+class Level(Dataset[Tensor]):
+    """Tells what it was set to."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.level])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_be_changed_between_epochs(workers: int) -> None:
+    for data in (Level(), DataLoader(Level(), 4, num_workers=workers)):
+        source, seen = opened(data, 8, workers=workers), []
+        for epoch in range(3):
+            source.start_epoch(epoch)
+            getattr(data, "dataset", data).level = epoch
+            seen += [part.unique().tolist() for part in source.next_window().parts]  # type: ignore[union-attr]
+            source.commit()
+            assert source.next_window() is None
+        source.close()
+        assert seen == [[0], [0], [1], [1], [2], [2]]
+
+
+def test_the_tensors_of_a_dataset_may_be_exchanged_between_epochs() -> None:
+    data, seen = TensorDataset(torch.zeros(8)), []
+    source = opened(data, 8, workers=0)
+    for epoch in range(2):
+        source.start_epoch(epoch)
+        data.tensors = (torch.full((8,), float(epoch)),)
+        window = source.next_window()
+        assert window is not None
+        seen.append(window.parts[0][0].max().item())
+        source.commit()
+        assert source.next_window() is None
+    assert seen == [0, 1]
+
+
+class Pressing(Sampler[int]):
+    """Presses Ctrl-C while workers start, which is when a DataLoader asks for the first indices."""
+
+    is_past = False
+
+    def __iter__(self) -> Iterator[int]:
+        if multiprocessing.active_children():
+            os.kill(os.getpid(), signal.SIGINT)
+            self.is_past = True
+        return iter(range(COUNT))
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def test_a_signal_while_workers_start_waits_until_they_have() -> None:
+    class Targets(DrawingRows):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index).float(), torch.zeros(2)
+
+    sampler = Pressing()
+    loader = DataLoader(Targets(COUNT), 4, sampler=sampler, num_workers=1)
+    with pytest.raises(KeyboardInterrupt):
+        autoaccum.fit(
+            nn.Linear(4, 2), loader, target_batch=8, micro_batch=4, loss=nn.MSELoss(), epochs=1, progress=False
+        )
+    assert sampler.is_past
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("form", ["rows", "loader", "samples", "loader of samples"])
+def test_workers_start_when_they_are_asked_to(form: str) -> None:
+    data: Any = DrawingStream(COUNT) if "samples" in form else DrawingRows(COUNT)
+    source = opened(DataLoader(data, 4, num_workers=2) if "loader" in form else data)
+    source.start_epoch(0)
+    assert not multiprocessing.active_children()
+    source.start_workers()
+    started = {child.pid for child in multiprocessing.active_children()}
+    assert len(started) == 2
+    assert source.next_window() is not None
+    assert {child.pid for child in multiprocessing.active_children()} == started
+    source.close()
 
 
 DEATHS = {

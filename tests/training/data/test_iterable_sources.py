@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.errors import UsageError
+from autoaccum.training.contents import portable
 from autoaccum.training.data.source import Source, open_source
 
 SIZES = [5, 3, 12, 1, 8, 8]
@@ -61,6 +62,13 @@ class Unkeepable(StatefulBatches):
         return {"batch": self.batch, "what": StatefulBatches}
 
 
+class Bytes(StatefulBatches):
+    """A state that torch loads, but no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch, "what": bytearray(b"what")}
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
@@ -75,12 +83,14 @@ FORMS: dict[str, Any] = {
     "stateful": lambda: StatefulBatches(SIZES),
     "stateful loader": lambda: StatefulLoader(DrawingStream(COUNT), 4),
     "unkeepable state": lambda: Unkeepable(SIZES),
+    "bytes as a state": lambda: Bytes(SIZES),
 }
 TOLD = {
     "batches": r"^the data has no state_dict: [\d]+ batches were read forward$",
     "samples": r"^the data has no state_dict: [\d]+ samples were read forward$",
     "stateful": r"^the data went on by its own state_dict$",
     "stateful loader": r"^the data went on by its own state_dict$",
+    "bytes as a state": r"^its state_dict could not be kept: [\d]+ batches were read forward$",
     "unkeepable state": r"^its state_dict could not be kept: [\d]+ batches were read forward$",
 }
 
@@ -271,3 +281,9 @@ def test_what_was_read_beyond_a_commit_is_no_part_of_the_place() -> None:
         assert lost is not None
         assert again is not None
         assert_same([(0, lost)], [(0, again)])
+
+
+def test_a_checkpoint_can_hold_every_state() -> None:
+    for form in FORMS:
+        _, states = remaining(opened(FORMS[form]()), range(2))
+        assert all(portable(state) for state in states)

@@ -23,6 +23,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     Subset,
@@ -76,7 +77,7 @@ class OwnGenerators(DrawingRows):
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
-        self.own: list[Any] = [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)]
+        self.own: list[Any] = [random.Random(1), np.random.default_rng(1), np.random.RandomState(np.random.PCG64(1))]
         self.transform = Noise()
 
     def __getitem__(self, index: int) -> Any:
@@ -92,6 +93,26 @@ class Noise:
     def __call__(self, row: torch.Tensor) -> torch.Tensor:
         row[1:] += torch.rand(3, generator=self.generator)
         return row
+
+
+def sharing() -> Any:
+    """A loader and its dataset, which draw from one generator."""
+    rows, shared = OwnGenerators(COUNT), generator()
+    rows.transform.generator = shared
+    return DataLoader(Subset(rows, range(COUNT)), 4, sampler=LateSampler(shared), generator=shared)
+
+
+class LateSampler(Sampler[int]):
+    """Draws each index when it is asked for."""
+
+    def __init__(self, own: torch.Generator) -> None:
+        self.own = own
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(COUNT, (), generator=self.own)) for _ in range(COUNT))
+
+    def __len__(self) -> int:
+        return COUNT
 
 
 def generator() -> torch.Generator:
@@ -112,6 +133,7 @@ FORMS: dict[str, Any] = {
         DrawingRows(COUNT), batch_sampler=BatchSampler(SubsetRandomSampler(range(COUNT)), 3, False)
     ),
     "dataset's generators": lambda: DataLoader(Subset(OwnGenerators(COUNT), range(COUNT)), 4, shuffle=True),
+    "shared generator": sharing,
     "epochs": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=EpochSampler()),
 }
 
@@ -412,3 +434,24 @@ def test_lists_of_any_length_are_cut_at_the_same_places_again(
     resumed = make()
     resumed.restore(states[number])
     assert_same(windows_of(resumed, range(1)), whole[number + 1 :])
+
+
+class SeveralRows(Dataset[Any]):
+    """Gives several rows at once, and no single one."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [torch.tensor([index]) for index in indices]
+
+
+class OnlySeveral:
+    __len__, __getitems__ = SeveralRows.__len__, SeveralRows.__getitems__
+
+
+@pytest.mark.parametrize("make", [SeveralRows, OnlySeveral, lambda: Subset(SeveralRows(), range(COUNT))])
+def test_a_dataset_may_give_several_rows_at_once(make: Any) -> None:
+    source = opened(make())
+    assert source.planning_batch()(3).shape == (3, 1)
+    assert sorted(indices_of(windows_of(source, range(1)), 0)) == list(range(COUNT))
