@@ -19,6 +19,7 @@ from autoaccum.training.optimizer_state import (
     restore_alone,
     restore_optimizer,
 )
+from autoaccum.training.settings import Settings
 
 _HINT = "train what it is of, or give another folder"
 _TOLD = 3
@@ -31,6 +32,7 @@ def capture_training(
     optimizer: Optimizer,
     scheduler: Any | None,
     scaler: GradScaler | None,
+    settings: Settings | None = None,
 ) -> dict[str, Any]:
     """What changes as `model` is trained, but for random states and the place in the data.
 
@@ -42,13 +44,18 @@ def capture_training(
         optimizer: The optimizer of all.
         scheduler: Something with `state_dict` and `load_state_dict`.
         scaler: The scaler.
+        settings: What optimizer and scheduler were set to before any update; None: what is kept goes on.
+
+    Raises:
+        UsageError: The scheduler keeps no state.
     """
     return {
         "model": capture_module(unwrapped(model)),
         "companions": {name: capture_module(module) for name, module in companions.items()},
         "optimizer": capture_optimizer(optimizer, model, companions),
-        "scheduler": None if scheduler is None else {"class": _class_of(scheduler), "state": scheduler.state_dict()},
+        "scheduler": None if scheduler is None else {"class": _class_of(scheduler), "state": _state_of(scheduler)},
         "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
+        "settings": None if settings is None else settings.state(),
     }
 
 
@@ -59,10 +66,12 @@ def restore_training(
     optimizer: Optimizer,
     scheduler: Any | None,
     scaler: GradScaler | None,
+    settings: Settings | None = None,
 ) -> list[str]:
     """Put back what `capture_training` took, bit for bit; modes, `requires_grad` and learning rates included.
 
-    Tensors of `state` may become the optimizer's own.
+    Where `settings` are given, those that were set anew since win (`Settings.merge`). Tensors of `state` may become
+    the optimizer's own.
 
     Raises:
         UsageError: It is of another training, whose names, shapes, dtypes or classes differ: nothing is changed. Or
@@ -79,7 +88,11 @@ def restore_training(
     for name in state["companions"].keys() & companions.keys():
         restore_module(state["companions"][name], companions[name])
     restore_alone(state["optimizer"], optimizer, model, companions)
-    _attempt("the optimizer", lambda: restore_optimizer(state["optimizer"]["state"], optimizer))
+    place = state["optimizer"]["state"]
+    changes: list[str] = []
+    if settings is not None and state["settings"] is not None:
+        place, changes = settings.merge(state["settings"], place, optimizer, scheduler, state["scheduler"])
+    _attempt("the optimizer", lambda: restore_optimizer(place, optimizer))
     if scheduler is not None:
         _attempt("the scheduler", lambda: scheduler.load_state_dict(state["scheduler"]["state"]))
     if scaler is not None and scaler.is_enabled():
@@ -87,7 +100,7 @@ def restore_training(
     there = state["companions"]
     lost = [f"nothing leads to {name}, which is in the checkpoint" for name in there if name not in companions]
     new = [f"{name} begins as it is here: it is not in the checkpoint" for name in companions if name not in there]
-    return lost + new
+    return [*(["; ".join(changes)] if changes else []), *lost, *new]
 
 
 def _differences(
@@ -118,6 +131,16 @@ def _unlike(what: str, theirs: Any, ours: Any) -> list[str]:
 
 def _presence(is_there: bool) -> str:
     return "in use" if is_there else "none"
+
+
+def _state_of(scheduler: Any) -> Any:
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
+    if missing:
+        raise UsageError(
+            f"the {type(scheduler).__name__} has no {' and no '.join(missing)}, so that no run folder can keep it",
+            hint="give it both, or train without a run folder",
+        )
+    return scheduler.state_dict()
 
 
 def _class_of(scheduler: Any) -> str:

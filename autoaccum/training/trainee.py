@@ -18,6 +18,7 @@ from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.training.companions import find_companions
+from autoaccum.training.settings import Settings
 from autoaccum.workload.weights import Objective
 
 
@@ -33,6 +34,7 @@ class Trainee:
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
         evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
+        settings: What optimizer and scheduler are set to, before any update.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Trainee:
     scaler: GradScaler | None
     precision: str
     evaluate: Callable[..., Any] | None
+    settings: Settings
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +97,7 @@ def make_trainee(
         scaler=scaler,
         precision=precision,
         evaluate=evaluate,
+        settings=Settings.of(optimizer, scheduler),
     )
 
 

@@ -53,7 +53,12 @@ class WholeState:
             "evaluation": self.evaluator.state(),
             "data": self.source.state(),
             "training": capture_training(
-                trainee.model, trainee.companions, trainee.optimizer, trainee.scheduler, trainee.scaler
+                trainee.model,
+                trainee.companions,
+                trainee.optimizer,
+                trainee.scheduler,
+                trainee.scaler,
+                trainee.settings,
             ),
             "random": random_states.capture([trainee.device], self._generators()),
         }
@@ -74,6 +79,7 @@ class WholeState:
             trainee.optimizer,
             trainee.scheduler,
             trainee.scaler,
+            trainee.settings,
         ):
             tell(Noted(f"in the resumed run, {sentence}"))
         self.progress.restore(record["progress"])

@@ -46,7 +46,8 @@ def alone(weighted: Weighted) -> dict[str, Any]:
     weight = weighted.weight
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return ((model(batch[0]) - batch[1]).pow(2).mean(0) * torch.exp(-weight) + weight).sum()
+        errors: Tensor = (model(batch[0]) - batch[1]).pow(2).mean(0)
+        return (errors * torch.exp(-weight) + weight).sum()
 
     return {"loss": loss}
 
