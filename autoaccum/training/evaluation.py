@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.eval_mode import eval_mode
-from autoaccum.accumulation.randomness import Generator, RandomState, own_generators
+from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError, first_line
+from autoaccum.training.data.kept_generators import seed_own
 from autoaccum.training.evaluation_data import EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.scores import LossScore, OwnScore, Score
@@ -29,9 +30,9 @@ from autoaccum.workload.weights import Objective
 class Evaluation:
     """Goes over the evaluation data: in eval mode, without gradients, in the precision of training.
 
-    Where memory runs out, the rest of this evaluation and later ones use smaller micro-batches. Modes and random
-    states are put back, and what it reads and draws is the same each time, so that it does not matter to training how
-    often one evaluates.
+    Where memory runs out, the rest of this evaluation and later ones use smaller micro-batches. All that a step may
+    change but the weights (see `Transaction`) is put back, and what it reads and draws is the same each time, so that
+    it does not matter to training how often one evaluates.
 
     Args:
         objective: The loss, which is what is evaluated where there is no `evaluate`.
@@ -73,7 +74,7 @@ class Evaluation:
         started = time.perf_counter()
         score = self._new_score()
         try:
-            with eval_mode(model), torch.no_grad(), self._own_randomness(model), self._interruptible():
+            with self._put_back(model), torch.no_grad(), self._interruptible():
                 self._pass_over(model, score)
         except Exception as error:
             reason: str | None = _reason(error)
@@ -135,15 +136,18 @@ class Evaluation:
                 self._note(text)
 
     @contextmanager
-    def _own_randomness(self, model: nn.Module) -> Iterator[None]:
-        devices = {parameter.device: None for parameter in (*model.parameters(), *model.buffers())}
-        generators: list[Generator] = [*own_generators(model.modules()), *self._data.generators]
-        state = RandomState(devices, generators)
+    def _put_back(self, model: nn.Module) -> Iterator[None]:
+        """Within, `model` is at rest and all that is drawn from is seeded; whatever happens, all is as before then."""
+        modules, parameters = list(model.modules()), list(model.parameters())
+        read_from = self._data.generators
+        before = Transaction(modules, parameters, generators=[*own_generators(modules), *read_from])
         try:
-            _seed(devices, self._seed)
+            model.eval()
+            _seed({tensor.device: None for tensor in (*parameters, *model.buffers())}, self._seed)
+            seed_own(read_from, self._seed)
             yield
         finally:
-            state.restore()
+            before.rollback()
 
 
 def _seed(devices: Iterable[torch.device], seed: int) -> None:

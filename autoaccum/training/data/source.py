@@ -88,7 +88,7 @@ def open_source(
     Raises:
         UsageError: It is nothing of these, or has fewer samples than a window.
     """
-    if isinstance(data, DataLoader) and _is_taken_apart(data):
+    if isinstance(data, DataLoader) and is_taken_apart(data):
         return MapStyleSource(
             data.dataset,
             SampledOrder(data, seed),
@@ -120,7 +120,7 @@ def open_source(
     )
 
 
-def _is_taken_apart(loader: DataLoader[Any]) -> bool:
+def is_taken_apart(loader: DataLoader[Any]) -> bool:
     """Whether its samples can be fetched without it: not where a class of the user's own iterates in its own way."""
     gives_indices = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     iterates_plainly = type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict")
