@@ -144,6 +144,11 @@ class Accumulator:
     def micro_batch(self, value: int) -> None:
         self._micro_batch = checked_micro_batch(value)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether nobody knows what state model and optimizer are in: an update was cut in two, or not put back."""
+        return self._attempt.is_interrupted
+
     def step(self, batch: Any) -> StepResult:
         """Make one update from the effective batch `batch`, on any device.
 

@@ -74,6 +74,11 @@ class Attempt:
         """
         self._updater.check()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an update was cut in two, or what a step had changed could not be put back."""
+        return self._updater.is_interrupted
+
     def run(self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int) -> StepResult | BaseException:
         """Make one update from `batches`, each cut into parts of `cuts` samples.
 

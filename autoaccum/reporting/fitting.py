@@ -115,7 +115,8 @@ def fit(
         UsageError: An argument cannot be honoured, or the folder is another run's.
         WorkloadError: The workload or the data cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made, or a worker died.
+        NotMeasuredError: No plan could be made.
+        DataWorkerError: A process that reads data died.
         NonFiniteError: Loss or gradient of an update were not finite; everything is as before it.
         CheckpointError: The first checkpoint could not be written, or none there is can be read.
         UpdateInterrupted: An update failed half-way; resume from the last checkpoint.

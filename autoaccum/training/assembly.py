@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from autoaccum.errors import UsageError
@@ -38,7 +37,6 @@ def assemble(
     *,
     folder: RunFolder | None,
     run: Mapping[str, Any],
-    newest: Path | None,
     stopping: Stopping,
     teller: Teller,
 ) -> tuple[Loop, WholeState]:
@@ -52,7 +50,6 @@ def assemble(
         choice: Its micro-batch.
         folder: Where checkpoints go; None: nowhere.
         run: What must be the same when it is resumed.
-        newest: The checkpoint that it will go on from.
         stopping: Whether it is asked to stop.
         teller: Told of every event.
 
@@ -90,7 +87,6 @@ def assemble(
         progress=progress,
         compose=state.compose,
         tell=teller.tell,
-        newest=newest,
     )
     loop = Loop(
         source=source,
@@ -120,7 +116,7 @@ def _evaluation(
         trainee.objective,
         trainee.evaluate,
         trainee.precision,
-        EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers),
+        EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers, trained_on=subject.data),
         micro_batch=subject.evaluation_batch or choice.micro_batch,
         seed=mix(request.seed, "evaluation"),
         note=lambda text: teller.tell(Noted(text)),

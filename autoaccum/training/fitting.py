@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.randomness import RandomState, seeded_devices
+from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UsageError
 from autoaccum.training.assembly import assemble
 from autoaccum.training.data.source import Source, open_source
@@ -21,7 +22,7 @@ from autoaccum.training.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
-from autoaccum.training.resuming import check_same_run, describe_run, find_saved
+from autoaccum.training.resuming import check_same_run, describe_request, describe_run, find_saved
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
@@ -43,7 +44,8 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         UsageError: The request cannot be honoured.
         WorkloadError: The workload or the data cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made, or a worker died.
+        NotMeasuredError: No plan could be made.
+        DataWorkerError: A process that reads data died.
         NonFiniteError: Loss or gradient of an update were not finite; the state from before it is kept.
         CheckpointError: The first checkpoint could not be written, or of those there are none is whole.
         UpdateInterrupted: An update failed half-way; the last checkpoint is from before it.
@@ -58,6 +60,8 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         subject = find_subject(request)
         source = _open_source(request, subject, stack)
         saved = find_saved(folder, request, teller.tell)
+        if saved is not None:
+            check_same_run(saved, describe_request(request, source))  # Before a plan that may take minutes.
         resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, teller.tell)
         _seed(request.seed)
@@ -75,13 +79,13 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             choice,
             folder=folder,
             run=run,
-            newest=resumed_from,
             stopping=stopping,
             teller=teller,
         )
         stack.callback(loop.stepper.close)
         if saved is not None:
             state.restore(saved.record, teller.tell)
+            loop.keeper.go_on_from(saved.path)
         teller.tell(_started(request, loop, state, resumed_from))
         loop.keeper.keep_first()  # Before all other files: they are known for a run's by a checkpoint beside them.
         if folder is not None:
@@ -103,14 +107,16 @@ def _run(loop: Loop) -> None:
     except BaseException as error:
         # After a second signal nothing should be written; what else is no Exception comes from the user's own code.
         at_once = loop.stopping.asked is not None and not isinstance(error, (StopAsked, Exception))
-        if loop.stepper.settled and not at_once and not (isinstance(error, NonFiniteError) and _is_spoilt(loop)):
+        if loop.stepper.is_whole and not is_context_dead(error) and not at_once and not _is_spoilt(error, loop):
             loop.keeper.keep()
         raise
 
 
-def _is_spoilt(loop: Loop) -> bool:
+def _is_spoilt(error: BaseException, loop: Loop) -> bool:
     """Whether the weights themselves are not finite any more: the checkpoint before is worth more."""
-    return not all(bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters)
+    return isinstance(error, NonFiniteError) and not all(
+        bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters
+    )
 
 
 def _open_folder(request: FitRequest, teller: Teller, stack: ExitStack) -> RunFolder | None:

@@ -25,7 +25,6 @@ class Keeper:
         progress: How far training is.
         compose: Puts together what a checkpoint holds.
         tell: Told of each, written or failed.
-        newest: The one that training goes on from.
 
     Attributes:
         newest: The newest checkpoint that is whole.
@@ -40,20 +39,24 @@ class Keeper:
         progress: Progress,
         compose: Callable[[], dict[str, Any]],
         tell: Callable[[Any], Any],
-        newest: Path | None = None,
     ) -> None:
-        self.newest = newest
+        self.newest: Path | None = None
         self.failure: str | None = None
         self._store, self._every, self._progress = store, every, progress
         self._compose, self._tell = compose, tell
-        self._kept_at = None if newest is None else self._place()
+        self._kept_at: tuple[int, int, int] | None = None
+
+    def go_on_from(self, path: Path) -> None:
+        """A checkpoint has been put back: nothing has happened since."""
+        self.newest = path
+        self._kept_at = self._place()
 
     def keep_first(self) -> None:
         """Before any update.
 
         Raises:
             CheckpointError: It could not be written.
-            UsageError: Something of the state could be loaded only by running code.
+            NotPortableError: Something of the state could be loaded only by running code.
         """
         if self._store is not None and self._kept_at is None:
             self._write(self._store)

@@ -67,6 +67,7 @@ class Loop:
                 self._end_epoch()
             else:
                 self._update(window, began)
+                del window  # A whole effective batch: not to be held while the next one is read.
                 self.evaluator.run_if_due()
                 self.keeper.keep_if_due()
         self.evaluator.run()
@@ -76,10 +77,10 @@ class Loop:
         self.peaks.start()
         learning_rate = self.stepper.learning_rate
         result = self.stepper.step(window.parts)
-        # From here on the update is made, or its window passed over: it is not made again.
+        # The update is made, or its window passed over: from here on it is not made again, whatever is raised.
         self.source.commit()
         self.progress.count(window.samples, result)
-        self.stepper.follow_schedule(result)
+        self.stepper.follow(result)
         seconds = time.perf_counter() - began
         self.teller.tell(self._updated(result, learning_rate, window.samples / seconds))
 

@@ -63,17 +63,20 @@ def find_saved(folder: RunFolder | None, request: FitRequest, tell: Callable[[An
     return None if found is None else Saved(*found)
 
 
+def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
+    """What of a request and its data must be the same for a run to be resumed, in plain values."""
+    return {"target batch": request.target_batch, "seed": request.seed, "data": source.fingerprint()}
+
+
 def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[str, Any]:
-    """What must be the same for a run to be resumed, in plain values."""
+    """All that must be the same."""
     return {
-        "target batch": request.target_batch,
-        "seed": request.seed,
+        **describe_request(request, source),
         "model": type(unwrapped(trainee.model)).__name__,
         "parameters": sum(parameter.numel() for parameter in trainee.model.parameters()),
         "optimizer": type(trainee.optimizer).__name__,
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
         "precision": trainee.precision,
-        "data": source.fingerprint(),
     }
 
 
@@ -84,7 +87,7 @@ def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
         UsageError: Names all that differs.
     """
     then = saved.record["run"]
-    names = [name for name in {**then, **here} if then.get(name) != here.get(name)]
+    names = [name for name, value in here.items() if then.get(name) != value]
     if names:
         different = "; ".join(f"{name} was {then.get(name)!r}, is {here.get(name)!r}" for name in names)
         raise UsageError(

@@ -13,7 +13,7 @@ from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.planned import PlanLike
 from autoaccum.accumulation.results import StepResult
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.errors import NonFiniteError, UpdateInterrupted
+from autoaccum.errors import NonFiniteError
 from autoaccum.training.ceiling import Ceiling
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.noise_observer import NoiseObserver
@@ -45,7 +45,6 @@ class Stepper:
 
     Attributes:
         ceiling: How large micro-batches may be by now.
-        settled: Whether the state is known to be that of a whole update: not so when one was cut in two.
 
     Raises:
         UsageError: The plan is for something else.
@@ -66,14 +65,14 @@ class Stepper:
         tell: Callable[[Any], None],
     ) -> None:
         self.ceiling = Ceiling(micro_batch)
-        self.settled = True
         self._noise: NoiseObserver | None = None
         if noise_scale:
             trained = optimizer_parameters(trainee.optimizer)
             self._noise = NoiseObserver(trained, trainee.objective.reduction)
         self._ranks, self._tell, self._skips = ranks, tell, skip_nonfinite
         self._optimizer, self._scheduler, self._progress = trainee.optimizer, trainee.scheduler, progress
-        self._unscalable = 0
+        self._overflows = 0
+        self._passed_over: str | None = None
         self._scales = trainee.scaler is not None
         self._watch = _Watch(progress, check, tell, self._noise)
         self._accumulator = Accumulator(
@@ -106,36 +105,48 @@ class Stepper:
         rate = self._optimizer.param_groups[0].get("lr")
         return None if rate is None else float(rate)
 
-    def follow_schedule(self, result: StepResult) -> None:
-        """Step the scheduler, once the update is counted: whatever it raises, that update was made."""
-        if result.updated and self._scheduler is not None:
-            self._scheduler.step()
+    @property
+    def is_whole(self) -> bool:
+        """Whether the state is that of a whole update; not so when one was cut in two, or could not be put back."""
+        return not self._accumulator.is_interrupted
 
     def step(self, parts: list[Any]) -> StepResult:
         """Make the next update; where that was asked for, a window that is not finite is passed over.
+
+        Nothing is raised once the update is made: what may raise waits for `follow`.
 
         Raises:
             NonFiniteError: Loss or gradient are not finite; everything is as before the step.
             DoesNotFitError: As `Accumulator.step_parts`, like the other errors.
         """
-        update = self._progress.update + 1
+        self._passed_over = None
+        self._watch.retries = 0
         try:
-            result = self._accumulator.step_parts(parts)
+            return self._accumulator.step_parts(parts)
         except NonFiniteError as error:
             if not self._skips:
-                raise _of_update(error, update) from None
-            self._progress.skipped += 1
-            self._tell(Skipped(update, error.message))
-            return _passed_over(error, parts)
-        except BaseException as error:
-            half = isinstance(error, UpdateInterrupted) or not isinstance(error, Exception)
-            self.settled = not (half and self._accumulator.phase == "update")
-            raise
-        self._check_scale(result, update)
-        self._follow(result, update)
+                raise _of_update(error, self._progress.update + 1) from None
+            self._passed_over = error.message
+            self._accumulator.micro_batch = self._watch.least(self._accumulator.micro_batch)
+            sizes = tuple(batch_size(part) for part in parts)
+            return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._watch.retries, False, {})
+
+    def follow(self, result: StepResult) -> None:
+        """What comes after an update that is counted: schedule, ceiling, noise scale.
+
+        Raises:
+            NonFiniteError: The gradient overflows at every loss scale.
+            Exception: What the scheduler or a callback raises.
+        """
         if self._noise is not None:
             self._noise.take(result)
-        return result
+        self._follow_ceiling(result)
+        if self._passed_over is not None:
+            self._progress.skipped += 1
+            self._tell(Skipped(self._progress.update, self._passed_over))
+        if result.updated and self._scheduler is not None:
+            self._scheduler.step()
+        self._check_scale(result)
 
     def estimate_noise(self) -> NoiseScale | None:
         """The gradient noise scale by now; None where it was not asked for."""
@@ -160,29 +171,34 @@ class Stepper:
         self.ceiling.restore(state)
         self._accumulator.micro_batch = self.ceiling.largest
 
-    def _check_scale(self, result: StepResult, update: int) -> None:
+    def _check_scale(self, result: StepResult) -> None:
         """End a run whose gradients overflow at every loss scale: it would train nothing, and say nothing."""
         overflowed = self._scales and not result.updated and bool(result.terms)
-        self._unscalable = self._unscalable + 1 if overflowed else 0
-        if self._unscalable >= _MOST_OVERFLOWS:
+        self._overflows = self._overflows + 1 if overflowed else 0
+        if self._overflows >= _MOST_OVERFLOWS:
             raise NonFiniteError(
-                f"update {update}: {self._unscalable} times in a row the gradient was not finite at any loss scale",
+                f"update {self._progress.update}: {self._overflows} times in a row the gradient was not finite at any"
+                " loss scale",
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 hint='look for what overflows in fp16, or train in precision="bf16" or "fp32"',
             )
 
-    def _follow(self, result: StepResult, update: int) -> None:
+    def _follow_ceiling(self, result: StepResult) -> None:
         """Keep to the ceiling of whoever has the least, and try more after a calm stretch."""
         largest = self._ranks.least(self._accumulator.micro_batch)
         changed = self.ceiling.after(result.retries, largest)
         self._accumulator.micro_batch = self.ceiling.largest
         if changed is not None and not result.retries:
-            self._tell(CeilingRaised(update, changed))
+            self._tell(CeilingRaised(self._progress.update, changed))
 
 
 class _Watch(StepObserver):
-    """Hears of a step from within, and passes it on."""
+    """Hears of a step from within, and passes it on.
+
+    Attributes:
+        retries: How often the step was repeated because memory ran out.
+    """
 
     def __init__(
         self,
@@ -191,27 +207,31 @@ class _Watch(StepObserver):
         tell: Callable[[Any], None],
         noise: NoiseObserver | None,
     ) -> None:
+        self.retries = 0
         self._progress, self._check, self._tell, self._noise = progress, check, tell, noise
+        self._largest = 0
 
     def phase(self, phase: StepPhase) -> None:
         if self._noise is not None:
             self._noise.phase(phase)
-        self._check()
+        if phase != "update":  # By then the gradient is there: the loop stops right after the update.
+            self._check()
 
     def part(self, samples: int, share: float | None, factor: float) -> None:
         if self._noise is not None:
             self._noise.part(samples, share, factor)
 
     def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+        self.retries += 1
+        self._largest = next_micro_batch
         self._tell(ShortageMet(self._progress.update + 1, phase, micro_batch, next_micro_batch))
+
+    def least(self, micro_batch: int) -> int:
+        """The ceiling after a step that began with `micro_batch` and ended without an update."""
+        return min(micro_batch, self._largest) if self.retries else micro_batch
 
 
 def _of_update(error: NonFiniteError, update: int) -> NonFiniteError:
     return NonFiniteError(
         f"update {update}: {error.message}", loss=error.loss, grad_norm=error.grad_norm, hint=error.hint
     )
-
-
-def _passed_over(error: NonFiniteError, parts: list[Any]) -> StepResult:
-    sizes = tuple(batch_size(part) for part in parts)
-    return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, 0, updated=False, terms={})

@@ -1,0 +1,97 @@
+"""A signal at any moment of an update: the newest checkpoint is of the last update that was made, and none is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, os, signal, sys, tempfile
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+import autoaccum
+from autoaccum.training.events import Updated
+
+torch.set_num_threads(1)
+x = torch.randn(64, 3)
+data = torch.utils.data.TensorDataset(x, x)
+FIRST = int(sys.argv[1])  # the update that is struck: the first is guarded, later ones are not
+
+class Strike(TorchDispatchMode):
+    def __init__(self, at):
+        super().__init__()
+        self.armed, self.seen, self.at = FIRST == 1, 0, at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.armed:
+            self.seen += 1
+            if self.seen == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return func(*args, **(kwargs or {}))
+
+def run(at):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = [0]
+    optimizer.register_step_post_hook(lambda *_: made.__setitem__(0, made[0] + 1))
+    strike = Strike(at)
+
+    def listen(event):
+        if isinstance(event, Updated):
+            strike.armed = event.update == FIRST - 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        with strike:
+            try:
+                autoaccum.fit(model, data, target_batch=8, loss=nn.MSELoss(), optimizer=optimizer, micro_batch=5,
+                              steps=6, run_dir=folder, callbacks=[listen], progress=False, clip_norm=1.0)
+                code = None
+            except SystemExit as leaving:
+                code = leaving.code
+        newest = max(Path(folder, "checkpoints").glob("*.pt"))
+        kept = torch.load(newest, weights_only=True)["record"]
+    return {"code": code, "made": made[0], "kept": kept["progress"]["update"], "seen": strike.seen}
+
+whole = run(10**9)
+print(json.dumps([whole, *[run(at) for at in range(1, whole["seen"] + 1, int(sys.argv[2]))]]))
+"""
+
+
+def struck(update: int, stride: int) -> list[dict[str, int | None]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(update), str(stride)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, int | None]] = json.loads(done.stdout)
+    return found
+
+
+def check(whole: dict[str, int | None], runs: list[dict[str, int | None]], update: int) -> None:
+    assert whole["code"] is None
+    assert whole["made"] == whole["kept"] == 6
+    assert len(runs) > 20
+    assert {run["code"] for run in runs} == {143}
+    assert all(run["made"] == run["kept"] for run in runs)
+    assert {run["kept"] for run in runs} == {update - 1, update}, "some were undone, some were finished"
+
+
+def test_a_later_update_is_made_or_undone() -> None:
+    whole, *runs = struck(3, 2)
+    check(whole, runs, 3)
+
+
+def test_the_first_update_is_made_or_undone() -> None:
+    whole, *runs = struck(1, 5)
+    check(whole, runs, 1)
