@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from autoaccum.accumulation.randomness import Generator
+from autoaccum.training.data.ends import no_end
 from autoaccum.training.data.kept_generators import find_generators, kept_states, seed_own
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
+from autoaccum.workload.nests import kind
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ class PartFetcher:
             set_epoch(self.dataset, request.epoch)
             self.look()
         with kept_states(self._own_generators(shared=True)):
-            return self._part(request)
+            try:
+                return self._part(request)
+            except StopIteration as error:
+                raise no_end(f"{kind(self.dataset)} or its collate function") from error
 
     def _part(self, request: PartRequest) -> Any:
         gathered = None if self._columns is None else _gathered(self._columns, self.dataset, request.indices)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.randomness import Generator
+from autoaccum.training.data.ends import check_end, iterated
 from autoaccum.training.data.fetching import set_epoch
 from autoaccum.training.data.indices import capture_generators, loader_generators, restore_generators
 from autoaccum.training.data.workers import end_workers, explain_worker_failure, unwatched, workers_of
@@ -173,7 +174,8 @@ class Reading:
             if self._entries is None:
                 self._entries = self._open()
             return next(self._entries)
-        except StopIteration:
+        except StopIteration as error:
+            check_end(error, self._data)
             return END
         except (RuntimeError, OSError, EOFError) as error:
             explained = explain_worker_failure(error, workers_of(self._source))
@@ -184,7 +186,7 @@ class Reading:
     def _open(self) -> Iterator[Any]:
         self._began_with = capture_generators(self._generators)
         _tell_epoch(self._data, self._epoch)
-        self._source = unwatched(iter(self._data if self._lists is None else self._lists(self._epoch)))
+        self._source = unwatched(iterated(self._data if self._lists is None else self._lists(self._epoch)))
         return self._source if self._lists is None else chain.from_iterable(self._source)
 
 
