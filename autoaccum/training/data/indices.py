@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 from autoaccum.accumulation.schedule import split_evenly
@@ -26,9 +36,11 @@ class Order(Protocol):
 
     Attributes:
         makes_parts: Whether its lists are the parts to train on; if not, what was fetched is joined where it can be.
+        kind: What makes it, in words: another kind is another order.
     """
 
     makes_parts: bool
+    kind: str
 
     @property
     def samples(self) -> int | None:
@@ -49,6 +61,7 @@ class ShuffledOrder:
     """All samples once, in a permutation of run and epoch, in even parts."""
 
     makes_parts = True
+    kind = "shuffled"
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
@@ -80,7 +93,8 @@ class SampledOrder:
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self._sampler: Iterable[Iterable[Any]] = loader.batch_sampler  # type: ignore[assignment]
         self._loader_generator: torch.Generator | None = loader.generator
-        self._seed = seed
+        self._dataset, self._seed = loader.dataset, seed
+        self.kind = _kind(self._sampler)
         self._draws_later = not _draws_at_start_only(self._sampler)
         self.generators = loader_generators(loader)
 
@@ -99,7 +113,7 @@ class SampledOrder:
     def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
         """The sampler's lists, cut where a window ends and nowhere else."""
         place = 0
-        for indices in self._drawn(epoch, target_batch):
+        for indices in self._drawn(self._sampler, epoch, target_batch):
             dropped = min(skipped, len(indices))
             skipped -= dropped
             for part in _cut(indices[dropped:], place, target_batch):
@@ -107,24 +121,42 @@ class SampledOrder:
                 yield part
 
     def some(self, count: int) -> list[Any]:
-        """Spread over the first thousands that the sampler gives."""
+        """Spread over what torch's own samplers choose from; else over the first thousands that a copy gives."""
+        known = _chosen_from(self._sampler)
+        if known is None:
+            known = self._first()
+        return [known[place] for place in spread_indices(len(known), count)]
+
+    def _first(self) -> Sequence[Any]:
+        sampler = self._copied()
+        if sampler is None and isinstance(self._dataset, Sized) and not isinstance(self._dataset, Mapping):
+            return range(len(self._dataset))
         states = capture_generators(self.generators)
         try:
-            drawn = list(itertools.islice(itertools.chain.from_iterable(self._drawn(0, _LOOKED_AT)), _LOOKED_AT))
+            lists = self._drawn(self._sampler if sampler is None else sampler, 0, _LOOKED_AT)
+            return list(itertools.islice(itertools.chain.from_iterable(lists), _LOOKED_AT))
         finally:
             restore_generators(states, self.generators)
-        return [drawn[place] for place in spread_indices(len(drawn), count)]
 
-    def _drawn(self, epoch: int, enough: int) -> Iterator[list[Any]]:
-        """Its lists; read in blocks of at least `enough` indices, since swapping random states takes a while."""
-        for sampler in _chain(self._sampler, _DEPTH):
+    def _copied(self) -> Iterable[Iterable[Any]] | None:
+        """The sampler with all it keeps but data and generators; None where it cannot be copied."""
+        inside = (value for one in _chain(self._sampler, _DEPTH) for value in getattr(one, "__dict__", {}).values())
+        kept = [self._dataset, *self.generators.values(), *(value for value in inside if isinstance(value, Dataset))]
+        try:
+            return copy.deepcopy(self._sampler, {id(value): value for value in kept})
+        except Exception:  # whatever a class of the user's own does when it is copied
+            return None
+
+    def _drawn(self, lists_of: Iterable[Iterable[Any]], epoch: int, enough: int) -> Iterator[list[Any]]:
+        """Lists of a sampler, read in blocks of at least `enough` indices: swapping random states takes a while."""
+        for sampler in _chain(lists_of, _DEPTH):
             set_epoch(sampler, epoch)
         if self._loader_generator is not None:
             # As a DataLoader does for its workers, before its sampler draws: the order is the one a loop would see.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
         stream = RandomStream(mix(self._seed, "order", epoch))
         with stream.running():
-            lists = iter(self._sampler)
+            lists = iter(lists_of)
             block = _block(lists, enough)
         while block:
             yield from block
@@ -172,6 +204,25 @@ def _cut(indices: list[Any], place: int, target_batch: int) -> Iterator[list[Any
         room = target_batch - place % target_batch
         yield indices[:room]
         indices, place = indices[room:], place + min(room, len(indices))
+
+
+def _kind(sampler: Any) -> str:
+    """The classes of a batch sampler and its sampler: `BatchSampler of RandomSampler`."""
+    inner = getattr(sampler, "sampler", None)
+    return type(sampler).__name__ if inner is None else f"{type(sampler).__name__} of {type(inner).__name__}"
+
+
+def _chosen_from(batch_sampler: Any) -> Sequence[Any] | None:
+    """The indices that torch's own samplers choose from; None for others."""
+    sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        return range(len(sampler.data_source))  # type: ignore[union-attr]
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    if type(sampler) is WeightedRandomSampler:
+        chosen: list[int] = sampler.weights.nonzero().flatten().tolist()
+        return chosen
+    return None
 
 
 def _draws_at_start_only(sampler: Any) -> bool:

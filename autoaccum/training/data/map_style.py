@@ -63,7 +63,7 @@ class MapStyleSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
-        return {"kind": "map-style", "samples": self.samples_per_epoch}
+        return {"kind": "map-style", "samples": self.samples_per_epoch, "order": self._order.kind}
 
     def planning_batch(self) -> Any:
         """A function of a size: batches of the longest of some samples."""

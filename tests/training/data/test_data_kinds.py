@@ -46,26 +46,31 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any], int | None]] = {
     "dataset": (
         lambda: DrawingRows(1797),
         "a map-style dataset of 1,797 samples",
-        {"kind": "map-style", "samples": 1797},
+        {"kind": "map-style", "samples": 1797, "order": "shuffled"},
         1797,
     ),
-    "array": (lambda: np.zeros((9, 2)), "a map-style dataset of 9 samples", {"kind": "map-style", "samples": 9}, 9),
+    "array": (
+        lambda: np.zeros((9, 2)),
+        "a map-style dataset of 9 samples",
+        {"kind": "map-style", "samples": 9, "order": "shuffled"},
+        9,
+    ),
     "loader": (
         lambda: DataLoader(DrawingRows(9), 2),
         "a DataLoader over a map-style dataset of 9 samples",
-        {"kind": "map-style", "samples": 9},
+        {"kind": "map-style", "samples": 9, "order": "BatchSampler of SequentialSampler"},
         9,
     ),
     "loader that drops": (
         lambda: DataLoader(DrawingRows(9), 2, drop_last=True),
         "a DataLoader over a map-style dataset of 8 samples",
-        {"kind": "map-style", "samples": 8},
+        {"kind": "map-style", "samples": 8, "order": "BatchSampler of SequentialSampler"},
         8,
     ),
     "batch sampler": (
         lambda: DataLoader(DrawingRows(9), batch_sampler=[[1, 2, 3, 4]]),
         "a DataLoader over a map-style dataset",
-        {"kind": "map-style", "samples": None},
+        {"kind": "map-style", "samples": None, "order": "list"},
         None,
     ),
     "loader without batches": (

@@ -375,6 +375,60 @@ class Sequenced:
         return self.entries[index]
 
 
+class CountingSampler(Sampler[int]):
+    """Knows how often it was gone through."""
+
+    def __init__(self, data: Any, rounds: int = 0) -> None:
+        self.data, self.rounds = data, rounds
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.rounds += 1
+        return iter(range(len(self.data)))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class UncopiedSampler(CountingSampler):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not this")
+
+
+@pytest.mark.parametrize("sampler", [CountingSampler, UncopiedSampler])
+def test_planning_leaves_no_trace_in_a_sampler(sampler: type[CountingSampler]) -> None:
+    rows = UnevenRows([1, 2, 9, 4] + [4] * 10)
+    own = sampler(rows)
+    for loader in (
+        DataLoader(rows, 2, sampler=own, collate_fn=padding_collate),
+        DataLoader(rows, batch_sampler=BatchSampler(own, 3, True), collate_fn=padding_collate),
+    ):
+        assert tuple(opened(loader).planning_batch()(3).shape) == (3, 9)
+    assert own.rounds == 0
+    assert not hasattr(own, "epoch")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planning_changes_nothing_that_is_trained_on(form: str) -> None:
+    planned = opened(FORMS[form]())
+    planned.planning_batch()
+    assert_same(windows_of(planned, range(1)), windows_of(opened(FORMS[form]()), range(1)))
+
+
+def test_a_weighted_sampler_chooses_what_is_planned_with() -> None:
+    rows = UnevenRows([1, 2, 9, 4])
+    loader = DataLoader(rows, 2, sampler=WeightedRandomSampler([1.0, 1.0, 0.0, 1.0], 12), collate_fn=padding_collate)
+    assert tuple(opened(loader).planning_batch()(3).shape) == (3, 4)
+
+
+def test_another_kind_of_order_is_another_run() -> None:
+    forms = ["dataset", "loader", "sampler's generator", "weighted", "global generators", "batch sampler"]
+    assert len({str(opened(FORMS[form]()).fingerprint()["order"]) for form in forms}) == 5
+    assert opened(FORMS["loader"]()).fingerprint() == opened(FORMS["sampler's generator"]()).fingerprint()
+
+
 def test_samples_that_cannot_be_measured_are_planned_with_as_they_come() -> None:
     assert opened(Sequenced([1.0, 2.0]), 2).planning_batch()(2).tolist() == [1.0, 2.0]
 
