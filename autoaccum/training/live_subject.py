@@ -52,6 +52,8 @@ class LiveSubject:
         self.data, self.eval_data = request.data, request.eval_data
         self.collate, self.evaluation_batch = request.collate, request.evaluation_batch
         self._place()
+        if not model.training:  # As it will be trained (`make_trainee`), and so is planned.
+            model.train()
 
     @property
     def device(self) -> torch.device:

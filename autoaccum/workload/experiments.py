@@ -44,7 +44,7 @@ class Experiment:
         self.objective = workload.objective
         self.tolerance = _HALF_TOLERANCE
         with users_code("model()"):
-            self._model = workload.build_model()
+            self._model = workload.make_model()
         # A function may return the same model each time, which would then be the caller's.
         copied = isinstance(workload.model, nn.Module | type)
         if not copied:
@@ -52,6 +52,7 @@ class Experiment:
         self._used, self._recording = self.objective, False
         self._dtype: torch.dtype | None = None
         if copied:
+            self._model = self._model if self._model.training else self._model.train()
             _break_ties(self._model)
         _rest(self._model)
         started = time.perf_counter()

@@ -113,13 +113,21 @@ class Workload:
         return resolve_objective(self.loss, criterion=self.criterion, weight=self.weight, reduction=self.reduction)
 
     def build_model(self) -> nn.Module:
-        """A new model; an instance is copied, so that every trial starts alike.
+        """A new model, to be trained; an instance is copied, so that every trial starts alike.
+
+        One that is in eval mode, as `from_pretrained` leaves it, is put into train mode, as it will be trained and
+        takes the memory of that. Modules at rest within a model in train mode stay so: they are frozen on purpose.
 
         What the user's code raises comes through as it is.
 
         Raises:
             WorkloadError: The function returns something else, or the instance cannot be copied.
         """
+        model = self.make_model()
+        return model if model.training else model.train()
+
+    def make_model(self) -> nn.Module:
+        """As `build_model`, in the mode the model comes in."""
         if isinstance(self.model, nn.Module):
             try:
                 return copy.deepcopy(self.model)

@@ -152,3 +152,14 @@ def test_an_evaluation_of_nothing_is_refused() -> None:
 def test_an_evaluation_that_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(UsageError, match="evaluation data"):
         fit(workload(dataset=DATA), eval_data=iter([DATA[:4]]))
+
+
+def test_a_live_model_at_rest_is_planned_in_the_mode_it_is_trained_in() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
+    request = FitRequest(subject=model, data=DATA, loss=nn.MSELoss(), target_batch=8, steps=1)
+    model[1].eval()
+    find_subject(request)
+    assert (model.training, model[1].training) == (True, False)
+    model.eval()
+    find_subject(request)
+    assert all(module.training for module in model.modules())

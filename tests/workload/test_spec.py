@@ -38,6 +38,19 @@ def test_an_instance_is_copied_each_time() -> None:
     assert next(workload.build_model().parameters()).any()
 
 
+def test_a_model_at_rest_is_built_to_be_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    built: Any = make(model=model).build_model()
+    assert (built.training, built[0].training, built[1].training) == (True, True, False)
+    model.eval()
+    for given in (model, lambda: copy.deepcopy(model)):
+        workload = make(model=given)
+        assert all(module.training for module in workload.build_model().modules())
+        assert not workload.make_model().training
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_copy_keeps_tied_weights() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

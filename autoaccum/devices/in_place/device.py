@@ -246,6 +246,10 @@ class InPlaceDevice:
     def _warnings(self, place: Place) -> list[str]:
         """What the caller has to know of trials in place."""
         said = [] if place.weakness is None else [place.weakness]
+        if self._tried.is_live and not self._tried.roots[""].training:
+            said.append(
+                "the model is in eval mode, and was measured so: training may take more, call model.train() before"
+            )
         if self._live.gradient_bytes >= _LEAST_TOLD_BYTES:
             said.append(
                 f"gradients of {format_bytes(self._live.gradient_bytes)} lie beside the trials:"

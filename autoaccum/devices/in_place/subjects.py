@@ -75,7 +75,7 @@ class LiveObjects:
             WorkloadError: They do not go together.
         """
         criterion, optimizer = self.objective.criterion, self.optimizer
-        return Workload(
+        return _LiveWorkload(
             model=lambda: self.model,
             batch=make_batches(self.batch),
             loss=self.objective.loss_function,
@@ -89,6 +89,14 @@ class LiveObjects:
             evaluate=self.evaluate,
             name=self.name,
         )
+
+
+class _LiveWorkload(Workload):
+    """A Workload whose model is there already, in the mode its owner trains it in."""
+
+    def build_model(self) -> nn.Module:
+        """The model in that mode."""
+        return self.make_model()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,6 +189,16 @@ def test_resident_gradients_are_told() -> None:
     assert any(warning.startswith("gradients of 4.0 MiB lie beside the trials") for warning in warnings)
 
 
+def test_a_live_model_keeps_its_mode_and_one_at_rest_is_told() -> None:
+    for training in (True, False):
+        model = nn.Linear(2, 2).train(training)
+        made = InPlaceDevice(live(model), share=4)
+        assert live(model).as_workload().build_model().training is training
+        told = [warning for warning in made.inspect().warnings if warning.startswith("the model is in eval mode")]
+        assert len(told) == (not training)
+        assert model.training is training
+
+
 def test_what_the_model_holds_counts_as_it_does_in_a_child() -> None:
     model = nn.Linear(1024, 1024, bias=False)
     subject = live(model, batch=(torch.ones(4, 1024), torch.zeros(4, dtype=torch.long)), optimizer="sgd")
