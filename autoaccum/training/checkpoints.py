@@ -9,7 +9,7 @@ from typing import Any
 
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import CheckpointError, UsageError
-from autoaccum.training.contents import digest, portable
+from autoaccum.training.contents import digest, portable, revived
 from autoaccum.training.verified_files import (
     DamagedFileError,
     load_plain,
@@ -38,7 +38,7 @@ def write_checkpoint(path: Path, record: Mapping[str, Any]) -> None:
         CheckpointError: It cannot be written, or does not read back as it was.
     """
     try:
-        content = portable(dict(record))
+        content = portable(dict(record), numpy=True)
         found = digest(content)
         written = {"format": FORMAT, "version": VERSION, "digest": found, "record": content}
         write_verified(path, written, lambda read: _is_whole(read) and read["digest"] == found, checksums=False)
@@ -65,7 +65,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     if version != VERSION or not _is_whole(content):
         raise DamagedFileError(path, "its content does not have the digest that was written with it")
-    record: dict[str, Any] = content["record"]
+    record: dict[str, Any] = revived(content["record"])
     return record
 
 

@@ -19,6 +19,7 @@ from autoaccum.workload.nests import kind
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_MARK = {"__numpy__", "values"}
 _THREADS = 4
 
 
@@ -28,40 +29,58 @@ class NotPortableError(CheckpointError):
     exit_code = 2
 
 
-def portable(content: Any, what: str = "a checkpoint") -> Any:
+def portable(content: Any, what: str = "a checkpoint", *, numpy: bool = False) -> Any:
     """The same nest with its tensors on the CPU, each of a storage of its own; one that occurs twice still does.
 
-    A tensor that is so already is not copied. A number of NumPy's becomes one of Python's.
+    A tensor that is so already is not copied. A number of NumPy's becomes one of Python's, and an array is refused,
+    unless `numpy` is True: `revived` gives them back then.
 
     Args:
         content: A nest of mappings, lists, tuples, sets, plain values and tensors.
         what: What messages call what is to hold it.
+        numpy: Hold numbers and arrays of NumPy's as tensors with a mark.
 
     Raises:
         NotPortableError: Something in it could be loaded only by running code; says where.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def walk(node: Any, path: str) -> Any:
+    def walk(node: Any, path: str, numpy: bool) -> Any:
         if isinstance(node, Tensor):
             if id(node) not in tensors:
                 tensors[id(node)] = (node, _portable_tensor(node, path, what))
             return tensors[id(node)][1]
         if type(node) in (*_MAPPINGS, defaultdict):
-            items = {walk(key, f"a key of {path}"): walk(value, _below(path, key)) for key, value in node.items()}
+            items = {
+                walk(key, f"a key of {path}", False): walk(value, _below(path, key), numpy)
+                for key, value in node.items()
+            }
             return type(node)(items) if type(node) in _MAPPINGS else items
         if type(node) in (list, tuple, set):
-            return type(node)([walk(entry, _below(path, index)) for index, entry in enumerate(node)])
+            inside = numpy and type(node) is not set
+            return type(node)([walk(entry, _below(path, index), inside) for index, entry in enumerate(node)])
+        if numpy and (isinstance(node, np.generic) or type(node) is np.ndarray) and (marked := _marked(node)):
+            return marked
         if isinstance(node, np.generic):
-            return walk(node.item(), path)
+            return walk(node.item(), path, False)
         if type(node) not in _VALUES or node == b"":  # Empty bytes are pickled as a call.
             raise _refusal(what, path, kind(node))
         return node
 
     try:
-        return walk(content, "")
+        return walk(content, "", numpy)
     except RecursionError:
         raise _refusal(what, "it", "a nest that contains itself") from None
+
+
+def revived(content: Any) -> Any:
+    """What `portable` made of numbers and arrays of NumPy's, as it was; the rest as it is."""
+    if type(content) in _MAPPINGS:
+        if content.keys() == _MARK:
+            values = content["values"].numpy()
+            return values if content["__numpy__"] == "array" else values[()]
+        return type(content)({key: revived(value) for key, value in content.items()})
+    return type(content)(map(revived, content)) if type(content) in (list, tuple) else content
 
 
 def can_hold(tensor: Tensor) -> bool:
@@ -76,6 +95,15 @@ def digest(content: Any) -> str:
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter.
         hashes = list(pool.map(_tensor_hash, [tensor for _, tensor in tensors.values()]))
     return hashlib.sha256(b"".join([skeleton.encode(errors="surrogatepass"), *hashes])).hexdigest()
+
+
+def _marked(node: Any) -> dict[str, Any] | None:
+    """None for what no tensor can hold: words, dates, objects."""
+    try:
+        values = torch.from_numpy(np.array(node))  # A copy: others may not be written to.
+    except TypeError:
+        return None
+    return {"__numpy__": "array" if isinstance(node, np.ndarray) else "number", "values": values}
 
 
 def _portable_tensor(tensor: Tensor, path: str, what: str) -> Tensor:
