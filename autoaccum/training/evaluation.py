@@ -23,6 +23,7 @@ from autoaccum.training.evaluation_data import EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.scores import LossScore, OwnScore, Score
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.spec import check_evaluate
 from autoaccum.workload.tracebacks import user_line
 from autoaccum.workload.weights import Objective
 
@@ -46,6 +47,9 @@ class Evaluation:
 
     Attributes:
         micro_batch: The most samples at once by now.
+
+    Raises:
+        WorkloadError: `evaluate` is no function of a model and a batch.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Evaluation:
         note: Callable[[str], Any] | None = None,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        if evaluate is not None:
+            check_evaluate(evaluate)
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._seed, self._interruptible = seed, interruptible

@@ -102,7 +102,7 @@ class Workload:
         object.__setattr__(self, "keeps", read_keeps(self.keeps))
         read_count(self.evaluation_batch, "evaluation_batch")
         if self.evaluation_batch is not None and self.evaluate is not None:
-            _check_evaluate(self.evaluate)
+            check_evaluate(self.evaluate)
         criterion = self.objective.criterion
         if criterion is not None and isinstance(criterion.function, nn.Module):
             _check_criterion_parameters(criterion.function, criterion.name)
@@ -204,7 +204,12 @@ def _check_dataset(dataset: Any, name: str) -> None:
         raise WorkloadError(f"{name} is {kind(dataset)}", hint="give samples by index or an iterable over samples")
 
 
-def _check_evaluate(evaluate: Any) -> None:
+def check_evaluate(evaluate: Any) -> None:
+    """Refuse an `evaluate` that is no function of a model and a batch.
+
+    Raises:
+        WorkloadError: It is none.
+    """
     hint = "write def evaluate(model, batch), or leave it away: the loss is evaluated then"
     if not callable(evaluate):
         raise WorkloadError(f"evaluate is {kind(evaluate)}", hint=hint)

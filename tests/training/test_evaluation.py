@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.evaluation_data import EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
@@ -509,6 +510,12 @@ def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
         EvaluationData(data)
 
 
+@pytest.mark.parametrize("evaluate", [3, lambda model: 0.0], ids=["number", "one argument"])
+def test_what_is_no_function_of_model_and_batch_is_refused_at_once(evaluate: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"^evaluate.*: write def evaluate\(model, batch\)"):
+        evaluation(evaluate=evaluate)
+
+
 # --- beside training ------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +603,13 @@ def test_what_keeps_one_place_for_both_is_refused(share: Any) -> None:
         with pytest.raises(UsageError, match=r"keeps its place in itself: give a second|read only once"):
             EvaluationData(data, trained_on=trained_on)
         EvaluationData(DataLoader(Placed()), trained_on=trained_on)
+
+
+def test_a_training_says_what_it_trains_on() -> None:
+    data = Placed()
+    options: dict[str, Any] = {"target_batch": 4, "micro_batch": 4, "steps": 1, "progress": False}
+    with pytest.raises(UsageError, match="evaluation and training read the same Placed"):
+        autoaccum.fit(net(), DataLoader(data, batch_size=4), loss=CRITERION, eval_data=data, **options)
 
 
 def test_a_loader_that_keeps_its_workers_is_read_apart_from_training() -> None:
