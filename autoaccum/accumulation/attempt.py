@@ -109,7 +109,7 @@ class Attempt:
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
         if shares.empty:
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
-        record, buffers = self._accumulate(parts, shares)
+        record, buffers = self._accumulate(parts, shares, transaction.scale)
         self._enter("clip")
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
@@ -120,7 +120,9 @@ class Attempt:
         updated = self._updater.run(transaction)
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
-    def _accumulate(self, parts: Sequence[Any], shares: Shares) -> tuple[LossRecord, GradientBuffers | None]:
+    def _accumulate(
+        self, parts: Sequence[Any], shares: Shares, scale: float
+    ) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(has_weight(share) for share in shares.parts) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained) if accumulates and needs_buffers(trained) else None
@@ -128,7 +130,7 @@ class Attempt:
             self._warn_of_batchnorm()
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
-        record = self._backpropagation.run(parts, shares.parts, buffers)
+        record = self._backpropagation.run(parts, shares.parts, buffers, scale)
         if versions is not None:
             self._knows_buffers = True
             if names := versions.written():

@@ -74,14 +74,16 @@ class Backpropagation:
         self._observer = observer
         self._scale = 1.0
 
-    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
+    def run(
+        self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
+    ) -> LossRecord:
         """Go through `parts` one by one; the graph of each is freed by its own backward.
 
-        Parts without share are left out: their loss may be 0/0.
+        Parts without share are left out: their loss may be 0/0. `scale` is what the scaler multiplies losses by.
         """
         record = LossRecord()
         device = model_device(self._model)
-        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        self._scale = scale
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):

@@ -111,12 +111,18 @@ class Stopping:
     def leave(self) -> None:
         """End the program as the signal would have, after the last checkpoint; nothing if none came.
 
+        A handler that was there before (a job's, which has itself queued again) is called first.
+
         Raises:
             KeyboardInterrupt: SIGINT came.
             SystemExit: Another did; its code is 128 and the number of the signal.
         """
-        if self.asked is not None:
-            raise _end_by(self.asked) from None
+        if self.asked is None:
+            return
+        handler = self._previous.get(self.asked)
+        if callable(handler):
+            handler(self.asked, None)
+        raise _end_by(self.asked) from None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

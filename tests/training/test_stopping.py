@@ -412,3 +412,15 @@ def test_a_signal_to_the_whole_group_leaves_one_checkpoint_and_no_worker(
         assert (process.returncode, stderr) == (128 + number, "")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> None:
+    called: list[Any] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        with pytest.raises(SystemExit) as leaving, Stopping():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert leaving.value.code == 143
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
