@@ -1,32 +1,22 @@
-"""Processes that fetch parts ahead: one DataLoader of our own, and what is told when one of its workers dies."""
+"""Processes that fetch parts ahead: one DataLoader of our own."""
 
 from __future__ import annotations
 
-import re
 import signal
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from autoaccum.errors import AutoaccumError, DataWorkerError, first_line
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
+from autoaccum.training.data.held_parts import copied
+from autoaccum.training.data.worker_failures import explain_worker_failure
 from autoaccum.workload import nests
-
-_DIED = re.compile(r"DataLoader worker \(pid\(?s?\)?:? .*\) (?:exited unexpectedly|is killed by signal)")
-_SHARED_MEMORY = re.compile(
-    r"out of shared memory|Unexpected bus error|unable to allocate shared memory"
-    r"|unable to (?:write to|resize|mmap \d+ bytes from) file <"
-)
-_TIMED_OUT = re.compile(r"DataLoader timed out after")
-_USERS = "in DataLoader worker process"
-_ENDING_SECONDS = 1.0
-_FEWER = "use fewer workers or none, or read smaller items"
 
 
 @dataclass(frozen=True)
@@ -183,70 +173,26 @@ def end_workers(parts: Iterator[Any] | None) -> None:
         shut_down()
 
 
-def explain_worker_failure(error: BaseException, workers: Sequence[Any] = ()) -> AutoaccumError | None:
-    """The error that says why a DataLoader's workers failed; None where `error` is another error."""
-    text = str(error)
-    full = _SHARED_MEMORY.search(text) if isinstance(error, RuntimeError) else None
-    if full is not None:
-        # Also from within a worker, where a batch is put together in shared memory.
-        return _full(next(line for line in text.splitlines() if full.group() in line))
-    if _USERS in text:
-        return None
-    died = isinstance(error, RuntimeError) and _DIED.search(text) is not None
-    # What a dead worker had still to hand over ends in an error of its connection.
-    died = died or (isinstance(error, ConnectionError | EOFError | FileNotFoundError) and _any_dies(workers))
-    codes = {worker.exitcode for worker in workers}
-    if died and -signal.SIGBUS in codes:
-        return _full(_said(error))
-    if died:
-        return DataWorkerError(_how_it_ended(_said(error), codes), hint=_way_out(codes))
-    if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
-        return DataWorkerError(_said(error), hint="give the DataLoader a longer timeout, or more workers")
-    return None
-
-
-def _full(said: str) -> DataWorkerError:
-    return DataWorkerError(
-        f"the shared memory that workers hand data over in ran out ({said})",
-        hint=f"give /dev/shm more space (docker run --shm-size=8g), {_FEWER}",
-    )
-
-
-def _any_dies(workers: Sequence[Any]) -> bool:
-    """Whether one of them ended by itself; what was seen of it may come before its end does."""
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while workers and time.monotonic() < deadline:
-        if any(worker.exitcode for worker in workers):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def _said(error: BaseException) -> str:
-    return first_line(error) or type(error).__name__
-
-
-def _how_it_ended(text: str, codes: set[int | None]) -> str:
-    ended = sorted(code for code in codes if code)
-    if not ended:
-        return f"a process that reads data died ({text})"
-    ways = [signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in ended]
-    return f"a process that reads data died: {', '.join(ways)} ({text})"
-
-
-def _way_out(codes: set[int | None]) -> str:
-    if -signal.SIGKILL in codes:
-        return f"most likely host memory ran out: {_FEWER}"
-    return "set workers to 0 to see what the dataset does there; where memory ran out, use fewer"
-
-
 def handed_over(part: Any) -> Any:
-    """What a DataLoader is to do with what is put together already: move its tensors into shared memory.
+    """What a DataLoader is to do with what is put together already: copy what is not in shared memory into it.
 
-    The queue would do so in a thread of its own, where a lack of it is printed and the reader waits for ever.
+    The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever,
+    and with it a buffer that is filled again for the next part.
     """
-    if get_worker_info() is not None:
-        for tensor in nests.tensors(part):
-            if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested:
-                tensor.share_memory_()  # type: ignore[no-untyped-call]
-    return part
+    return part if get_worker_info() is None else _shared(part)
+
+
+def _shared(node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return copied(node).share_memory_() if _can_be_shared(node) else node
+    children = nests.children(node) or []
+    shared = [_shared(child) for _, child in children]
+    if all(new is old for new, (_, old) in zip(shared, children, strict=True)):
+        return node
+    return nests.rebuild(node, shared)
+
+
+def _can_be_shared(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        return False
+    return not tensor.is_shared()  # type: ignore[no-untyped-call]

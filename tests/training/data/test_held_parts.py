@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from autoaccum.errors import UsageError
 from autoaccum.training.data.held_parts import HeldParts
@@ -72,13 +73,14 @@ def first_column(part: Any) -> list[int]:
 
 def rows_of(data: Any, target: int, **more: Any) -> list[int]:
     """The first column of an epoch, each window looked at before the next is read."""
-    source = open_source(data, target_batch=target, seed=0, workers=0, **more)
+    source = open_source(data, target_batch=target, seed=0, **{"workers": 0, **more})
     source.part_size = SIZE
     source.start_epoch(0)
     rows: list[int] = []
     while (window := source.next_window()) is not None:
         rows.extend(index for part in window.parts for index in first_column(part))
         source.commit()
+    source.close()
     return rows
 
 
@@ -97,15 +99,17 @@ def test_a_buffer_that_comes_late_is_refused(kind: str) -> None:
         rows_of(OneBuffer(BUFFERS[kind], buffers=5), 32)
 
 
-def test_a_collate_that_fills_one_buffer_again_changes_no_part() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_that_fills_one_buffer_again_changes_no_part(workers: int) -> None:
     rows = torch.arange(COUNT, dtype=torch.float32).repeat(3, 1).T.contiguous()
     buffer = torch.zeros(SIZE, 3)
 
     def collate(samples: list[Any]) -> Any:
-        return torch.stack(samples, out=buffer)
+        buffer.copy_(torch.stack(samples))
+        return {"x": buffer, "n": 1}
 
-    loader: Any = torch.utils.data.DataLoader(rows, SIZE, collate_fn=collate)  # type: ignore[arg-type]
-    assert sorted(rows_of(rows, 8, collate=collate)) == list(range(COUNT))
+    loader: Any = DataLoader(rows, SIZE, collate_fn=collate, num_workers=workers)  # type: ignore[arg-type]
+    assert sorted(rows_of(rows, 8, collate=collate, workers=workers)) == list(range(COUNT))
     assert rows_of(loader, 8) == list(range(COUNT))
 
 
