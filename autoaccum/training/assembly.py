@@ -118,6 +118,7 @@ def _evaluation(
         trainee.precision,
         EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers, trained_on=subject.data),
         micro_batch=subject.evaluation_batch or choice.micro_batch,
+        beside=trainee.companions.values(),
         seed=mix(request.seed, "evaluation"),
         note=lambda text: teller.tell(Noted(text)),
         interruptible=stopping.interruptible,

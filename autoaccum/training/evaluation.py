@@ -41,6 +41,7 @@ class Evaluation:
         precision: `fp32`, `bf16` or `fp16`.
         data: What to evaluate on.
         micro_batch: The most samples to begin with.
+        beside: Modules that the loss holds, such as the criterion: what they keep is put back as well.
         seed: What reading and evaluating draw from.
         note: Told, once each, what `evaluate` returned that is no number.
         interruptible: Entered where nothing is lost by leaving at any moment.
@@ -60,6 +61,7 @@ class Evaluation:
         data: EvaluationData,
         *,
         micro_batch: int,
+        beside: Iterable[nn.Module] = (),
         seed: int = 0,
         note: Callable[[str], Any] | None = None,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -68,7 +70,7 @@ class Evaluation:
             check_evaluate(evaluate)
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
-        self._seed, self._interruptible = seed, interruptible
+        self._beside, self._seed, self._interruptible = list(beside), seed, interruptible
         self._notes: dict[str, bool] = {}
         self._note = note
 
@@ -144,7 +146,9 @@ class Evaluation:
     @contextmanager
     def _put_back(self, model: nn.Module) -> Iterator[None]:
         """Within, `model` is at rest and all that is drawn from is seeded; whatever happens, all is as before then."""
-        modules, parameters = list(model.modules()), list(model.parameters())
+        roots = [model, *self._beside]
+        modules = [module for root in roots for module in root.modules()]
+        parameters = [parameter for root in roots for parameter in root.parameters()]
         read_from = self._data.generators
         before = Transaction(modules, parameters, generators=[*own_generators(modules), *read_from])
         try:

@@ -364,6 +364,32 @@ def test_buffers_and_what_requires_grad_are_as_before(ends_by: BaseException | N
     assert not model.inner.bias.requires_grad
 
 
+class Centred(nn.Module):
+    """A criterion that follows the mean of what it is given."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
+        return functional.cross_entropy(outputs - self.centre, targets)
+
+
+def test_what_a_criterion_keeps_is_as_before() -> None:
+    settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 8, "steps": 4, "progress": False}
+    evaluated: dict[str, Any] = {"eval_data": dataset(), "eval_every": 1}
+    centres = []
+    for more in ({}, evaluated):
+        criterion = Centred()
+        autoaccum.fit(net(), dataset(), criterion=criterion, **settings, **more)
+        centres.append(criterion.centre)
+    assert centres[0].any()
+    assert torch.equal(centres[0], centres[1])
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
