@@ -200,15 +200,19 @@ class _Seen:
         if self._kept is None:
             _say(f"{how} before training began: nothing is lost")
             return
+        from autoaccum.reporting.plain_text import near_path
+
         update, path = self._kept
         at = update if self.last is None else self.last.update
         since = "" if at == update else f", the newest checkpoint is from update {update}"
-        _say(f"{how} after update {at}{since}: {path}; {self._same} goes on from there")
+        _say(f"{how} after update {at}{since}: {near_path(path)}; {self._same} goes on from there")
 
     def tell_kept(self) -> None:
         """One line on stderr above an error: what is not lost."""
+        from autoaccum.reporting.plain_text import near_path
+
         if self._kept is not None:
-            _say(f"note: the state after update {self._kept[0]} is kept: {self._kept[1]}")
+            _say(f"note: the state after update {self._kept[0]} is kept: {near_path(self._kept[1])}")
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autoaccum.reporting.plain_text import near_path
 from autoaccum.reporting.rows import path_value, row_lines
 from autoaccum.reporting.update_line import format_seconds, format_values
 from autoaccum.training.events import Updated
@@ -59,11 +60,11 @@ def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> I
         yield "noise scale", Text(noise_sentence(result.noise_scale, target_batch))
     yield "time", Text(format_seconds(result.seconds))
     if result.resumed_from is not None:
-        yield "resumed from", path_value(result.resumed_from)
+        yield "resumed from", path_value(near_path(result.resumed_from))
     if result.checkpoint is not None:
-        yield "checkpoint", path_value(result.checkpoint)
+        yield "checkpoint", path_value(near_path(result.checkpoint))
     if result.model_path is not None:
-        yield "weights", path_value(result.model_path)
+        yield "weights", path_value(near_path(result.model_path))
     if result.stopped is not None:
         yield "ended by", Text(f"a {result.stopped}")
 
@@ -74,7 +75,7 @@ def next_lines(result: FitResult, *, command: Sequence[str]) -> Iterator[Text]:
     yield Text(f"  {shlex.join(command)}", "cyan")
     if result.model_path is not None:
         yield Text("use the weights:")
-        yield Text(f"  model.load_state_dict(torch.load({str(result.model_path)!r}, weights_only=True))", "cyan")
+        yield Text(f"  model.load_state_dict(torch.load({near_path(result.model_path)!r}, weights_only=True))", "cyan")
 
 
 def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def one_line(text: str) -> str:
     r"""`text` with a space for each letter that breaks lines and tables or commands a terminal.
@@ -10,3 +12,11 @@ def one_line(text: str) -> str:
     'a name  [31mred'
     """
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def near_path(path: Path) -> str:
+    """A path as it is told from here: from the current folder on, where it lies in that."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
-from autoaccum.reporting.plain_text import one_line
+from autoaccum.reporting.plain_text import near_path, one_line
 from autoaccum.reporting.progress import Progress
 from autoaccum.reporting.update_line import UpdateLine, format_values
 from autoaccum.training import events
@@ -151,7 +151,7 @@ def headline(event: events.Started) -> str:
     parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
     text = f"training {type(event.model).__name__} on {event.device}: {event.target_batch} samples per update, {parts}"
     if event.resumed_from is not None:
-        text += f"; going on after update {event.update}, from {event.resumed_from}"
+        text += f"; going on after update {event.update}, from {near_path(event.resumed_from)}"
     return one_line(text)
 
 
