@@ -32,10 +32,11 @@ class HeldParts:
 
     Args:
         name: What the data is, for messages.
+        are_new: Each is known to lie in memory of its own: then nothing is looked at.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, are_new: bool = False) -> None:
+        self._name, self._watches = name, not are_new
         self._copies_all = False
         self._proven = 1
         self._parts: list[Any] = []
@@ -48,18 +49,18 @@ class HeldParts:
 
     def read(self, take: Callable[[], Any]) -> Any:
         """What `take` gives, once the parts so far are safe from it."""
-        guards = not self._copies_all and self._proven <= len(self._parts) <= _GUARDED
+        guards = self._watches and self._proven <= len(self._parts) <= _GUARDED
         if guards:
             self._copies.extend(copied(part) for part in self._parts[len(self._copies) :])
         entry = take()
         if guards and any(map(_was_written, self._parts, self._copies, self._marks)):
-            self._parts, self._copies_all = self._copies, True
+            self._parts, self._copies_all, self._watches = self._copies, True, False
         return copied(entry) if self._copies_all else entry
 
     def add(self, part: Any) -> None:
         """Hold a part, or a piece of one, that was read."""
         self._parts.append(part)
-        if not self._copies_all:
+        if self._watches:
             self._marks.append(_mark(part))
 
     def done(self) -> list[Any]:
@@ -69,7 +70,7 @@ class HeldParts:
             UsageError: One is not, and there is no copy of it.
         """
         parts = self._parts
-        if not self._copies_all:
+        if self._watches:
             now = [_mark(part) for part in parts]
             if any(mark.sample != before.sample for mark, before in zip(now, self._marks, strict=True)):
                 raise UsageError(
@@ -77,6 +78,7 @@ class HeldParts:
                     hint="yield a new tensor for each batch, or a .clone() of the buffer",
                 )
             self._copies_all = now != self._marks
+            self._watches = not self._copies_all
             self._proven = max(self._proven, len(parts))
         self.begin()
         return parts

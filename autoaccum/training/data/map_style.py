@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import default_collate
+
 from autoaccum.training.data.counts import check_first_window, check_size
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.held_parts import HeldParts
@@ -49,7 +51,8 @@ class MapStyleSource:
         self._reader = PartReader(
             PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers")
         )
-        self._held = HeldParts(name)
+        # torch's own puts every batch together anew, and what workers hand over is a copy.
+        self._held = HeldParts(name, are_new=collate in (None, default_collate) or options.num_workers > 0)
         self._epoch, self._read, self._done, self._ended = 0, 0, 0, False
         self._generators = capture_generators(order.generators)
         self._is_running = self._is_restored = False
