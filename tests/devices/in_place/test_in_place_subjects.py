@@ -149,6 +149,19 @@ def test_live_bytes_are_counted_before_anything_is_copied() -> None:
     assert count_live_bytes({"": model}, None, is_live=False).held_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse ")
+def test_a_sparse_buffer_is_counted_and_comes_back() -> None:
+    for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+        model: Any = nn.Linear(2, 2, bias=False)
+        model.register_buffer("graph", make(torch.eye(8)))
+        indices_bytes = (9 + 8) * 8 if make is torch.Tensor.to_sparse_csr else 2 * 8 * 8
+        counted = count_live_bytes({"": model}, None, is_live=True)
+        assert counted.copy_bytes == 16 + indices_bytes + 8 * 4
+        assert counted.held_bytes >= counted.copy_bytes  # torch makes some indices larger than they are.
+        InPlaceDevice(live(model), share=4).inspect()
+        assert torch.equal(model.graph.to_dense(), torch.eye(8))
+
+
 def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     big = LiveBytes(copy_bytes=28 * GIB, guard_bytes=14 * GIB, held_bytes=28 * GIB, gradient_bytes=0)
     host = HostMemory(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
