@@ -13,22 +13,24 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from autoaccum.accumulation.randomness import GENERATORS, Generator
+from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.schedule import split_evenly
-from autoaccum.training import random_states
 from autoaccum.training.data.fetching import set_epoch
+from autoaccum.training.data.sampler_generators import (
+    capture_generators,
+    chain,
+    loader_generators,
+    restore_generators,
+)
 from autoaccum.training.seeds import RandomStream, mix
 from autoaccum.workload.worst_case import spread_indices
 
 _LOOKED_AT = 4096
-_DEPTH = 3
-"""How deep generators are looked for: the batch sampler, its sampler, and one that this wraps."""
 
 
 class Order(Protocol):
@@ -140,7 +142,7 @@ class SampledOrder:
 
     def _copied(self) -> Iterable[Iterable[Any]] | None:
         """The sampler with all it keeps but data and generators; None where it cannot be copied."""
-        inside = (value for one in _chain(self._sampler, _DEPTH) for value in getattr(one, "__dict__", {}).values())
+        inside = (value for one in chain(self._sampler) for value in getattr(one, "__dict__", {}).values())
         kept = [self._dataset, *self.generators.values(), *(value for value in inside if isinstance(value, Dataset))]
         try:
             return copy.deepcopy(self._sampler, {id(value): value for value in kept})
@@ -149,7 +151,7 @@ class SampledOrder:
 
     def _drawn(self, lists_of: Iterable[Iterable[Any]], epoch: int, enough: int) -> Iterator[list[Any]]:
         """Lists of a sampler, read in blocks of at least `enough` indices: swapping random states takes a while."""
-        for sampler in _chain(lists_of, _DEPTH):
+        for sampler in chain(lists_of):
             set_epoch(sampler, epoch)
         if self._loader_generator is not None:
             # As a DataLoader does for its workers, before its sampler draws: the order is the one a loop would see.
@@ -165,28 +167,6 @@ class SampledOrder:
                     block = _block(lists, enough)
             else:
                 block = _block(lists, enough)
-
-
-def loader_generators(loader: DataLoader[Any]) -> dict[str, Generator]:
-    """The generators that a loader and its samplers draw from, by name."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    found = dict(_generators(sampler, "sampler", _DEPTH))
-    if loader.generator is not None and all(own is not loader.generator for own in found.values()):
-        found["loader"] = loader.generator
-    return found
-
-
-def capture_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
-    """Their states, as plain values."""
-    captured: dict[str, Any] = random_states.capture((), generators)["generators"] if generators else {}
-    return captured
-
-
-def restore_generators(states: Mapping[str, Any], generators: Mapping[str, Generator]) -> list[str]:
-    """Put them back; what could not be, as sentences."""
-    if not generators and not states:
-        return []
-    return random_states.restore({**random_states.capture((), {}), "generators": states}, (), generators)
 
 
 def _block(lists: Iterator[Iterable[Any]], enough: int) -> list[list[Any]]:
@@ -228,21 +208,3 @@ def _chosen_from(batch_sampler: Any) -> Sequence[Any] | None:
 def _draws_at_start_only(sampler: Any) -> bool:
     """Whether torch's own samplers, which draw from the global generator before their first index, are all there is."""
     return type(sampler) is BatchSampler and type(sampler.sampler) in (RandomSampler, SequentialSampler)
-
-
-def _chain(sampler: Any, depth: int) -> Iterator[Any]:
-    """A sampler and those it keeps as attributes."""
-    yield sampler
-    if depth > 0:
-        for value in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
-            if isinstance(value, Sampler):
-                yield from _chain(value, depth - 1)
-
-
-def _generators(sampler: Any, name: str, depth: int) -> Iterator[tuple[str, Generator]]:
-    seen = set()
-    for number, one in enumerate(_chain(sampler, depth)):
-        for attribute, value in vars(one).items() if hasattr(one, "__dict__") else ():
-            if isinstance(value, GENERATORS) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"{name}{number or ''}.{attribute}", value

@@ -10,9 +10,10 @@ from torch.utils.data import default_collate
 from autoaccum.training.data.counts import check_first_window, check_size
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.held_parts import HeldParts
-from autoaccum.training.data.indices import Order, capture_generators, restore_generators
+from autoaccum.training.data.indices import Order
 from autoaccum.training.data.planning_batch import longest_of_dataset
 from autoaccum.training.data.regrouping import regroup
+from autoaccum.training.data.sampler_generators import capture_generators, restore_generators
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import PartReader, WorkerOptions
 from autoaccum.training.seeds import mix

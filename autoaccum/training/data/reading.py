@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from autoaccum.accumulation.randomness import Generator
 from autoaccum.training.data.ends import check_end, iterated
 from autoaccum.training.data.fetching import set_epoch
-from autoaccum.training.data.indices import capture_generators, loader_generators, restore_generators
+from autoaccum.training.data.sampler_generators import capture_generators, loader_generators, restore_generators
 from autoaccum.training.data.worker_failures import explain_worker_failure
 from autoaccum.training.data.workers import end_workers, unwatched, workers_of
 from autoaccum.training.seeds import RandomStream, mix
