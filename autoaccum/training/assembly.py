@@ -74,6 +74,7 @@ def assemble(
     evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell)
     state = WholeState(
         run=run,
+        digest=subject.digest,
         choice=choice,
         progress=progress,
         trainee=trainee,

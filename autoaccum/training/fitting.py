@@ -22,7 +22,7 @@ from autoaccum.training.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
-from autoaccum.training.resuming import check_same_run, describe_request, describe_run, find_saved
+from autoaccum.training.resuming import check_same_run, describe_request, describe_run, find_saved, tell_of_changes
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
@@ -56,12 +56,13 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     teller = Teller([] if on_event is None else [on_event], request.callbacks)
     with ExitStack() as stack:
         stack.callback(RandomState(seeded_devices()).restore)
-        folder = _open_folder(request, teller, stack)
         subject = find_subject(request)
+        folder = _open_folder(request, teller, stack)
         source = _open_source(request, subject, stack)
         saved = find_saved(folder, request, teller.tell)
         if saved is not None:
             check_same_run(saved, describe_request(request, source))  # Before a plan that may take minutes.
+            tell_of_changes(saved, subject, teller.tell)
         resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, teller.tell)
         _seed(request.seed)

@@ -36,26 +36,39 @@ def choose_micro_batch(
         UsageError: The plan that was given is for other updates or another device.
         DoesNotFitError, NotMeasuredError, WorkloadError: No plan could be made.
     """
-    if request.micro_batch is not None:
-        return Choice(request.micro_batch)
-    if request.plan is not None:
-        given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-        _check_given(given, request, subject, tell)
-        return Choice(given.micro_batch, given)
-    if saved is not None:
-        kept = saved.plan
-        if kept is None:
-            return Choice(saved.micro_batch)
-        different = _elsewhere(kept, subject.device)
-        if not different:
-            return Choice(kept.micro_batch, kept)
-        tell(Noted(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
+    found = _without_trials(request, subject, saved, tell)
+    if found is not None:
+        if request.memory is not None or request.reserve is not None:
+            whence = "was given" if saved is None or found.micro_batch != saved.micro_batch else "of this run is kept"
+            tell(Noted(f"memory and reserve are for planning, and the micro-batch {whence}: they are not used"))
+        return found
     tell(Planning(subject.name))
     try:
         made = subject.plan(source.planning_batch, tell)
     except (UsageError, NotMeasuredError) as error:
         raise type(error)(error.message, hint=_with_number(error.hint)) from error.__cause__
     return Choice(made.micro_batch, made)
+
+
+def _without_trials(
+    request: FitRequest, subject: Subject, saved: Saved | None, tell: Callable[[Any], Any]
+) -> Choice | None:
+    if request.micro_batch is not None:
+        return Choice(request.micro_batch)
+    if request.plan is not None:
+        given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
+        _check_given(given, request, subject, tell)
+        return Choice(given.micro_batch, given)
+    if saved is None:
+        return None
+    kept = saved.plan
+    if kept is None:
+        return Choice(saved.micro_batch)
+    different = _elsewhere(kept, subject.device)
+    if not different:
+        return Choice(kept.micro_batch, kept)
+    tell(Noted(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
+    return None
 
 
 def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callable[[Any], Any]) -> None:
@@ -70,13 +83,13 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, here they have {request.target_batch}",
-            hint=f"plan again, or take its number all the same: micro_batch={plan.micro_batch}",
+            hint=f"plan again, or take its number all the same: {_as_number(plan.micro_batch)}",
         )
     different = _elsewhere(plan, subject.device)
     if different:
         raise UsageError(
             f"the plan is for {different[0][0]}; here is {different[0][1]}",
-            hint=f"plan again for what is here, or take its number all the same: micro_batch={plan.micro_batch}",
+            hint=f"plan again for what is here, or take its number all the same: {_as_number(plan.micro_batch)}",
         )
     digest = plan.workload.get("digest")
     if digest and subject.digest and digest != subject.digest:
@@ -95,5 +108,9 @@ def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
 
 
 def _with_number(hint: str | None) -> str:
-    number = "or give a number of your own: micro_batch=32"
+    number = f"or give a number of your own: {_as_number(32)}"
     return number.removeprefix("or ") if hint is None else f"{hint}; {number}"
+
+
+def _as_number(micro_batch: int) -> str:
+    return f"micro_batch={micro_batch} (--micro-batch {micro_batch})"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from autoaccum.errors import UsageError
+from autoaccum.units import parse_size
 
 if TYPE_CHECKING:
     from autoaccum.planning.records import Plan
@@ -71,8 +72,10 @@ class FitRequest:
         for name, takes in (("collate", "a list of samples"), ("evaluate", "the model and a batch")):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
-        if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
-            raise UsageError(f"run_dir is {self.run_dir!r}", hint="give the name of a folder")
+        self._settle_paths()
+        for name in ("memory", "reserve"):
+            if isinstance(getattr(self, name), str):
+                parse_size(getattr(self, name))
         for name in ("skip_nonfinite", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint="give True or False")
@@ -95,6 +98,15 @@ class FitRequest:
         if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
         object.__setattr__(self, "callbacks", tuple(given))
+
+    def _settle_paths(self) -> None:
+        """What is relative is so to the folder the request was made in: a workload may go to another."""
+        for name, what in (("run_dir", "a folder"), ("plan", "a plan")):
+            value = getattr(self, name)
+            if isinstance(value, (str, os.PathLike)) and str(value):
+                object.__setattr__(self, name, Path(value).absolute())
+            elif value == "" or (name == "run_dir" and value is not None):
+                raise UsageError(f"{name} is {value!r}", hint=f"give the name of {what}")
 
     def _check_count(self, name: str, *, least: int = 1) -> None:
         value = getattr(self, name)

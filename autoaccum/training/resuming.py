@@ -14,6 +14,7 @@ from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.subjects import Subject
 from autoaccum.training.trainee import Trainee
 
 
@@ -93,6 +94,15 @@ def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
         raise UsageError(
             f"{saved.path} is of another training: {different}",
             hint="give what was given then, or choose another run folder",
+        )
+
+
+def tell_of_changes(saved: Saved, subject: Subject, tell: Callable[[Any], Any]) -> None:
+    """Say so where the workload's files are not those the run began with."""
+    then = saved.record.get("digest")
+    if then and subject.digest and then != subject.digest:
+        tell(
+            Noted(f"{subject.name} was changed since the checkpoint was written: what follows trains what it says now")
         )
 
 

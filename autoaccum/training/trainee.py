@@ -82,6 +82,8 @@ def make_trainee(
     check_precision(precision)
     if callable(scheduler):
         scheduler = scheduler(optimizer)
+        if scheduler is None:
+            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
     check_scheduler(scheduler, optimizer)
     device = model_device(model)
     objective.move_criterion(device)

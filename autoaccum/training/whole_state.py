@@ -24,6 +24,7 @@ class WholeState:
 
     Attributes:
         run: What must be the same when it is resumed (`resuming.describe_run`).
+        digest: Of the workload's source files; empty where there are none.
         choice: The micro-batch it was planned with.
         progress: How far it is.
         trainee: Model, its companions, optimizer, scheduler and scaler.
@@ -33,6 +34,7 @@ class WholeState:
     """
 
     run: Mapping[str, Any]
+    digest: str
     choice: Choice
     progress: Progress
     trainee: Trainee
@@ -45,6 +47,7 @@ class WholeState:
         trainee, plan = self.trainee, self.choice.plan
         return {
             "run": dict(self.run),
+            "digest": self.digest,
             "progress": self.progress.state(),
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self.choice.micro_batch,

@@ -182,7 +182,10 @@ class Workload:
         if not callable(self.scheduler):
             raise WorkloadError(f"scheduler is {kind(self.scheduler)}", hint=hint)
         _check_call(self.scheduler, "scheduler", 1, hint)
-        return self.scheduler(optimizer)
+        made = self.scheduler(optimizer)
+        if made is None:
+            raise WorkloadError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+        return made
 
 
 def _check_model(model: Any) -> None:

@@ -238,7 +238,7 @@ USAGE = [
         "--plan and --micro-batch are both given: leave one of them away",
     ),
     ("nowhere.py --target-batch 8 --run-dir {folder}/a --epochs 1", "there is no file nowhere.py"),
-    ("m.py --target-batch 8 --run-dir /dev/null --epochs 1", "/dev/null"),
+    ("{root}/examples/digits_fit.py --target-batch 8 --run-dir /dev/null --epochs 1", "/dev/null"),
 ]
 
 
@@ -248,11 +248,20 @@ def invoke(*words: str) -> Result:
 
 @pytest.mark.parametrize(("words", "text"), USAGE, ids=[str(number) for number in range(len(USAGE))])
 def test_usage_errors_say_what_was_seen(words: str, text: str, tmp_path: Path) -> None:
-    result = invoke(*words.format(folder=tmp_path).split())
+    result = invoke(*words.format(folder=tmp_path, root=ROOT).split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ")
     assert text in result.stderr
+
+
+def test_stdout_is_the_result_s_alone_however_the_workload_prints(folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL + "import os, sys\nos.write(1, b'RAW\\n')\nsys.__stdout__.write('OWN\\n')\n")
+    done = run(folder, "--json", "--micro-batch", "10")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["updates"] > 0
+    assert "RAW\n" in done.stderr
+    assert "OWN\n" in done.stderr
 
 
 def test_a_workload_without_a_dataset_says_so(tmp_path: Path) -> None:
@@ -310,7 +319,8 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     assert invoke(*WORDS, *words, "--clip-norm", "inf", "--skip-nonfinite", "--noise-scale").exit_code == 0
     assert {name: getattr(asked[0], name) for name in numbers | texts} == numbers | texts
     assert (asked[0].clip_norm, asked[0].skip_nonfinite, asked[0].noise_scale) == (float("inf"), True, True)
-    assert (asked[0].subject, asked[0].run_dir, asked[0].target_batch, asked[0].plan) == ("my model.py", "a", 8, None)
+    assert (asked[0].subject, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)
+    assert asked[0].run_dir == Path("a").absolute()
 
 
 def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> None:

@@ -163,3 +163,47 @@ def test_a_live_model_at_rest_is_planned_in_the_mode_it_is_trained_in() -> None:
     model.eval()
     find_subject(request)
     assert all(module.training for module in model.modules())
+
+
+def test_a_file_that_was_changed_between_two_runs_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
+    assert fit(path, run_dir=tmp_path / "run").warnings == ()
+    assert fit(path, run_dir=tmp_path / "run", epochs=3).warnings == ()
+    path.write_text(path.read_text() + "\nunused = 3\n")
+    (said,) = fit(path, run_dir=tmp_path / "run", epochs=4).warnings
+    assert "train was changed since the checkpoint was written" in said
+
+
+def test_a_run_folder_is_where_it_was_asked_for_wherever_the_workload_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    leaving = "import os\nos.chdir('elsewhere')\ndataset = [(torch.ones(3), torch.ones(2))] * 16"
+    (tmp_path / "train.py").write_text(FILE.format(more=leaving))
+    fit("train.py", run_dir="run")
+    assert (tmp_path / "run" / "model.pt").is_file()
+    assert not (tmp_path / "elsewhere" / "run").exists()
+
+
+def test_a_budget_is_checked_and_told_where_nothing_is_planned() -> None:
+    with pytest.raises(UsageError, match="junk"):
+        fit(workload(dataset=DATA), memory="junk")
+    (said,) = fit(workload(dataset=DATA), memory="1GiB").warnings
+    assert "memory and reserve are for planning, and the micro-batch was given" in said
+
+
+def test_a_schedule_that_is_not_returned_is_missed() -> None:
+    for more in ({"scheduler": lambda optimizer: None}, {}):
+        options = {} if more else {"scheduler": lambda optimizer: None}
+        with pytest.raises(
+            AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler it makes"
+        ):
+            fit(workload(dataset=DATA, **more), **options)
+
+
+def test_a_workload_that_cannot_be_used_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(AutoaccumError, match="has no dataset"):
+        fit(workload(), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
