@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from autoaccum.errors import CheckpointError, UsageError
 from autoaccum.training.contents import digest, portable, revived
 from autoaccum.training.verified_files import (
     DamagedFileError,
+    is_file,
     load_plain,
     remove_leftovers,
     sync_folder,
@@ -71,7 +73,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is one in `folder`, whole or not."""
-    return any(_NAME.fullmatch(path.name) for path in folder.glob("checkpoint-*.pt"))
+    return any(True for _ in _numbered(folder))
 
 
 class CheckpointStore:
@@ -87,33 +89,36 @@ class CheckpointStore:
             raise UsageError(f"{keep} checkpoints are to be kept", hint="keep at least 1")
         self.folder = folder
         self._keep = keep
-        remove_leftovers(folder)
+        if has_checkpoint(folder):
+            remove_leftovers(folder)
 
     def paths(self) -> list[Path]:
         """Of every checkpoint, whole or not, the newest first."""
-        return [path for _, path in sorted(self._numbered(), reverse=True)]
+        return [path for _, path in sorted(_numbered(self.folder), reverse=True)]
 
     def write(self, update: int, record: Mapping[str, Any]) -> Path:
         """Write the checkpoint after `update`; then the oldest go, beyond those that are kept.
+
+        One that cannot be removed stays, until the next time. `record` gets `update`, by which a file that was given
+        another name is known.
 
         Raises:
             NotPortableError: As `write_checkpoint`.
             CheckpointError: It cannot be written; those that are there stay.
         """
         path = self.folder / f"checkpoint-{update:08}.pt"
-        write_checkpoint(path, record)
-        earlier = sorted((number, other) for number, other in self._numbered() if number < update)
+        write_checkpoint(path, {**record, "update": update})
+        remove_leftovers(self.folder)
+        earlier = sorted((number, other) for number, other in _numbered(self.folder) if number < update)
         for _, other in earlier[: max(len(earlier) + 1 - self._keep, 0)]:
-            try:
+            with suppress(OSError):
                 other.unlink(missing_ok=True)
-            except OSError as error:
-                raise CheckpointError(f"{other} cannot be removed ({error.strerror})", hint="remove it") from None
         return path
 
     def newest(self, on_passed_over: PassedOver) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint and its record; None where there is no checkpoint.
 
-        Newer ones that are damaged are told to `on_passed_over` and set aside, as `*.damaged`.
+        Newer ones that are damaged, or were renamed, are told to `on_passed_over` and set aside, as `*.damaged`.
 
         Raises:
             CheckpointError: All there are are damaged, and stay; or one comes from a newer autoaccum, or cannot be
@@ -122,7 +127,7 @@ class CheckpointStore:
         damaged: list[tuple[Path, str]] = []
         for path in self.paths():
             try:
-                record = read_checkpoint(path)
+                record = _read_unrenamed(path)
             except DamagedFileError as error:
                 damaged.append((path, error.reason))
                 continue
@@ -136,10 +141,20 @@ class CheckpointStore:
             hint="copy one back, or train anew in another folder",
         )
 
-    def _numbered(self) -> Iterator[tuple[int, Path]]:
-        for path in self.folder.glob("checkpoint-*.pt"):
-            if match := _NAME.fullmatch(path.name):
-                yield int(match[1]), path
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("checkpoint-*.pt"):
+        if (match := _NAME.fullmatch(path.name)) and is_file(path):
+            yield int(match[1]), path
+
+
+def _read_unrenamed(path: Path) -> dict[str, Any]:
+    """Refuse one that was given another name: as long as it seemed the newest, training would begin there again."""
+    record = read_checkpoint(path)
+    match, update = _NAME.fullmatch(path.name), record.get("update")
+    if match is not None and isinstance(update, int) and update != int(match[1]):
+        raise DamagedFileError(path, f"it was renamed: it is of update {update}")
+    return record
 
 
 def _is_whole(content: Any) -> bool:

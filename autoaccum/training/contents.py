@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _MAPPINGS = (dict, OrderedDict, Counter)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _MARK = {"__numpy__", "values"}
-_THREADS = 4
 
 
 class NotPortableError(CheckpointError):
@@ -89,11 +86,13 @@ def can_hold(tensor: Tensor) -> bool:
 
 
 def digest(content: Any) -> str:
-    """SHA-256 over a portable nest: types, order, values, and every byte of its tensors, each read once."""
+    """SHA-256 over a portable nest: types, order, values, and every byte of its tensors, each read once.
+
+    No threads share the work: where memory is short, Python may wait for ever for one that has died as it began.
+    """
     tensors: dict[int, tuple[int, Tensor]] = {}
     skeleton = _skeleton(content, tensors)
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter.
-        hashes = list(pool.map(_tensor_hash, [tensor for _, tensor in tensors.values()]))
+    hashes = [_tensor_hash(tensor) for _, tensor in tensors.values()]
     return hashlib.sha256(b"".join([skeleton.encode(errors="surrogatepass"), *hashes])).hexdigest()
 
 

@@ -69,7 +69,8 @@ class RunFolder:
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
             raise _unusable(folder, error) from None
         try:
-            remove_leftovers(folder)
+            if has_checkpoint(folder / "checkpoints"):
+                remove_leftovers(folder)
             return cls(folder, lock, keep)
         except OSError as error:
             lock.release()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import stat
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from torch.utils.serialization import config as saving
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import CheckpointError, first_line
 
-_TEMPORARY = ".tmp"
+_TEMPORARY = re.compile(r"\.(?:checkpoint-\d{8,}|model)\.pt\.\d+\.tmp")
 _ZIP = b"PK\x03\x04"
+_PARSING = (None, errno.EINVAL, errno.EOVERFLOW)
+"""Of a file that was opened: what it says leads to places that no file has."""
 
 
 class DamagedFileError(CheckpointError):
@@ -47,14 +50,13 @@ def write_verified(path: Path, content: Any, is_whole: Callable[[Any], bool], *,
     Raises:
         CheckpointError: It cannot be written, or does not read back as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        with temporary.open("wb", buffering=0) as file:
             _save(file, content, checksums)
-            syncing = pool.submit(os.fsync, file.fileno())  # The disk writes while the processor compares.
-            if not is_whole(_load_mapped(temporary)):
-                raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk")
-            syncing.result()
+            os.fsync(file.fileno())
+        if not _reads_back(temporary, is_whole):
+            raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk")
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -75,20 +77,23 @@ def load_plain(path: Path, *, mapped: bool = False) -> Any:
         DamagedFileError: It is no whole file of `torch.save`, or asks for more than values.
         CheckpointError: It cannot be read now.
     """
+    if not is_file(path):
+        raise CheckpointError(f"{path} cannot be read (it is no file)", hint="move it away")
     try:
         with path.open("rb") as file:
             begins = file.read(len(_ZIP))
-        if begins != _ZIP:
-            raise DamagedFileError(path, "it is no file of torch.save")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if begins != _ZIP:
+        raise DamagedFileError(path, "it is no file of torch.save")
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # What torch suspects of a file, the digest knows.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        if error.errno == errno.EIO:
-            raise DamagedFileError(path, error.strerror or str(error)) from None
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})", hint="see that it can") from None
-    except CheckpointError:
-        raise
+        if error.errno in _PARSING:
+            raise DamagedFileError(path, "it is cut off, or its parts are not where it says") from None
+        raise _unreadable(path, error) from None
     except Exception as error:
         if isinstance(error, MemoryError) or find_shortage(error) is not None:
             raise CheckpointError(f"there is too little memory to load {path}", hint="free some") from None
@@ -96,9 +101,19 @@ def load_plain(path: Path, *, mapped: bool = False) -> Any:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a process that was killed had begun to write."""
-    for path in folder.glob(f".*.pt.*{_TEMPORARY}"):
-        path.unlink(missing_ok=True)
+    """Remove what a process that was killed had begun to write, from a folder that is known for a run's."""
+    for path in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name):
+            with suppress(OSError):  # The next run tries again.
+                path.unlink(missing_ok=True)
+
+
+def is_file(path: Path) -> bool:
+    """Not so for a folder, a pipe or a device; what cannot be looked at counts as one, and says so when it is read."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return True
 
 
 def sync_folder(folder: Path) -> None:
@@ -147,12 +162,25 @@ def _save(file: Any, content: Any, checksums: bool) -> None:
         raise remembering.failure
 
 
+def _reads_back(path: Path, is_whole: Callable[[Any], bool]) -> bool:
+    try:
+        return is_whole(_load_mapped(path))
+    except DamagedFileError:
+        return False
+
+
 def _load_mapped(path: Path) -> Any:
     try:
         return load_plain(path, mapped=True)
     except DamagedFileError:
         # Some file systems cannot map files; a file that is damaged is so when it is read, too.
         return load_plain(path)
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({error.strerror or error})", hint="see that it can, or move it away"
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autoaccum.errors import CheckpointError, UsageError
-from autoaccum.training.checkpoints import VERSION, CheckpointStore, read_checkpoint, write_checkpoint
+from autoaccum.training.checkpoints import (
+    VERSION,
+    CheckpointStore,
+    has_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from autoaccum.training.contents import NotPortableError, digest, portable
 from autoaccum.training.verified_files import DamagedFileError
 
@@ -188,6 +194,36 @@ def test_too_little_memory_ends_in_an_error_of_ours(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+SHORT = """
+import resource, sys
+from pathlib import Path
+import torch
+from autoaccum.errors import CheckpointError
+from autoaccum.training.checkpoints import CheckpointStore
+
+store = CheckpointStore(Path(sys.argv[1]))
+record = {"weights": [torch.zeros(100_000) for _ in range(20)]}
+store.write(1, record)
+for room in (0, 1, 2, 4, 7, 8, 9, 12, 20, 1000):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room * 2**20, -1))
+    try:
+        done = store.write(2, record).name
+    except CheckpointError as error:
+        done = error.hint
+    resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+    print(done)
+"""
+
+
+def test_a_limit_on_memory_ends_in_a_checkpoint_or_an_error_and_not_in_waiting(tmp_path: Path) -> None:
+    done = run(SHORT, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {*done.stdout.split("\n")} <= {"", "free some", "checkpoint-00000002.pt"}
+    assert done.stdout.endswith("checkpoint-00000002.pt\n")
+
+
 # Damage.
 
 
@@ -227,11 +263,15 @@ def test_any_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
 def test_any_truncation_is_found(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-00000001.pt"
     write_checkpoint(path, record())
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 97):
-        path.write_bytes(whole[:length])
-        with pytest.raises(DamagedFileError, match="is damaged"):
-            read_checkpoint(path)
+    small = path.read_bytes()
+    write_checkpoint(path, {"deep": [{f"name {number}": torch.full((9,), number)} for number in range(100)]})
+    large = path.read_bytes()
+    assert len(large) > 20_000
+    for whole, between in ((small, 97), (large, 500)):
+        for length in range(0, len(whole), between):
+            path.write_bytes(whole[:length])
+            with pytest.raises(DamagedFileError, match="is damaged"):
+                read_checkpoint(path)
 
 
 class Malicious:
@@ -323,9 +363,36 @@ def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
 def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.write(1, record(1))
-    (tmp_path / "checkpoint-00000002.pt").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read \\(Is a directory\\)"):
+    (tmp_path / "checkpoint-00000002.pt").symlink_to("elsewhere")
+    with pytest.raises(CheckpointError, match="cannot be read \\(No such file or directory\\)"):
         store.newest(never)
+
+
+def test_folders_and_pipes_are_no_checkpoints(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "checkpoint-00000008.pt").mkdir()
+    os.mkfifo(tmp_path / "checkpoint-00000009.pt")
+    assert store.newest(never) is None
+    assert not has_checkpoint(tmp_path)
+    path = store.write(1, record(1))
+    assert store.newest(never) is not None
+    assert store.paths() == [path]
+    with pytest.raises(CheckpointError, match="08.pt cannot be written \\(Is a directory\\)"):
+        store.write(8, record(8))
+    with pytest.raises(CheckpointError, match="09.pt cannot be read \\(it is no file\\): move it away"):
+        read_checkpoint(tmp_path / "checkpoint-00000009.pt")
+
+
+def test_one_that_was_renamed_does_not_stay_the_newest(tmp_path: Path) -> None:
+    store, told = CheckpointStore(tmp_path), list[str]()
+    for update in (1, 2):
+        store.write(update, {"made": update})
+    store.paths()[0].rename(tmp_path / "checkpoint-00000900.pt")
+    path, _ = store.newest(lambda path, reason: told.append(f"{path.name}: {reason}")) or pytest.fail("none found")
+    assert path.name == "checkpoint-00000001.pt"
+    assert told == [
+        "checkpoint-00000900.pt: it was renamed: it is of update 2; it is kept as checkpoint-00000900.pt.damaged"
+    ]
 
 
 def test_what_came_later_is_not_removed_before_its_time(tmp_path: Path) -> None:
@@ -335,11 +402,33 @@ def test_what_came_later_is_not_removed_before_its_time(tmp_path: Path) -> None:
     assert len(store.paths()) == 3
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint-00000001.pt.123.tmp").write_bytes(b"half")
-    (tmp_path / "mine.tmp").write_bytes(b"")
+def test_leftovers_of_a_killed_process_are_removed_where_a_run_is_known(tmp_path: Path) -> None:
+    left = tmp_path / ".checkpoint-00000001.pt.123.tmp"
+    others = {".checkpoint-best.pt.123.tmp", ".weights.pt.123.tmp", ".model.pt.new.tmp", "mine.tmp"}
+    for path in (left, *(tmp_path / name for name in others)):
+        path.write_bytes(b"half")
+    store = CheckpointStore(tmp_path)
+    assert left.exists()
+    path = store.write(1, record(1))
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, *others}
+    left.write_bytes(b"half")
     CheckpointStore(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, *others}
+
+
+def test_an_earlier_one_that_cannot_be_removed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.write(1, record(1))
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        store.write(2, record(2))
+    assert len(store.paths()) == 2
+    path = store.write(3, record(3))
+    assert store.paths() == [path]
 
 
 # Trouble with the disk.
@@ -404,13 +493,34 @@ def test_a_full_and_a_read_only_disk_leave_the_earlier_ones(tmp_path: Path) -> N
     except FileNotFoundError:
         may_mount = False
     if not may_mount:
-        return  # The limit on files above takes the same way through the code.
+        pytest.skip("this process may not mount; the limit on files above takes the same way through the code")
     done = run(FULL, tmp_path, "mount", before=apart)
     assert (done.returncode, done.stderr) == (0, "")
     full = "checkpoint-00000002.pt cannot be written (No space left on device): make room"
     fixed = "checkpoint-00000003.pt cannot be written (Read-only file system): see that its folder can be written to"
     refused = [f"{name} cannot be written to (Read-only file system)" for name in ("", "/new")]
     assert done.stdout.splitlines() == ["checkpoint-00000001.pt", *[full] * 3, KEPT[0], fixed, *refused, KEPT[1]]
+
+
+@pytest.mark.parametrize("fault", ["changed", "cut"])
+def test_what_does_not_read_back_is_not_kept(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sync = CheckpointStore(tmp_path), os.fsync
+    earlier = store.write(1, {"weight": torch.zeros(1000)})
+    content = earlier.read_bytes()
+
+    def spoil(handle: int) -> None:
+        sync(handle)
+        if fault == "changed":
+            os.pwrite(handle, b"\x01", os.fstat(handle).st_size // 2)
+        else:
+            os.ftruncate(handle, os.fstat(handle).st_size - 500)
+
+    monkeypatch.setattr(os, "fsync", spoil)
+    for update in (1, 2):
+        with pytest.raises(CheckpointError, match="does not read back as it was written: check the disk"):
+            store.write(update, {"weight": torch.zeros(1000)})
+    assert [*tmp_path.iterdir()] == [earlier]
+    assert earlier.read_bytes() == content
 
 
 def test_a_folder_that_vanished_or_became_a_file_is_told(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def test_it_stays_where_it_is_when_the_process_moves(tmp_path: Path, monkeypatch
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    RunFolder.open(tmp_path).close()
+    with RunFolder.open(tmp_path) as run:
+        run.checkpoints.write(1, {})
     left = [tmp_path / ".model.pt.12.tmp", tmp_path / "checkpoints" / ".checkpoint-00000001.pt.12.tmp"]
     for path in left:
         path.touch()
