@@ -65,6 +65,8 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             tell_of_changes(saved, subject, teller.tell)
         resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, teller.tell)
+        if subject.device.type == "cuda":  # Which may have started only while it was planned.
+            stack.callback(RandomState([subject.device]).restore)
         _seed(request.seed)
         trainee = subject.build(choice.plan)
         run = describe_run(request, trainee, source)

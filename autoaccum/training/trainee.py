@@ -52,6 +52,11 @@ class Trainee:
         return model_device(self.model)
 
     @property
+    def devices(self) -> list[torch.device]:
+        """Every device that parameters or buffers are on: a model may be on two cards."""
+        return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
+
+    @property
     def companions(self) -> dict[str, nn.Module]:
         """The criterion, where it is a module, and others that the loss or hooks hold, by name."""
         return find_companions(self.model, self.objective, self.optimizer)

@@ -63,7 +63,7 @@ class WholeState:
                 trainee.scaler,
                 trainee.settings,
             ),
-            "random": random_states.capture([trainee.device], self._generators()),
+            "random": random_states.capture(trainee.devices, self._generators()),
         }
 
     def restore(self, record: Mapping[str, Any], tell: Callable[[Any], Any]) -> None:
@@ -96,7 +96,7 @@ class WholeState:
 
     def restore_randomness(self, record: Mapping[str, Any], tell: Callable[[Any], Any]) -> None:
         """Go on drawing where the interrupted run did; what cannot be put back is told."""
-        for sentence in random_states.restore(record["random"], [self.trainee.device], self._generators()):
+        for sentence in random_states.restore(record["random"], self.trainee.devices, self._generators()):
             tell(Noted(f"the resumed run draws other random numbers: {sentence}"))
 
     def _generators(self) -> dict[str, Generator]:
