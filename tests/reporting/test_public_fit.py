@@ -1,0 +1,35 @@
+"""The public `fit` asks for what a request holds, with the same defaults, and is quiet when it is told to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.training.request import FitRequest
+
+
+def test_it_has_the_arguments_of_a_request_and_one_more() -> None:
+    given = dict(inspect.signature(autoaccum.fit).parameters)
+    assert given.pop("progress").default is True
+    given["subject"] = given.pop("model_or_workload")
+    held = {field.name: field.default for field in dataclasses.fields(FitRequest)}
+    assert set(given) == set(held)
+    assert {
+        name: parameter.default for name, parameter in given.items() if parameter.default is not inspect.Parameter.empty
+    } == {name: default for name, default in held.items() if default is not dataclasses.MISSING}
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_it_is_drawn_on_stderr_alone(progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    data = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
+    options = {"target_batch": 8, "micro_batch": 4, "epochs": 1}
+    autoaccum.fit(nn.Linear(3, 2), data, loss=nn.MSELoss(), progress=progress, **options)  # type: ignore[arg-type]
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert ("training Linear on cpu: 8 samples per update" in told.err) is progress
