@@ -101,7 +101,7 @@ def _plain(value: Any, kind: type, where: str) -> Any:
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    raise _wrong(value, names[kind], where)
+    raise _wrong(value, names.get(kind, f"a {kind.__name__}"), where)
 
 
 def _wrong(value: Any, expected: str, where: str) -> ShapeError:

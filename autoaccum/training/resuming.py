@@ -12,6 +12,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
 from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted
+from autoaccum.training.record_shape import check_record
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.subjects import Subject
@@ -47,7 +48,7 @@ def find_saved(folder: RunFolder | None, request: FitRequest, tell: Callable[[An
 
     Raises:
         UsageError: The folder holds a run that is not to be resumed, or none that is.
-        CheckpointError: There are checkpoints, and none is whole.
+        CheckpointError: There are checkpoints, and none is whole; or the newest holds what this version does not know.
     """
     if folder is None:
         return None
@@ -61,7 +62,11 @@ def find_saved(folder: RunFolder | None, request: FitRequest, tell: Callable[[An
     found = folder.checkpoints.newest(lambda path, reason: tell(_passed_over(path, reason)))
     if found is None and request.resume == "must":
         raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="begin the run without --resume must")
-    return None if found is None else Saved(*found)
+    if found is None:
+        return None
+    path, record = found
+    check_record(record, path)
+    return Saved(path, record)
 
 
 def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
@@ -84,13 +89,15 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
 def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
     """Refuse to go on with another training than the one that was interrupted.
 
+    What only one of both versions compares is not known to differ.
+
     Raises:
         UsageError: Names all that differs.
     """
     then = saved.record["run"]
-    names = [name for name, value in here.items() if then.get(name) != value]
+    names = [name for name, value in here.items() if name in then and then[name] != value]
     if names:
-        different = "; ".join(f"{name} was {then.get(name)!r}, is {here.get(name)!r}" for name in names)
+        different = "; ".join(f"{name} was {then[name]!r}, is {here[name]!r}" for name in names)
         raise UsageError(
             f"{saved.path} is of another training: {different}",
             hint="give what was given then, or choose another run folder",
