@@ -96,7 +96,7 @@ def load_plain(path: Path, *, mapped: bool = False) -> Any:
         raise _unreadable(path, error) from None
     except Exception as error:
         if isinstance(error, MemoryError) or find_shortage(error) is not None:
-            raise CheckpointError(f"there is too little memory to load {path}", hint="free some") from None
+            raise _too_large(path) from None
         raise DamagedFileError(path, _reason(error)) from None
 
 
@@ -177,7 +177,13 @@ def _load_mapped(path: Path) -> Any:
         return load_plain(path)
 
 
+def _too_large(path: Path) -> CheckpointError:
+    return CheckpointError(f"there is too little memory to load {path}", hint="free some")
+
+
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if error.errno == errno.ENOMEM:
+        return _too_large(path)
     return CheckpointError(
         f"{path} cannot be read ({error.strerror or error})", hint="see that it can, or move it away"
     )
