@@ -58,6 +58,8 @@ def assemble(
     """
     progress = Progress()
     source.part_size = choice.micro_batch
+    source.interruptible = stopping.interruptible
+    source.keeps_place = folder is not None
     stepper = Stepper(
         trainee,
         progress,

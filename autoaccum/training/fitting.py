@@ -138,7 +138,7 @@ def _open_source(request: FitRequest, subject: Subject, stack: ExitStack) -> Sou
         seed=request.seed,
         workers=request.workers,
         collate=subject.collate,
-        pin_memory=subject.device.type == "cuda",
+        pin_memory=subject.device if subject.device.type == "cuda" else None,
     )
     stack.callback(source.close)
     return source

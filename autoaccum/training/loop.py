@@ -60,9 +60,8 @@ class Loop:
         while not (self.teller.ended or self.goal.is_reached(self.progress)):
             self.stopping.check()
             began = time.perf_counter()
-            self.source.start_workers()  # Not where a signal raises: torch would be left with half of them.
-            with self.stopping.interruptible():
-                window = self.source.next_window()
+            self.source.start_workers()
+            window = self.source.next_window()
             if window is None:
                 self._end_epoch()
             else:

@@ -32,7 +32,8 @@ class BatchesSource(StreamSource):
     def _fill(self) -> Window:
         self._held.begin()
         sizes: list[int] = []
-        while (room := self._target_batch - sum(sizes)) > 0:
+        room = self._target_batch
+        while room > 0:
             batch = self._held.read(self._reading.take) if self._rest is None else self._rest
             if batch is END:
                 break
@@ -43,7 +44,8 @@ class BatchesSource(StreamSource):
             if size:
                 self._held.add(batch)
                 sizes.append(min(size, room))
-        return Window(regroup(self._held.done(), sizes, self.part_size), sum(sizes))
+                room -= sizes[-1]
+        return Window(regroup(self._held.done(), sizes, self.part_size), self._target_batch - room)
 
     def _size(self, entry: Any) -> int:
         try:

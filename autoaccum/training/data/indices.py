@@ -39,10 +39,12 @@ class Order(Protocol):
     Attributes:
         makes_parts: Whether its lists are the parts to train on; if not, what was fetched is joined where it can be.
         kind: What makes it, in words: another kind is another order.
+        draws: Whether its lists may be drawn from the global generators.
     """
 
     makes_parts: bool
     kind: str
+    draws: bool
 
     @property
     def samples(self) -> int | None:
@@ -64,6 +66,7 @@ class ShuffledOrder:
 
     makes_parts = True
     kind = "shuffled"
+    draws = False
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
@@ -91,6 +94,7 @@ class SampledOrder:
     """
 
     makes_parts = False
+    draws = True
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self._sampler: Iterable[Iterable[Any]] = loader.batch_sampler  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -46,11 +47,13 @@ class MapStyleSource:
         name: str,
     ) -> None:
         self.part_size = target_batch
+        self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.keeps_place = True
         self.samples_per_epoch = order.samples
         self._dataset, self._order, self._collate, self._name = dataset, order, collate, name
         self._target_batch, self._seed = target_batch, seed
         self._reader = PartReader(
-            PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers")
+            PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers"), order.draws
         )
         # torch's own puts every batch together anew, and what workers hand over is a copy.
         self._held = HeldParts(name, are_new=collate in (None, default_collate) or options.num_workers > 0)
@@ -101,7 +104,7 @@ class MapStyleSource:
         if self._ended:
             return None
         self.start_workers()
-        with self._reader.undisturbed():
+        with self._reader.undisturbed(), self.interruptible():
             parts, sizes = self._read_parts()
         samples = sum(sizes)
         if self._read == 0:

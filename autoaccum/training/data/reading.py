@@ -12,11 +12,11 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.randomness import Generator
-from autoaccum.training.data.ends import check_end, iterated
+from autoaccum.training.data.ends import check_end
 from autoaccum.training.data.fetching import set_epoch
 from autoaccum.training.data.sampler_generators import capture_generators, loader_generators, restore_generators
 from autoaccum.training.data.worker_failures import explain_worker_failure
-from autoaccum.training.data.workers import end_workers, unwatched, workers_of
+from autoaccum.training.data.workers import end_workers, started, workers_of
 from autoaccum.training.seeds import RandomStream, mix
 
 END: Final = object()
@@ -187,7 +187,7 @@ class Reading:
     def _open(self) -> Iterator[Any]:
         self._began_with = capture_generators(self._generators)
         _tell_epoch(self._data, self._epoch)
-        self._source = unwatched(iterated(self._data if self._lists is None else self._lists(self._epoch)))
+        self._source = started(self._data if self._lists is None else self._lists(self._epoch))
         return self._source if self._lists is None else chain.from_iterable(self._source)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.training.data.counts import check_first_window, check_size
+from autoaccum.training.data.pinning import current
 from autoaccum.training.data.planning_batch import LOOKED_AT, longest_of
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.stream_source import StreamSource
@@ -28,12 +29,18 @@ class SamplesSource(StreamSource):
     """Windows of samples."""
 
     def __init__(
-        self, reading: Reading, collate: Callable[[list[Any]], Any] | None, *, target_batch: int, seed: int, pins: bool
+        self,
+        reading: Reading,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        target_batch: int,
+        seed: int,
+        card: torch.device | None,
     ) -> None:
         super().__init__(reading, target_batch=target_batch, unit="samples")
         self._collate = default_collate if collate is None else collate
         self._seed = seed
-        self._pins = pins and torch.accelerator.is_available()
+        self._card, self._pins = card, card is not None and torch.accelerator.is_available()
 
     def planning_batch(self) -> Any:
         """A function of a size: batches of the longest of the first samples."""
@@ -49,7 +56,8 @@ class SamplesSource(StreamSource):
         return Window(samples, len(samples))
 
     def _made(self, window: Window) -> Window:
-        with nullcontext() if self._collate is default_collate else kept_randomness():
+        kept = nullcontext() if self._collate is default_collate else kept_randomness()
+        with current(self._card), kept, self.interruptible():
             parts = list(self._collated(window))
         return Window(parts, window.samples)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -25,9 +27,14 @@ class Source(Protocol):
 
     Attributes:
         part_size: The largest part to make, in samples, where parts are made here: set before the first window.
+        interruptible: Entered where `next_window` waits, or runs the user's code: what is raised there at any moment
+            loses nothing. Random states are put back outside of it.
+        keeps_place: Whether `state` is asked for; set before the first window.
     """
 
     part_size: int
+    interruptible: Callable[[], AbstractContextManager[Any]]
+    keeps_place: bool
 
     @property
     def description(self) -> str:
@@ -53,7 +60,7 @@ class Source(Protocol):
         """The next window; None when the epoch is over."""
 
     def commit(self) -> None:
-        """Move behind the last window: it was trained on, or passed over for good."""
+        """Move behind the last window: it was trained on, or passed over for good. Raises nothing."""
 
     def state(self) -> dict[str, Any]:
         """The place as of the last `commit`, even when more was read since; loads with `weights_only=True`."""
@@ -72,7 +79,7 @@ def open_source(
     seed: int,
     workers: int,
     collate: Callable[[list[Any]], Any] | None = None,
-    pin_memory: bool = False,
+    pin_memory: torch.device | None = None,
 ) -> Source:
     """The source for `data` of any kind.
 
@@ -83,7 +90,7 @@ def open_source(
         seed: What order and augmentation depend on, with the epoch.
         workers: Processes that read ahead, where `data` is no DataLoader with workers of its own.
         collate: From a list of samples to a batch; a DataLoader has its own.
-        pin_memory: Whether parts are put into pinned memory, where there is an accelerator.
+        pin_memory: The card for whose copies parts are put into pinned memory; None: they are not.
 
     Raises:
         UsageError: It is nothing of these, or has fewer samples than a window.
@@ -95,7 +102,7 @@ def open_source(
             data.collate_fn,
             target_batch=target_batch,
             seed=seed,
-            options=WorkerOptions.of(data, workers=workers, pin_memory=pin_memory),
+            options=WorkerOptions.of(data, workers=workers, card=pin_memory),
             name="a DataLoader over a map-style dataset",
         )
     if is_map_style(data):
@@ -105,13 +112,13 @@ def open_source(
             collate,
             target_batch=target_batch,
             seed=seed,
-            options=WorkerOptions(num_workers=workers, pin_memory=pin_memory),
+            options=WorkerOptions(num_workers=workers, pin_memory=pin_memory is not None, card=pin_memory),
             name="a map-style dataset",
         )
     if isinstance(data, IterableDataset):
         lists = WorkerSamples(data, workers, seed).open if workers else None
         reading = Reading(data, f"{nests.kind(data)} of samples", seed, lists)
-        return SamplesSource(reading, collate, target_batch=target_batch, seed=seed, pins=pin_memory)
+        return SamplesSource(reading, collate, target_batch=target_batch, seed=seed, card=pin_memory)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview):
         return listed_batches(data, target_batch=target_batch, seed=seed)
     check_iterable(data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class _Place:
         taken: Entries of the epoch that were read, the last one maybe in part.
         rest: What is left of that one.
         random: Where the random stream is.
-        data: The data's own state; None where it has none, or entries were looked at ahead of it.
+        data: The data's own state; None where there is none to be kept.
         ended: Whether the epoch is over.
     """
 
@@ -58,6 +59,8 @@ class StreamSource(abc.ABC):
         samples_per_epoch: int | None = None,
     ) -> None:
         self.part_size = target_batch
+        self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.keeps_place = True
         self.samples_per_epoch = samples_per_epoch
         self._reading, self._target_batch, self._unit, self._length = reading, target_batch, unit, length
         self._rest: Any = None
@@ -86,8 +89,7 @@ class StreamSource(abc.ABC):
             self._run_out()
         self._epoch, self._rest, self._is_first = epoch, None, True
         # What the data keeps from epoch to epoch, as an order it draws by itself, belongs to where this one begins.
-        keeps = self._reading.is_stateful and epoch > 0
-        self._place = self._committed = _Place(data=self._reading.copied_state() if keeps else None)
+        self._place = self._committed = _Place(data=self._data_state() if epoch > 0 else None)
         self._reading.begin(epoch, afresh=False)
 
     def start_workers(self) -> None:
@@ -104,25 +106,21 @@ class StreamSource(abc.ABC):
         """
         if self._place.ended:
             return None
-        with self._reading.running():
+        with self._reading.running(), self.interruptible():
             window = self._fill()
         if self._is_first:
             check_first_window(window.samples, self._target_batch, self._reading.name, self._epoch)
         self._is_first = False
         is_committed = self._committed is self._place
-        self._place = _Place(self._reading.taken, self._rest, self._reading.stream.place, ended=self._reading.is_at_end)
-        if window.samples:
-            return self._made(window)
-        if is_committed:
+        made = self._made(window) if window.samples else None
+        reading = self._reading
+        self._place = _Place(reading.taken, self._rest, reading.stream.place, self._data_state(), reading.is_at_end)
+        if made is None and is_committed:
             self.commit()
-        return None
+        return made
 
     def commit(self) -> None:
         """Move behind the last window."""
-        if self._place is self._committed:
-            return
-        if self._reading.is_stateful and not self._reading.has_looked_ahead:
-            self._place = dataclasses.replace(self._place, data=self._reading.copied_state())
         self._committed = self._place
 
     def state(self) -> dict[str, Any]:
@@ -178,6 +176,11 @@ class StreamSource(abc.ABC):
     @abc.abstractmethod
     def _last_of(self, entry: Any, samples: int) -> Any:
         """The last `samples` of an entry; None for none."""
+
+    def _data_state(self) -> Any:
+        """The data's own state; None where nobody asks for it, it has none, or entries were looked at ahead of it."""
+        keeps = self.keeps_place and self._reading.is_stateful and not self._reading.has_looked_ahead
+        return self._reading.copied_state() if keeps else None
 
     def _find(self, state: Mapping[str, Any]) -> str | None:
         taken, own = state["taken"], state["own"]

@@ -1,12 +1,16 @@
-"""What is told when processes that read data die, or run out of the memory they share."""
+"""What is told when processes that read data die, cannot be started, or run out of what they share."""
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from autoaccum.errors import AutoaccumError, DataWorkerError, first_line
 
@@ -14,6 +18,10 @@ _DIED = re.compile(r"DataLoader worker \(pid\(?s?\)?:? .*\) (?:exited unexpected
 _SHARED_MEMORY = re.compile(
     r"out of shared memory|Unexpected bus error|unable to allocate shared memory"
     r"|unable to (?:write to|resize|mmap \d+ bytes from) file <"
+)
+_FULL_TABLE = re.compile(
+    r"Too many open files\. Communication with the workers|received \d+ items of ancdata"
+    r"|unable to (?:open|mmap|resize).* file.*: Too many open files|unable to open shared memory.*Too many open files"
 )
 _TIMED_OUT = re.compile(r"DataLoader timed out after")
 _USERS = "in DataLoader worker process"
@@ -28,6 +36,8 @@ def explain_worker_failure(error: BaseException, workers: Sequence[Any] = ()) ->
     if full is not None:
         # Also from within a worker, where a batch is put together in shared memory.
         return _full(next(line for line in text.splitlines() if full.group() in line))
+    if isinstance(error, RuntimeError) and _FULL_TABLE.search(text):
+        return _too_many_files("Too many open files")
     if _USERS in text:
         return None
     died = isinstance(error, RuntimeError) and _DIED.search(text) is not None
@@ -41,6 +51,28 @@ def explain_worker_failure(error: BaseException, workers: Sequence[Any] = ()) ->
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
         return DataWorkerError(_said(error), hint="give the DataLoader a longer timeout, or more workers")
     return None
+
+
+def explain_failed_start(error: OSError) -> AutoaccumError | None:
+    """The error that says why workers could not be started; None where `error` is another error."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return _too_many_files(_said(error))
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return DataWorkerError(f"a process that reads data could not be started ({_said(error)})", hint=_FEWER)
+    return None
+
+
+def half_started(error: BaseException) -> Any:
+    """The DataLoader's iterator that `error` kept from starting all its workers; None where there is none."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((owner for owner in owners if isinstance(owner, _MultiProcessingDataLoaderIter)), None)
+
+
+def _too_many_files(said: str) -> DataWorkerError:
+    return DataWorkerError(
+        f"file descriptors for the processes that read data ran out ({said})",
+        hint="raise the limit (`ulimit -n 4096`), or use fewer workers or none",
+    )
 
 
 def _full(said: str) -> DataWorkerError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from autoaccum.training.data.ends import iterated
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.held_parts import copied
-from autoaccum.training.data.worker_failures import explain_worker_failure
+from autoaccum.training.data.pinning import current
+from autoaccum.training.data.worker_failures import explain_failed_start, explain_worker_failure, half_started
+from autoaccum.training.seeds import kept_randomness
 from autoaccum.workload import nests
+
+_ENDING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a DataLoader reads ahead; the names are its own."""
+    """How a DataLoader reads ahead; the names are its own, but for `card`, which pinned memory is for."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -30,38 +35,54 @@ class WorkerOptions:
     prefetch_factor: int | None = None
     worker_init_fn: Callable[[int], Any] | None = None
     multiprocessing_context: Any = None
+    card: torch.device | None = None
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], *, workers: int = 0, pin_memory: bool = False) -> WorkerOptions:
-        """Those of a user's loader; `workers` and `pin_memory` where it asks for none."""
+    def of(cls, loader: DataLoader[Any], *, workers: int = 0, card: torch.device | None = None) -> WorkerOptions:
+        """Those of a user's loader; `workers` where it asks for none, and pinned memory where there is a `card`."""
+        pins = loader.pin_memory or card is not None
         if loader.num_workers == 0:
-            pins = loader.pin_memory or pin_memory
-            return cls(num_workers=workers, pin_memory=pins, worker_init_fn=loader.worker_init_fn)
+            return cls(num_workers=workers, pin_memory=pins, worker_init_fn=loader.worker_init_fn, card=card)
         return cls(
             num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory or pin_memory,
+            pin_memory=pins,
             persistent_workers=loader.persistent_workers,
             timeout=loader.timeout,
             prefetch_factor=loader.prefetch_factor,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
+            card=card,
         )
 
 
 class PartReader:
-    """Reads requested parts in order, with workers or in this process."""
+    """Reads requested parts in order, with workers or in this process.
 
-    def __init__(self, fetcher: PartFetcher, options: WorkerOptions, seed: int) -> None:
+    Args:
+        fetcher: Makes a part of a request.
+        options: How to read ahead.
+        seed: Of the workers.
+        requests_draw: Whether making requests, which is done in this process, may draw from the global generators.
+    """
+
+    def __init__(self, fetcher: PartFetcher, options: WorkerOptions, seed: int, requests_draw: bool = True) -> None:
         self._fetcher, self._options, self._seed = fetcher, options, seed
+        self._requests_draw = requests_draw
         self._requests: Iterator[PartRequest] = iter(())
         self._sizes: deque[int] = deque()
         self._loader: DataLoader[Any] | None = None
         self._parts: Iterator[Any] | None = None
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
         """Put the generators back that reading seeds in this process: all that reads goes in here."""
-        is_here = self._options.num_workers == 0
-        return self._fetcher.kept_randomness() if is_here and self._fetcher.draws else nullcontext()
+        with current(self._options.card), self._kept_randomness():
+            yield
+
+    def _kept_randomness(self) -> AbstractContextManager[None]:
+        if self._options.num_workers == 0 and self._fetcher.draws:
+            return self._fetcher.kept_randomness()
+        return kept_randomness() if self._requests_draw else nullcontext()
 
     def start(self, requests: Iterator[PartRequest]) -> None:
         """Read `requests` from now on; what was read ahead of others is dropped.
@@ -74,7 +95,8 @@ class PartReader:
         self._sizes.clear()
         self._fetcher.look()
         if self._options.num_workers > 0:
-            self._parts = self._begin()
+            with current(self._options.card):
+                self._parts = self._begin()
 
     def read(self) -> tuple[int, Any] | None:
         """The next part and its number of samples; None at the end.
@@ -113,7 +135,7 @@ class PartReader:
             return map(self._fetcher.__getitems__, self)
         if self._loader is None:
             self._loader = self._make_loader(pins)
-        return unwatched(iter(self._loader))
+        return started(self._loader)
 
     def _make_loader(self, pins: bool) -> DataLoader[Any]:
         options = self._options
@@ -148,6 +170,22 @@ class WorkerStart:
             self._users(worker_id)
 
 
+def started(data: Any) -> Iterator[Any]:
+    """`iter(data)`, of a DataLoader or another iterable.
+
+    Raises:
+        DataWorkerError: Not all workers could be started; those that were are ended.
+    """
+    try:
+        return unwatched(iterated(data))
+    except OSError as error:
+        explained = explain_failed_start(error)
+        if explained is None:
+            raise
+        end_workers(half_started(error))
+        raise explained from error
+
+
 def unwatched(parts: Iterator[Any]) -> Iterator[Any]:
     """`parts` of a DataLoader, whose workers' death is told where data is read, and nowhere else.
 
@@ -169,8 +207,13 @@ def end_workers(parts: Iterator[Any] | None) -> None:
     for worker in workers_of(parts):
         worker.terminate()  # torch has a worker leave quietly when its parent sends this
     shut_down = getattr(parts, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()
+    if shut_down is None:
+        return
+    if not hasattr(parts, "_workers_status"):  # Only some were started, and torch would trip over that.
+        parts._shutdown = True  # type: ignore[union-attr]
+        for worker in workers_of(parts):
+            worker.join(_ENDING_SECONDS)
+    shut_down()
 
 
 def handed_over(part: Any) -> Any:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,35 @@ def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
         time.sleep(0.01)  # SIGCHLD arrives here, where an update could be under way
     with pytest.raises(DataWorkerError):
         run_out(source)
+    source.close()
+
+
+@contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """No more than `free` files can be opened."""
+    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = next(n for n in range(soft) if n - sum(number < n for number in taken) == free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+TOO_MANY = r"file descriptors for the processes that read data ran out \(.*\): raise the limit \(`ulimit"
+
+
+@pytest.mark.parametrize("form", ["rows", "samples", "loader of samples"])
+def test_too_few_file_descriptors_for_workers_are_told(form: str) -> None:
+    stream = DrawingStream(COUNT)
+    forms: dict[str, Any] = {"rows": DrawingRows(COUNT), "samples": stream, "loader of samples": ordered(stream)}
+    source = opened(forms[form])
+    source.start_epoch(0)
+    with few_descriptors(8), pytest.raises(DataWorkerError, match=TOO_MANY) as caught:
+        source.start_workers()
+    assert caught.value.exit_code == 3
+    assert not multiprocessing.active_children(), "the worker that did start was ended"
     source.close()
 
 

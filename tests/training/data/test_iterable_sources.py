@@ -283,6 +283,40 @@ def test_what_was_read_beyond_a_commit_is_no_part_of_the_place() -> None:
         assert_same([(0, lost)], [(0, again)])
 
 
+class Forgetful(StatefulBatches):
+    """Cannot tell its place the third time."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked == 3:
+            raise OSError("cannot tell")
+        return super().state_dict()
+
+
+def test_what_cannot_tell_its_place_loses_no_window() -> None:
+    source = opened(data := Forgetful(SIZES))
+    whole, _ = remaining(opened(StatefulBatches(SIZES)), range(1))
+    source.start_epoch(0)
+    for _ in range(2):
+        assert source.next_window() is not None
+        source.commit()
+    with pytest.raises(OSError, match="cannot tell"):
+        source.next_window()
+    assert data.asked == 3
+    resumed = opened(StatefulBatches(SIZES))
+    resumed.restore(source.state())
+    assert_same(windows_of(resumed, range(1)), whole[2:])
+
+
+def test_a_place_that_is_not_kept_is_not_asked_for() -> None:
+    source = opened(data := Forgetful(SIZES))
+    source.keeps_place = False
+    assert_same(windows_of(source, range(3)), windows_of(opened(StatefulBatches(SIZES)), range(3)))
+    assert data.asked == 0
+
+
 def test_a_checkpoint_can_hold_every_state() -> None:
     for form in FORMS:
         _, states = remaining(opened(FORMS[form]()), range(2))
