@@ -90,8 +90,8 @@ class MapStyleSource:
     def start_workers(self) -> None:
         """Start those of this epoch, unless they run."""
         if not self._is_running and not self._ended:
-            self._is_running = True
             self._reader.start(self._requests())
+            self._is_running = True
 
     def next_window(self) -> Window | None:
         """The next window; None when the epoch is over.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -273,6 +274,7 @@ def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
 @contextmanager
 def few_descriptors(free: int) -> Iterator[None]:
     """No more than `free` files can be opened."""
+    gc.collect()  # What earlier tests left may close files at any time.
     taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = next(n for n in range(soft) if n - sum(number < n for number in taken) == free)
