@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints.keeping import Keeper
 from autoaccum.training.data.source import Source
-from autoaccum.training.evaluating import Evaluator
-from autoaccum.training.evaluation import Evaluation
-from autoaccum.training.evaluation_data import EvaluationData
+from autoaccum.training.evaluation.evaluating import Evaluator
+from autoaccum.training.evaluation.evaluation import Evaluation
+from autoaccum.training.evaluation.evaluation_data import EvaluationData
 from autoaccum.training.events import Noted
-from autoaccum.training.keeping import Keeper
 from autoaccum.training.loop import Loop
-from autoaccum.training.micro_batches import Choice
-from autoaccum.training.peaks import PeakMeter
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.ranks import OneRank
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.run_folder.run_folder import RunFolder
 from autoaccum.training.seeds import mix
-from autoaccum.training.stepping import Stepper
 from autoaccum.training.stopping import Stopping
-from autoaccum.training.subjects import Subject
+from autoaccum.training.subjects.micro_batches import Choice
+from autoaccum.training.subjects.subject import Subject
+from autoaccum.training.subjects.trainee import Trainee
 from autoaccum.training.telling import Teller
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.updates.peaks import PeakMeter
+from autoaccum.training.updates.stepping import Stepper
 from autoaccum.training.whole_state import WholeState
 
 

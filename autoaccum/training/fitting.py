@@ -16,17 +16,17 @@ from autoaccum.errors import CheckpointError, NonFiniteError, UsageError
 from autoaccum.training.assembly import assemble
 from autoaccum.training.data.source import Source, open_source
 from autoaccum.training.events import Finished, Noted, Started
-from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
-from autoaccum.training.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
 from autoaccum.training.resuming import check_same_run, describe_request, describe_run, find_saved, tell_of_changes
-from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.run_folder.logs import Logs
+from autoaccum.training.run_folder.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
-from autoaccum.training.subjects import Subject, find_subject
+from autoaccum.training.subjects.micro_batches import Choice, choose_micro_batch
+from autoaccum.training.subjects.subject import Subject, find_subject
 from autoaccum.training.telling import Teller
 from autoaccum.training.whole_state import WholeState
 

@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass
 
 from autoaccum.accumulation.results import StepResult
+from autoaccum.training.checkpoints.keeping import Keeper
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.window import Window
-from autoaccum.training.evaluating import Evaluator
+from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.events import EpochEnded, Updated
-from autoaccum.training.keeping import Keeper
-from autoaccum.training.peaks import PeakMeter
 from autoaccum.training.progress import Goal, Progress
-from autoaccum.training.stepping import Stepper
 from autoaccum.training.stopping import Stopping
 from autoaccum.training.telling import Teller
+from autoaccum.training.updates.peaks import PeakMeter
+from autoaccum.training.updates.stepping import Stepper
 
 
 @dataclass

@@ -10,13 +10,13 @@ from typing import Any
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
+from autoaccum.training.checkpoints.record_shape import check_record
 from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted
-from autoaccum.training.record_shape import check_record
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder import RunFolder
-from autoaccum.training.subjects import Subject
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.run_folder.run_folder import RunFolder
+from autoaccum.training.subjects.subject import Subject
+from autoaccum.training.subjects.trainee import Trainee
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from autoaccum.accumulation.randomness import RandomState
-from autoaccum.training import random_states
+from autoaccum.training.checkpoints import random_states
 
 _BITS = 32
 """As many as NumPy's and torch's generators on the CPU take; Python's is seeded faster with these."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.accumulation.randomness import Generator
-from autoaccum.training import random_states
+from autoaccum.training.checkpoints import random_states
+from autoaccum.training.checkpoints.state import capture_training, restore_training
 from autoaccum.training.data.source import Source
-from autoaccum.training.evaluating import Evaluator
+from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.events import Noted
-from autoaccum.training.micro_batches import Choice
 from autoaccum.training.progress import Progress
-from autoaccum.training.state import capture_training, restore_training
-from autoaccum.training.stepping import Stepper
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects.micro_batches import Choice
+from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.training.updates.stepping import Stepper
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from autoaccum.training.events import (
     Skipped,
     Updated,
 )
-from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.run_folder.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects import find_subject
+from autoaccum.training.subjects.subject import find_subject
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))

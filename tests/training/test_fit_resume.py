@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import autoaccum
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.errors import CheckpointError, UsageError
-from autoaccum.training.checkpoints import read_checkpoint, write_checkpoint
+from autoaccum.training.checkpoints.checkpoints import read_checkpoint, write_checkpoint
+from autoaccum.training.checkpoints.record_shape import check_record
 from autoaccum.training.events import CheckpointWritten, Noted, Updated
-from autoaccum.training.record_shape import check_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2

@@ -13,15 +13,15 @@ from torch import nn
 
 from autoaccum.accumulation.results import StepResult
 from autoaccum.errors import CheckpointError
-from autoaccum.training.checkpoints import CheckpointStore
-from autoaccum.training.evaluating import Evaluator
-from autoaccum.training.evaluation import Evaluation
+from autoaccum.training.checkpoints.checkpoints import CheckpointStore
+from autoaccum.training.checkpoints.keeping import Keeper
+from autoaccum.training.evaluation.evaluating import Evaluator
+from autoaccum.training.evaluation.evaluation import Evaluation
 from autoaccum.training.events import CheckpointFailed, CheckpointWritten, Evaluated, Noted
-from autoaccum.training.keeping import Keeper
-from autoaccum.training.peaks import PeakMeter
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.ranks import OneRank
 from autoaccum.training.telling import Teller
+from autoaccum.training.updates.peaks import PeakMeter
 
 COUNTS = st.integers(0, 10**6)
 RESULT = StepResult(0.5, 8, (4, 4), 1.0, 2, updated=True, terms={"loss": 0.5})

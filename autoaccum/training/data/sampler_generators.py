@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from autoaccum.accumulation.randomness import GENERATORS, Generator
-from autoaccum.training import random_states
+from autoaccum.training.checkpoints import random_states
 
 _DEPTH = 3
 """How deep generators are looked for: the batch sampler, its sampler, and one that this wraps."""

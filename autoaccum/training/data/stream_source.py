@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoaccum.accumulation.randomness import RandomState
 from autoaccum.errors import UsageError
-from autoaccum.training.contents import NotPortableError, portable
+from autoaccum.training.checkpoints.contents import NotPortableError, portable
 from autoaccum.training.data.counts import check_first_window
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.window import Window

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.errors import UsageError
-from autoaccum.training.contents import portable
+from autoaccum.training.checkpoints.contents import portable
 from autoaccum.training.data.source import Source, open_source
 
 SIZES = [5, 3, 12, 1, 8, 8]

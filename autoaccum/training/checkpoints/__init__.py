@@ -1,0 +1,1 @@
+"""What a training is written down as, and how it is put back."""

@@ -1,0 +1,72 @@
+"""When a training is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autoaccum.training.evaluation.evaluation import Evaluation
+from autoaccum.training.events import Evaluated
+from autoaccum.training.progress import Progress
+
+
+class Evaluator:
+    """Evaluates every so many updates, or after each epoch, and in the end; at most once after an update.
+
+    Args:
+        evaluation: What an evaluation is; None where nothing is evaluated.
+        model: The model.
+        progress: How far training is.
+        every: Updates from one to the next; None: after each epoch.
+        tell: Told of each, done or failed.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation | None,
+        model: nn.Module,
+        progress: Progress,
+        every: int | None,
+        tell: Callable[[Any], Any],
+    ) -> None:
+        self._evaluation, self._model, self._progress = evaluation, model, progress
+        self._every, self._tell = every, tell
+
+    def run_if_due(self) -> None:
+        """After an update."""
+        if self._every is not None and self._progress.update % self._every == 0:
+            self.run()
+
+    def run_after_epoch(self) -> None:
+        """After an epoch."""
+        if self._every is None:
+            self.run()
+
+    def run_missed(self) -> None:
+        """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
+        if self._every is not None:
+            self.run_if_due()
+        elif self._progress.epoch > 0 and self._progress.epoch_samples == 0:
+            self.run()
+
+    def run(self) -> None:
+        """Now, unless that was done after this very update."""
+        progress = self._progress
+        if self._evaluation is None or progress.update in (0, progress.evaluated_at):
+            return
+        done = self._evaluation.run(self._model, progress.update)
+        progress.evaluated_at = progress.update
+        if isinstance(done, Evaluated):
+            progress.evaluation = dict(done.values)
+        self._tell(done)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {} if self._evaluation is None else {"micro_batch": self._evaluation.micro_batch}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on with the micro-batch that fitted."""
+        if self._evaluation is not None and "micro_batch" in state:
+            self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])

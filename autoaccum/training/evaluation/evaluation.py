@@ -1,0 +1,195 @@
+"""The evaluation between updates: it changes no result of training, and cannot end it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autoaccum.accumulation.backpropagation import autocast, model_device
+from autoaccum.accumulation.randomness import own_generators
+from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.transaction import Transaction
+from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError, first_line
+from autoaccum.training.data.kept_generators import seed_own
+from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.evaluation.scores import LossScore, OwnScore, Score
+from autoaccum.training.events import Evaluated, EvaluationFailed
+from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.spec import check_evaluate
+from autoaccum.workload.tracebacks import user_line
+from autoaccum.workload.weights import Objective
+
+
+class Evaluation:
+    """Goes over the evaluation data: in eval mode, without gradients, in the precision of training.
+
+    Where memory runs out, the rest of this evaluation and later ones use smaller micro-batches. All that a step may
+    change but the weights (see `Transaction`) is put back, and what it reads and draws is the same each time, so that
+    it does not matter to training how often one evaluates.
+
+    Args:
+        objective: The loss, which is what is evaluated where there is no `evaluate`.
+        evaluate: The workload's own `evaluate(model, batch)`: a number, or several by name; averaged over samples.
+        precision: `fp32`, `bf16` or `fp16`.
+        data: What to evaluate on.
+        micro_batch: The most samples to begin with.
+        beside: Modules that the loss holds, such as the criterion: what they keep is put back as well.
+        seed: What reading and evaluating draw from.
+        note: Told, once each, what `evaluate` returned that is no number.
+        interruptible: Entered where nothing is lost by leaving at any moment.
+
+    Attributes:
+        micro_batch: The most samples at once by now.
+
+    Raises:
+        WorkloadError: `evaluate` is no function of a model and a batch.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        evaluate: Callable[[nn.Module, Any], Any] | None,
+        precision: str,
+        data: EvaluationData,
+        *,
+        micro_batch: int,
+        beside: Iterable[nn.Module] = (),
+        seed: int = 0,
+        note: Callable[[str], Any] | None = None,
+        interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        if evaluate is not None:
+            check_evaluate(evaluate)
+        self.micro_batch = micro_batch
+        self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
+        self._beside, self._seed, self._interruptible = list(beside), seed, interruptible
+        self._notes: dict[str, bool] = {}
+        self._note = note
+
+    def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
+        """Evaluate `model` after `update`; an exception becomes the reason of a failure.
+
+        What is no `Exception` (an interruption, being asked to stop) comes through.
+        """
+        started = time.perf_counter()
+        score = self._new_score()
+        try:
+            with self._put_back(model), torch.no_grad(), self._interruptible():
+                self._pass_over(model, score)
+        except Exception as error:
+            reason: str | None = _reason(error)
+            forget(error)
+        else:
+            reason = None
+        self._tell_notes()
+        if reason is None:
+            return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
+        release_memory(model_device(model))
+        return EvaluationFailed(update, reason)
+
+    def _pass_over(self, model: nn.Module, score: Score) -> None:
+        for batch in self._data.batches(self.micro_batch, self._seed):
+            self._run_batch(model, batch, score)
+        if score.samples == 0:
+            raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
+
+    def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
+        """Part by part; one that does not fit is cut further, those before it are not repeated."""
+        waiting, retries = [batch], 0
+        while waiting:
+            part = waiting.pop(0)
+            size = batch_size(part)
+            if size > self.micro_batch:
+                waiting[:0] = split_batch(part, split_evenly(size, self.micro_batch))
+                continue
+            error = self._attempt(model, part, score)
+            if error is None:
+                continue
+            _refuse(error, size)
+            forget(error)
+            del error
+            release_memory(model_device(model))
+            self.micro_batch = shrink(size, retries)
+            retries += 1
+            waiting.insert(0, part)
+
+    def _attempt(self, model: nn.Module, part: Any, score: Score) -> Exception | None:
+        """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
+        device = model_device(model)
+        try:
+            with autocast(self._precision, device):
+                score.add(model, move_batch(part, device), part)
+        except Exception as error:
+            return error
+        return None
+
+    def _new_score(self) -> Score:
+        if self._evaluate is None:
+            return LossScore(self._objective)
+        return OwnScore(self._evaluate, lambda text: self._notes.setdefault(text, False))
+
+    def _tell_notes(self) -> None:
+        """What is new; not while evaluating, since what a listener raises is no failure of that."""
+        for text, was_told in list(self._notes.items()):
+            self._notes[text] = True
+            if self._note is not None and not was_told:
+                self._note(text)
+
+    @contextmanager
+    def _put_back(self, model: nn.Module) -> Iterator[None]:
+        """Within, `model` is at rest and all that is drawn from is seeded; whatever happens, all is as before then."""
+        roots = [model, *self._beside]
+        modules = [module for root in roots for module in root.modules()]
+        parameters = [parameter for root in roots for parameter in root.parameters()]
+        read_from = self._data.generators
+        before = Transaction(modules, parameters, generators=[*own_generators(modules), *read_from])
+        try:
+            model.eval()
+            _seed({tensor.device: None for tensor in (*parameters, *model.buffers())}, self._seed)
+            seed_own(read_from, self._seed)
+            yield
+        finally:
+            before.rollback()
+
+
+def _seed(devices: Iterable[torch.device], seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed cards whose states are not kept
+    for device in devices:
+        if device.type == "mps":
+            torch.mps.manual_seed(seed)
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
+
+
+def _refuse(error: Exception, size: int) -> None:
+    """Raise `error`, or the clear no it means, unless its part can be cut further."""
+    try:
+        shortage = find_shortage(error)
+        if shortage is None or (size == 1 and not shortage.certain):
+            raise error
+        if size == 1:
+            forget(error)
+            raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
+    finally:
+        del error  # the traceback holds this frame
+
+
+def _reason(error: Exception) -> str:
+    """Type, first line, and the line of the user's own code it came from.
+
+    An error that autoaccum raises on purpose says by itself what it is.
+    """
+    said, where = first_line(error), user_line(error)
+    name = type(error).__name__
+    text = said if isinstance(error, AutoaccumError) else f"{name}: {said}" if said else name
+    return text if where is None else f"{text}, at {where}"

@@ -1,0 +1,116 @@
+"""Which micro-batch a training begins with: the one given, that of a plan, or that of the run that is resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoaccum.accumulation.planned import Facts, differences, planned_facts
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.planning.records import Plan
+from autoaccum.training.data.source import Source
+from autoaccum.training.events import Noted, Planning
+from autoaccum.training.request import FitRequest
+from autoaccum.training.resuming import Saved
+from autoaccum.training.subjects.subject import Subject
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A micro-batch, and the plan it is from; None where it was given as a number."""
+
+    micro_batch: int
+    plan: Plan | None = None
+
+
+def choose_micro_batch(
+    request: FitRequest, subject: Subject, source: Source, saved: Saved | None, tell: Callable[[Any], Any]
+) -> Choice:
+    """What was given, else what the interrupted run had, else what a plan finds out now.
+
+    Raises:
+        UsageError: The plan that was given is for other updates or another device.
+        DoesNotFitError, NotMeasuredError, WorkloadError: No plan could be made.
+    """
+    found = _without_trials(request, subject, saved, tell)
+    if found is not None:
+        if request.memory is not None or request.reserve is not None:
+            whence = "was given" if saved is None or found.micro_batch != saved.micro_batch else "of this run is kept"
+            tell(Noted(f"memory and reserve are for planning, and the micro-batch {whence}: they are not used"))
+        return found
+    tell(Planning(subject.name))
+    try:
+        made = subject.plan(source.planning_batch, tell)
+    except (UsageError, NotMeasuredError) as error:
+        raise type(error)(error.message, hint=_with_number(error.hint)) from error.__cause__
+    return Choice(made.micro_batch, made)
+
+
+def _without_trials(
+    request: FitRequest, subject: Subject, saved: Saved | None, tell: Callable[[Any], Any]
+) -> Choice | None:
+    if request.micro_batch is not None:
+        return Choice(request.micro_batch)
+    if request.plan is not None:
+        given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
+        _check_given(given, request, subject, tell)
+        return Choice(given.micro_batch, given)
+    if saved is None:
+        return None
+    kept = saved.plan
+    if kept is None:
+        return Choice(saved.micro_batch)
+    different = _elsewhere(kept, subject.device)
+    if not different:
+        return Choice(kept.micro_batch, kept)
+    tell(Noted(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
+    return None
+
+
+def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callable[[Any], Any]) -> None:
+    """What the Accumulator does not see; it compares model, loss, optimizer, precision and device."""
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+    if plan.world_size != 1:
+        raise UsageError(
+            f"the plan is for {plan.world_size} ranks, training on several is not there yet",
+            hint="plan with --world-size 1",
+        )
+    if plan.target_batch != request.target_batch:
+        raise UsageError(
+            f"the plan is for updates of {plan.target_batch} samples, here they have {request.target_batch}",
+            hint=f"plan again, or take its number all the same: {_as_number(plan.micro_batch)}",
+        )
+    different = _elsewhere(plan, subject.device)
+    if different:
+        raise UsageError(
+            f"the plan is for {different[0][0]}; here is {different[0][1]}",
+            hint=f"plan again for what is here, or take its number all the same: {_as_number(plan.micro_batch)}",
+        )
+    digest = plan.workload.get("digest")
+    if digest and subject.digest and digest != subject.digest:
+        tell(Noted(f"{subject.name} was changed since the plan was made: should memory run out, plan again"))
+
+
+def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
+    """By what the plan's device differs from this one, in words."""
+    if device.type != "cuda":
+        here = Facts(kind=device.type)
+    else:
+        card = torch.cuda.get_device_properties(device)
+        here = Facts(kind="cuda", card=card.name, total_bytes=card.total_memory)
+    planned = planned_facts(plan)
+    return differences(Facts(kind=planned.kind, card=planned.card, total_bytes=planned.total_bytes), here)
+
+
+def _with_number(hint: str | None) -> str:
+    number = f"or give a number of your own: {_as_number(32)}"
+    return number.removeprefix("or ") if hint is None else f"{hint}; {number}"
+
+
+def _as_number(micro_batch: int) -> str:
+    return f"micro_batch={micro_batch} (--micro-batch {micro_batch})"

@@ -1,0 +1,130 @@
+"""What is trained, in place: model, loss, optimizer, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.scaling import choose_scaler
+from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.accumulation.validation import check_precision, check_scheduler
+from autoaccum.errors import UsageError
+from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.training.checkpoints.settings import Settings
+from autoaccum.training.subjects.companions import find_companions
+from autoaccum.workload.weights import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What is trained, in place on its device.
+
+    Attributes:
+        model: The model.
+        objective: The loss.
+        optimizer: Its optimizer.
+        scheduler: The schedule of its learning rate; None when there is none.
+        scaler: The loss scaler of fp16; None otherwise.
+        precision: `fp32`, `bf16` or `fp16`.
+        evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
+        settings: What optimizer and scheduler are set to, before any update.
+    """
+
+    model: nn.Module
+    objective: Objective
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: GradScaler | None
+    precision: str
+    evaluate: Callable[..., Any] | None
+    settings: Settings
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return model_device(self.model)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device that parameters or buffers are on: a model may be on two cards."""
+        return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
+
+    @property
+    def companions(self) -> dict[str, nn.Module]:
+        """The criterion, where it is a module, and others that the loss or hooks hold, by name."""
+        return find_companions(self.model, self.objective, self.optimizer)
+
+
+def make_trainee(
+    model: nn.Module,
+    objective: Objective,
+    optimizer: Optimizer,
+    *,
+    scheduler: Any,
+    precision: str,
+    evaluate: Callable[..., Any] | None,
+) -> Trainee:
+    """What is trained, of a model that is in place.
+
+    Args:
+        model: The model.
+        objective: The loss; a criterion's buffers are moved to the model.
+        optimizer: Its optimizer.
+        scheduler: One of it, or a function of it, or None.
+        precision: `fp32`, `bf16` or `fp16`.
+        evaluate: As in `Trainee`.
+
+    Raises:
+        UsageError: The scheduler or the precision cannot be used.
+    """
+    check_precision(precision)
+    if callable(scheduler):
+        scheduler = scheduler(optimizer)
+        if scheduler is None:
+            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+    check_scheduler(scheduler, optimizer)
+    device = model_device(model)
+    objective.move_criterion(device)
+    _check_criterion(objective, optimizer)
+    if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
+        model.train()
+    scaler = choose_scaler(precision, None, device, optimizer_parameters(optimizer))
+    return Trainee(
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        precision=precision,
+        evaluate=evaluate,
+        settings=Settings.of(optimizer, scheduler),
+    )
+
+
+def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
+    function = None if objective.criterion is None else objective.criterion.function
+    updated = {id(parameter) for parameter in optimizer_parameters(optimizer)}
+    trainable = function.parameters() if isinstance(function, nn.Module) else ()
+    if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
+        raise UsageError(
+            f"{type(function).__name__} has trainable parameters that the optimizer does not hold",
+            hint="give an optimizer of both, make it a part of the model, or set requires_grad to False",
+        )
+
+
+def find_device(asked: str) -> torch.device:
+    """The device called `auto` (the first card, where there is one), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UsageError: There is none of that name here.
+    """
+    check_device(asked)
+    index = card_index(asked)
+    return torch.device("cpu") if index is None else torch.device("cuda", index)

@@ -1,0 +1,103 @@
+"""What a loss holds is found and comes back with a resumed run: learnt weights, bound modules, partials, closures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.training.events import Updated
+from autoaccum.training.subjects.companions import find_companions
+from autoaccum.workload.weights import resolve_objective
+
+UPDATES = 6
+X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X[:, :2] * 2)
+
+
+class Weighted(nn.Module):
+    """Learns a weight, and counts in a buffer how often it is called; the count takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        errors = (outputs - targets).pow(2).mean(0) * torch.exp(-self.weight) + self.weight
+        loss: Tensor = errors.sum() * scale * (1 + self.calls / 100)
+        return loss
+
+    def compute(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = self(model(batch[0]), batch[1])
+        return loss
+
+
+def alone(weighted: Weighted) -> dict[str, Any]:
+    weight = weighted.weight
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        errors: Tensor = (model(batch[0]) - batch[1]).pow(2).mean(0)
+        return (errors * torch.exp(-weight) + weight).sum()
+
+    return {"loss": loss}
+
+
+def in_a_closure(weighted: Weighted) -> dict[str, Any]:
+    return {"loss": lambda model, batch: weighted(model(batch[0]), batch[1])}
+
+
+WAYS: dict[str, Callable[[Weighted], dict[str, Any]]] = {
+    "only in the optimizer": alone,
+    "a criterion": lambda weighted: {"criterion": weighted},
+    "a bound method": lambda weighted: {"loss": weighted.compute},
+    "a partial": lambda weighted: {"criterion": functools.partial(weighted, scale=0.5)},
+    "a closure": in_a_closure,
+}
+
+
+def run(folder: Path, way: str, stop_after: int | None = None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, weighted = nn.Linear(3, 2), Weighted()
+    optimizer = torch.optim.SGD([*model.parameters(), weighted.weight], lr=0.1, momentum=0.9)
+
+    def listen(event: Any) -> bool:
+        return isinstance(event, Updated) and event.update == stop_after
+
+    options: dict[str, Any] = {"target_batch": 8, "micro_batch": 4, "steps": UPDATES, "progress": False}
+    options |= {"run_dir": folder, "optimizer": optimizer, "callbacks": [listen], **WAYS[way](weighted)}
+    result = autoaccum.fit(model, DATA, **options)
+    assert result.updates == (stop_after or UPDATES)
+    assert result.warnings == ()
+    return {"model": model.state_dict(), "weighted": weighted.state_dict()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_loss_learns_and_counts_goes_on(tmp_path: Path, way: str) -> None:
+    whole = run(tmp_path / "whole", way)
+    run(tmp_path / "parts", way, 3)
+    resumed = run(tmp_path / "parts", way)
+    assert whole["weighted"]["weight"].any()
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def test_the_model_and_what_no_file_can_hold_are_left_out() -> None:
+    model, teacher, average = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1, device="meta"), nn.Linear(1, 1)
+    inner = model[0]
+
+    def loss(given: nn.Module, batch: Any) -> Any:
+        return model(batch) + inner(batch) + teacher(batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: average.zero_grad())
+    found = find_companions(torch.compile(model, backend="eager"), resolve_objective(loss), optimizer)  # type: ignore[arg-type]
+    assert found == {"average": average}
