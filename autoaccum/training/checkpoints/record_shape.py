@@ -136,9 +136,8 @@ def check_record(record: Mapping[str, Any], path: Path) -> None:
         shape(place, _StreamPlace if "taken" in place else _MapPlace)
         for name in ("optimizer", "scheduler"):
             part = record["training"].get(name)
-            if part is not None and not isinstance(
-                part.get("class"), str
-            ):  # No field of a dataclass can have its name.
+            # A key that no field of a dataclass can be named after.
+            if part is not None and not isinstance(part.get("class"), str):
                 raise ShapeError(f"in training, the class of the {name} is missing")
     except ShapeError as error:
         raise CheckpointError(
