@@ -12,7 +12,7 @@ import torch
 
 from autoaccum.accumulation.randomness import RandomState, seeded_devices
 from autoaccum.accumulation.recovery import is_context_dead
-from autoaccum.errors import CheckpointError, NonFiniteError, UsageError
+from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.assembly import assemble
 from autoaccum.training.data.source import Source, open_source
 from autoaccum.training.events import Finished, Noted, Started
@@ -112,6 +112,8 @@ def _run(loop: Loop) -> None:
         at_once = loop.stopping.asked is not None and not isinstance(error, (StopAsked, Exception))
         if loop.stepper.is_whole and not is_context_dead(error) and not at_once and not _is_spoilt(error, loop):
             loop.keeper.keep()
+        if isinstance(error, UpdateInterrupted) and loop.keeper.newest is not None:
+            raise UpdateInterrupted(error.message, hint=f"the same again goes on from {loop.keeper.newest}") from error
         raise
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import autoaccum
-from autoaccum.errors import AutoaccumError, CheckpointError, NonFiniteError, UsageError
+from autoaccum.errors import AutoaccumError, CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.events import (
     CheckpointFailed,
     CheckpointWritten,
@@ -288,6 +288,25 @@ def test_weights_that_are_spoilt_do_not_replace_a_good_checkpoint(tmp_path: Path
         fit(samples(64), model=model, run_dir=tmp_path, callbacks=[spoil], checkpoint_every=3, keep=1)
     (kept,) = (tmp_path / "checkpoints").glob("*.pt")
     assert kept.name == "checkpoint-00000003.pt"
+
+
+class Breaking(torch.optim.SGD):
+    """Its fourth step fails half-way."""
+
+    made = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made += 1
+        super().step()
+        if self.made == 4:
+            raise RuntimeError("CUDA error: out of memory")
+
+
+def test_half_an_update_is_not_kept_and_the_way_back_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UpdateInterrupted, match=r"the same again goes on from .*checkpoint-00000002\.pt"):
+        fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), checkpoint_every=2)
+    assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000002.pt"
+    assert fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), steps=5).updates == 5
 
 
 class Endless(nn.Module):
