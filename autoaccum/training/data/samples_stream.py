@@ -18,7 +18,8 @@ from autoaccum.training.data.planning_batch import LOOKED_AT, longest_of
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.stream_source import StreamSource
 from autoaccum.training.data.window import Window
-from autoaccum.training.data.workers import WorkerStart, handed_over
+from autoaccum.training.data.worker_start import WorkerStart
+from autoaccum.training.data.workers import handed_over
 from autoaccum.training.seeds import kept_randomness, mix, seed_generators
 
 _HANDED_OVER = 16

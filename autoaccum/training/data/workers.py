@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.held_parts import copied
 from autoaccum.training.data.pinning import current
 from autoaccum.training.data.worker_failures import explain_failed_start, explain_worker_failure, half_started
+from autoaccum.training.data.worker_start import WorkerStart
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.workload import nests
 
@@ -146,28 +146,12 @@ class PartReader:
             collate_fn=handed_over,
             pin_memory=pins,
             timeout=options.timeout,
-            worker_init_fn=WorkerStart(options.worker_init_fn),
+            worker_init_fn=WorkerStart(options.worker_init_fn, options.multiprocessing_context),
             multiprocessing_context=options.multiprocessing_context,
             generator=torch.Generator().manual_seed(self._seed),
             prefetch_factor=options.prefetch_factor,
             persistent_workers=options.persistent_workers,
         )
-
-
-class WorkerStart:
-    """What a worker does first: leave Ctrl-C to the main process, and the user's own start."""
-
-    def __init__(self, users: Callable[[int], Any] | None) -> None:
-        self._users = users
-
-    def __call__(self, worker_id: int) -> None:
-        """Run in the worker, whose number is `worker_id`."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, PartFetcher):
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._users is not None:
-            self._users(worker_id)
 
 
 def started(data: Any) -> Iterator[Any]:
