@@ -72,7 +72,6 @@ class Backpropagation:
         self._scaler = scaler
         self._enter = enter
         self._observer = observer
-        self._scale = 1.0
 
     def run(
         self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
@@ -83,15 +82,16 @@ class Backpropagation:
         """
         record = LossRecord()
         device = model_device(self._model)
-        self._scale = scale
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
                     self._enter("batch")
-                    self._run_part(move_batch(part, device), share, buffers, record)
+                    self._run_part(move_batch(part, device), share, buffers, record, scale)
         return record
 
-    def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
+    def _run_part(
+        self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord, scale: float
+    ) -> None:
         self._enter("forward")
         # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
         torch.clear_autocast_cache()
@@ -113,7 +113,7 @@ class Backpropagation:
         self._enter("backward")
         common_share = next(iter(shares.values())) if len(set(shares.values())) == 1 else None
         applied = (1.0 if common_share is None else common_share) / common
-        self._observer.part(batch_size(part), common_share, applied * self._scale)
+        self._observer.part(batch_size(part), common_share, applied * scale)
         self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:

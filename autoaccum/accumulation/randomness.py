@@ -45,6 +45,11 @@ def own_generators(modules: Iterable[nn.Module]) -> list[Generator]:
     return list({id(generator): generator for generator in found}.values())
 
 
+def has_known_state(generator: Generator) -> bool:
+    """Not so for `SystemRandom`, which has none, and a class of the user's own with a state of its own."""
+    return not isinstance(generator, random.Random) or type(generator).getstate is random.Random.getstate
+
+
 def seeded_devices() -> list[torch.device]:
     """Every card whose generators exist: all of them once CUDA has started, none before."""
     if not torch.get_device_module("cuda").is_initialized():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.eval_mode import eval_mode
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import WorkloadError
@@ -143,7 +142,7 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
     device = model_device(model)
     run = _evaluates_loss(workload) if workload.evaluate is None else workload.evaluate
     outputs = None
-    with eval_mode(model), torch.no_grad():
+    with _resting(model), torch.no_grad():
         for _ in range(_PASSES):
             batch = move_batch(held, device)
             with autocast(workload.precision, device):
@@ -161,3 +160,15 @@ def _evaluates_loss(workload: Workload) -> Any:
             return objective.terms(model, batch)
 
     return run
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
+    """Within, `model` is in eval mode; afterwards every module is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -53,7 +53,6 @@ class Loop:
         Raises:
             StopAsked: A signal asked for it.
         """
-        self.keeper.keep_first()
         self.evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self.source.start_epoch(self.progress.epoch)

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.randomness import GENERATORS, Generator, device_state, set_device_state
+from autoaccum.accumulation.randomness import (
+    GENERATORS,
+    Generator,
+    device_state,
+    has_known_state,
+    set_device_state,
+)
 from autoaccum.errors import first_line
 
 _KINDS = {
@@ -58,14 +64,9 @@ def named_generators(model: nn.Module, companions: Mapping[str, nn.Module]) -> d
     for prefix, root in (("", unwrapped(model)), *companions.items()):
         for path, module in root.named_modules(prefix=prefix):
             for name, value in vars(module).items():
-                if isinstance(value, GENERATORS) and _has_known_state(value):
+                if isinstance(value, GENERATORS) and has_known_state(value):
                     found.setdefault(id(value), (f"{path}{'.' if path else ''}{name}", value))
     return dict(found.values())
-
-
-def _has_known_state(generator: Generator) -> bool:
-    """Not so for `SystemRandom`, which has none, and a class of the user's own with a state of its own."""
-    return not isinstance(generator, random.Random) or type(generator).getstate is random.Random.getstate
 
 
 def _puts(

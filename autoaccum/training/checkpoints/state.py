@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError, first_line
+from autoaccum.training.checkpoints.companions import CRITERION
 from autoaccum.training.checkpoints.module_state import capture_module, module_differences, restore_module
 from autoaccum.training.checkpoints.optimizer_state import (
     capture_optimizer,
@@ -19,7 +20,6 @@ from autoaccum.training.checkpoints.optimizer_state import (
     restore_optimizer,
 )
 from autoaccum.training.checkpoints.settings import Settings
-from autoaccum.training.subjects.companions import CRITERION
 
 _HINT = "train what it is of, or give another folder"
 _TOLD = 3

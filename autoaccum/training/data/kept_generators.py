@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum.accumulation.randomness import GENERATORS, Generator, generator_rewind
+from autoaccum.accumulation.randomness import GENERATORS, Generator, generator_rewind, has_known_state
 
 _DEPTH = 5
 """How far from the dataset: a transform in a list of them, in a dataset that another one wraps."""
@@ -28,7 +27,7 @@ def find_generators(*roots: Any) -> list[Generator]:
     """The generators among the attributes of `roots`, and of what those keep, each once."""
     seen: set[int] = set()
     found = [value for root in roots for value in _values(root, _DEPTH, seen) if isinstance(value, GENERATORS)]
-    return [one for one in found if not isinstance(one, random.Random) or _has_known_state(one)]
+    return [one for one in found if has_known_state(one)]
 
 
 def seed_own(generators: Sequence[Generator], seed: int) -> None:
@@ -55,11 +54,6 @@ def kept_states(generators: Sequence[Generator]) -> Iterator[None]:
     finally:
         for rewind in rewinds:
             rewind()
-
-
-def _has_known_state(generator: random.Random) -> bool:
-    """Not so for `SystemRandom`, which has none, and a class of the user's own with a state of its own."""
-    return type(generator).getstate is random.Random.getstate
 
 
 def _values(node: Any, depth: int, seen: set[int]) -> Iterator[Any]:

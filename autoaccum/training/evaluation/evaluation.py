@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +20,7 @@ from autoaccum.training.data.kept_generators import seed_own
 from autoaccum.training.evaluation.evaluation_data import EvaluationData
 from autoaccum.training.evaluation.scores import LossScore, OwnScore, Score
 from autoaccum.training.events import Evaluated, EvaluationFailed
+from autoaccum.training.seeds import seed_generators
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.spec import check_evaluate
 from autoaccum.workload.tracebacks import user_line
@@ -77,7 +76,7 @@ class Evaluation:
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
         """Evaluate `model` after `update`; an exception becomes the reason of a failure.
 
-        What is no `Exception` (an interruption, being asked to stop) comes through.
+        An interruption, and being asked to stop, come through; a sys.exit() of the user's is a failure, too.
         """
         started = time.perf_counter()
         score = self._new_score()
@@ -127,6 +126,8 @@ class Evaluation:
         try:
             with autocast(self._precision, device):
                 score.add(model, move_batch(part, device), part)
+        except SystemExit as leaving:
+            return WorkloadError(f"it called sys.exit({leaving.code!r})", hint="an evaluation cannot end the training")
         except Exception as error:
             return error
         return None
@@ -161,9 +162,7 @@ class Evaluation:
 
 
 def _seed(devices: Iterable[torch.device], seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed cards whose states are not kept
+    seed_generators(seed)
     for device in devices:
         if device.type == "mps":
             torch.mps.manual_seed(seed)

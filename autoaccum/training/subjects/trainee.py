@@ -17,8 +17,8 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.checkpoints.settings import Settings
-from autoaccum.training.subjects.companions import find_companions
 from autoaccum.workload.weights import Objective
 
 

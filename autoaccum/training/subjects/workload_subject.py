@@ -14,14 +14,12 @@ from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
+from autoaccum.training.data.planning_batch import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.trainee import Trainee, find_device, make_trainee
 from autoaccum.workload.adaptation import replace_given
 from autoaccum.workload.spec import Workload, no_batch
-
-_LOOKED_AT = 64
-"""Samples of a dataset, of which the longest make the batches of a plan, where the workload defines no `batch`."""
 
 
 class WorkloadSubject:
@@ -76,7 +74,7 @@ class WorkloadSubject:
                 "precision": request.precision,
                 "optimizer": request.optimizer,
                 "evaluation_batch": request.evaluation_batch,
-                "worst_of": _LOOKED_AT if workload.batch is no_batch else None,
+                "worst_of": LOOKED_AT if workload.batch is no_batch else None,
             }
             on_output = None if on_event is None else lambda line: on_event(Printed(line))
             return plan(

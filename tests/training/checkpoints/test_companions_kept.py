@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
+from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.events import Updated
-from autoaccum.training.subjects.companions import find_companions
 from autoaccum.workload.weights import resolve_objective
 
 UPDATES = 6

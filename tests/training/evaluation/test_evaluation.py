@@ -429,6 +429,13 @@ def test_an_error_of_the_users_is_a_reason_with_its_line() -> None:
     assert said.endswith('(`raise ZeroDivisionError("first\\nsecond")`)')
 
 
+def test_a_sys_exit_of_the_users_ends_the_evaluation_alone() -> None:
+    def leave(model: nn.Module, batch: Any) -> float:
+        raise SystemExit(3)
+
+    assert "it called sys.exit(3)" in reason(evaluation(evaluate=leave), net())
+
+
 def test_data_that_fails_or_is_empty_is_a_reason() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
