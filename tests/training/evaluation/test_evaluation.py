@@ -1,45 +1,37 @@
-from __future__ import annotations
+"""An evaluation changes nothing of training, fits what it can, and fails alone."""
 
-import copy
-import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_evaluations import (
+    CLASSES,
+    CRITERION,
+    SAMPLES,
+    Batches,
+    Numbers,
+    dataset,
+    evaluation,
+    net,
+    reason,
+    samples,
+    values,
+    whole,
+)
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import WorkloadError
 from autoaccum.training.evaluation.evaluation import Evaluation
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
-from autoaccum.workload.weights import resolve_objective
-
-SAMPLES, CLASSES = 23, 3
-CRITERION = nn.CrossEntropyLoss()
-
-
-def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, CLASSES, (count,), generator=generator)
-
-
-def dataset(count: int = SAMPLES) -> TensorDataset:
-    return TensorDataset(*samples(count))
-
-
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
 
 
 class Narrow(nn.Module):
@@ -55,177 +47,6 @@ class Narrow(nn.Module):
         if len(x) > self.most:
             torch.empty(1 << 50)
         return torch.as_tensor(self.inner(x))
-
-
-def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, **options: Any) -> Evaluation:
-    objective = resolve_objective(options.pop("loss", CRITERION), **options.pop("objective", {}))
-    opened = EvaluationData(dataset() if data is None else data, collate=options.pop("collate", None))
-    return Evaluation(objective, evaluate, "fp32", opened, micro_batch=micro_batch, **options)
-
-
-def values(made: Evaluation, model: nn.Module) -> dict[str, float]:
-    outcome = made.run(model, 7)
-    assert isinstance(outcome, Evaluated), outcome
-    assert outcome.update == 7
-    return dict(outcome.values)
-
-
-def reason(made: Evaluation, model: nn.Module) -> str:
-    outcome = made.run(model, 7)
-    assert isinstance(outcome, EvaluationFailed), outcome
-    return outcome.reason
-
-
-def whole(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
-    at_rest = copy.deepcopy(model).eval()
-    with torch.no_grad():
-        return float(run(at_rest))
-
-
-# --- what it gives --------------------------------------------------------------------------------------------------
-
-
-class Numbers(Dataset[Any]):
-    """Map-style, without a class of torch's own collation."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = samples()
-        return x[index], y[index]
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*samples(), strict=True)
-
-
-class Batches:
-    """An iterable of batches of unequal size."""
-
-    def __iter__(self) -> Iterator[Any]:
-        sizes = [9, 1, 13]
-        return zip(*(torch.split(tensor, sizes) for tensor in samples()), strict=True)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [dataset, Numbers, Stream, Batches, lambda: list(Batches()), lambda: DataLoader(dataset(), batch_size=7)],
-    ids=["tensors", "map-style", "iterable", "batches", "list", "loader"],
-)
-def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> None:
-    model, made = net(), evaluation(make())
-    x, y = samples()
-    expected = whole(model, lambda m: CRITERION(m(x), y))
-    for _ in range(2):  # from the start each time
-        outcome = made.run(model, 0)
-        assert isinstance(outcome, Evaluated)
-        assert outcome.samples == SAMPLES
-        assert outcome.values == {"loss": pytest.approx(expected, rel=1e-12)}
-
-
-def test_means_count_by_what_they_divide_by() -> None:
-    x, y = samples()
-    y[::3] = -100
-    y[:5] = -100  # a part in which nothing counts: its own mean is 0/0
-    model = net()
-    assert values(evaluation(TensorDataset(x, y)), model) == {
-        "loss": pytest.approx(whole(model, lambda m: CRITERION(m(x), y)), rel=1e-12)
-    }
-
-
-def test_sums_are_added() -> None:
-    model, criterion = net(), nn.CrossEntropyLoss(reduction="sum")
-    x, y = samples()
-    assert values(evaluation(loss=criterion), model) == {
-        "loss": pytest.approx(whole(model, lambda m: criterion(m(x), y)), rel=1e-12)
-    }
-
-
-def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    x, y = batch
-    out = model(x)
-    return {"class": functional.cross_entropy(out, y, ignore_index=0), "size": out.square().mean()}
-
-
-def term_of(name: str) -> Callable[[nn.Module], Tensor]:
-    return lambda model: two_terms(model, samples())[name]
-
-
-def test_terms_have_divisors_of_their_own() -> None:
-    def weight(batch: Any) -> dict[str, float]:
-        return {"class": float((batch[1] != 0).sum()), "size": float(batch[0].shape[0])}
-
-    model = net()
-    at_once = {name: whole(model, term_of(name)) for name in ("class", "size")}
-    given = values(evaluation(loss=two_terms, objective={"weight": weight}), model)
-    assert given == {name: pytest.approx(value, rel=1e-12) for name, value in at_once.items()} | {
-        "loss": pytest.approx(sum(at_once.values()), rel=1e-12)
-    }
-
-
-def test_what_nothing_has_weight_in_is_not_a_number() -> None:
-    x, y = samples()
-    assert math.isnan(values(evaluation(TensorDataset(x, torch.full_like(y, -100))), net())["loss"])
-
-
-def test_what_is_not_finite_is_told_as_it_is() -> None:
-    x, y = samples()
-    x[3] = math.inf
-    assert math.isnan(values(evaluation(TensorDataset(x, y)), net())["loss"])
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_runs_in_the_precision_of_training(precision: str) -> None:
-    seen: list[torch.dtype] = []
-
-    def evaluate(model: nn.Module, batch: Any) -> float:
-        seen.append(model(batch[0]).dtype)
-        return 0.0
-
-    data = EvaluationData(TensorDataset(samples()[0].float(), samples()[1]))
-    made = Evaluation(resolve_objective(CRITERION), evaluate, precision, data, micro_batch=50)
-    assert isinstance(made.run(net().float(), 0), Evaluated)
-    assert seen == [torch.bfloat16 if precision == "bf16" else torch.float32]
-
-
-# --- the workload's own evaluate ------------------------------------------------------------------------------------
-
-
-def accuracy(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return torch.eq(model(x).argmax(1), y).double().mean()
-
-
-def test_a_number_is_averaged_over_samples() -> None:
-    model = net()
-    x, y = samples()
-    assert values(evaluation(evaluate=accuracy), model) == {
-        "accuracy": pytest.approx(whole(model, lambda m: accuracy(m, (x, y))))
-    }
-
-
-def test_numbers_by_name_are_averaged_and_the_rest_is_noted_once() -> None:
-    notes: list[str] = []
-
-    def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
-        size = len(batch[0])
-        return {"a": size, "b": np.float32(size), "c": torch.tensor(size), "d": True, "out": model(batch[0])}
-
-    made = evaluation(evaluate=evaluate, note=notes.append)
-    mean = (4 * 5 * 5 + 3 * 3) / SAMPLES
-    for _ in range(2):
-        approx = pytest.approx(mean)
-        assert values(made, net()) == {"a": approx, "b": approx, "c": approx, "d": 1.0}
-    assert notes == ["evaluate(model, batch) returned 'out' (a Tensor), which is no number, and it is not averaged"]
-
-
-def test_an_evaluate_that_returns_nothing_is_noted() -> None:
-    notes: list[str] = []
-    assert values(evaluation(evaluate=lambda model, batch: None, note=notes.append), net()) == {}
-    assert len(notes) == 1
-    assert "returned None, which is no number" in notes[0]
 
 
 def test_what_a_listener_raises_is_no_failure_of_the_evaluation() -> None:
@@ -445,61 +266,6 @@ def test_data_that_fails_or_is_empty_is_a_reason() -> None:
     assert reason(evaluation(dataset(0)), net()) == "there are no samples to evaluate on: give more data, or none"
 
 
-class Ending(Numbers):
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index > 10:
-            raise StopIteration
-        return super().__getitem__(index)
-
-
-def ending_collate(items: Any) -> Any:
-    raise StopIteration
-
-
-class BySteps(IterableDataset[Any]):
-    """Iterated by an object without a generator, whose end is its own frame."""
-
-    def __iter__(self) -> Any:
-        self.left = 9
-        return BySteps.Steps(self)
-
-    class Steps:
-        def __init__(self, owner: Any) -> None:
-            self.owner = owner
-
-        def __next__(self) -> Any:
-            if self.owner.left == 0:
-                raise StopIteration("done")
-            self.owner.left -= 1
-            return tuple(part[self.owner.left] for part in samples())
-
-
-@pytest.mark.parametrize(
-    ("data", "collate"),
-    [
-        (Ending(), None),
-        (dataset(), ending_collate),
-        (Stream(), ending_collate),
-        (DataLoader(Ending(), batch_size=4), None),
-        (DataLoader(Ending(), batch_size=4, num_workers=1), None),
-        (DataLoader(Ending(), batch_size=None), None),
-    ],
-    ids=["map-style", "collate", "iterable's collate", "loader", "workers", "unbatched"],
-)
-def test_a_stop_iteration_within_the_data_is_not_its_end(data: Any, collate: Any) -> None:
-    said = reason(evaluation(data, collate=collate, evaluate=lambda model, batch: 0.0), net())
-    assert said.startswith("StopIteration was raised within the evaluation data")
-    assert "at test_evaluation.py" in said or getattr(data, "num_workers", 0) == 1
-
-
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_an_iterator_of_ones_own_ends_as_any(batch_size: int | None) -> None:
-    outcome = evaluation(DataLoader(BySteps(), batch_size=batch_size, drop_last=False), evaluate=lambda m, b: 1.0)
-    done = outcome.run(net(), 1)
-    assert isinstance(done, Evaluated)
-    assert done.samples == 9 if batch_size else done.samples > 0
-
-
 def test_a_stop_iteration_of_evaluate_is_a_failure() -> None:
     assert "StopIteration" in reason(evaluation(evaluate=lambda model, batch: next(iter(()))), net())
 
@@ -537,126 +303,7 @@ def test_what_can_be_left_is_only_the_passes() -> None:
     assert model.training
 
 
-@pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
-def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
-    with pytest.raises(UsageError, match=r"the evaluation data is an? \w+.*: give a dataset, a DataLoader or"):
-        EvaluationData(data)
-
-
 @pytest.mark.parametrize("evaluate", [3, lambda model: 0.0], ids=["number", "one argument"])
 def test_what_is_no_function_of_model_and_batch_is_refused_at_once(evaluate: Any) -> None:
     with pytest.raises(WorkloadError, match=r"^evaluate.*: write def evaluate\(model, batch\)"):
         evaluation(evaluate=evaluate)
-
-
-# --- beside training ------------------------------------------------------------------------------------------------
-
-
-class Shuffled:
-    """A batch sampler with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(torch.randperm(20, generator=self.generator).view(-1, 4).tolist())
-
-
-class Jittered(Dataset[Any]):
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = samples()
-        return x[index] + self.generator.normal(), y[index]
-
-
-def test_generators_that_lie_deep_in_the_data_are_put_back() -> None:
-    sampler, jittered = Shuffled(), Jittered()
-    data = DataLoader(Subset(jittered, range(20)), batch_sampler=sampler)
-    states = sampler.generator.get_state(), copy.deepcopy(jittered.generator.bit_generator.state)
-    seen: list[Any] = []
-
-    def see(model: nn.Module, batch: Any) -> float:
-        seen.append(batch[0])
-        return 0.0
-
-    made, model = evaluation(data, evaluate=see), net()
-    values(made, model)
-    assert torch.equal(sampler.generator.get_state(), states[0])
-    assert jittered.generator.bit_generator.state == states[1]
-    first, seen[:] = torch.cat(seen), []
-    list(data)  # An epoch of training.
-    values(made, model)
-    assert torch.equal(torch.cat(seen), first)
-
-
-class Placed(IterableDataset[Any]):
-    """Goes on where it was, and can tell where that is."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.place < SAMPLES:
-            self.place += 1
-            yield tuple(part[self.place - 1] for part in samples())
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-class OwnIterator(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda one: (one, one),
-        lambda one: (DataLoader(one), one),
-        lambda one: (one, DataLoader(one)),
-        lambda one: (DataLoader(one), DataLoader(one)),
-    ],
-    ids=["itself", "in a loader trained on", "in a loader evaluated", "in loaders"],
-)
-def test_what_keeps_one_place_for_both_is_refused(share: Any) -> None:
-    for one in (Placed(), OwnIterator()):
-        trained_on, data = share(one)
-        with pytest.raises(UsageError, match=r"keeps its place in itself: give a second|read only once"):
-            EvaluationData(data, trained_on=trained_on)
-        EvaluationData(DataLoader(Placed()), trained_on=trained_on)
-
-
-def test_a_training_says_what_it_trains_on() -> None:
-    data = Placed()
-    options: dict[str, Any] = {"target_batch": 4, "micro_batch": 4, "steps": 1, "progress": False}
-    with pytest.raises(UsageError, match="evaluation and training read the same Placed"):
-        autoaccum.fit(net(), DataLoader(data, batch_size=4), loss=CRITERION, eval_data=data, **options)
-
-
-def test_a_loader_that_keeps_its_workers_is_read_apart_from_training() -> None:
-    loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=True)
-    training = iter(loader)
-    seen = [next(training)]
-    data = EvaluationData(loader, trained_on=loader)
-    assert sum(len(batch[0]) for batch in data.batches(4, 0)) == SAMPLES
-    seen.extend(training)
-    assert sum(len(batch[0]) for batch in seen) == SAMPLES
-
-
-@pytest.mark.parametrize("make", [dataset, Stream, Batches, lambda: DataLoader(Stream(), batch_size=4)])
-def test_what_starts_anew_each_time_is_shared_with_training(make: Any) -> None:
-    shared = make()
-    data = EvaluationData(shared, trained_on=shared)
-    assert sum(len(batch[0]) for batch in data.batches(4, 0)) == SAMPLES
