@@ -1,0 +1,1 @@
+"""Is the accumulated gradient the full batch's, and if not, why."""
