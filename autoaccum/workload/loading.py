@@ -18,7 +18,7 @@ from autoaccum.workload.nests import kind
 from autoaccum.workload.spec import Workload
 
 _OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
-_BESIDE = ("collate", "keeps", "evaluation_batch", "evaluate", "scheduler", "evaluation_dataset")
+_BESIDE = ("collate", "keeps", "evaluation_batch", "evaluate", "scheduler", "evaluation_dataset", "accumulate")
 """Optional too; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
 
 
@@ -27,9 +27,9 @@ def load_workload(reference: str) -> Workload:
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`. A `:name` names a Workload; or a model
-    (function, class or instance) that stands in for `model`, the other names as they are. `batch` may be missing
-    beside a `dataset` (see `worst_case`).
+    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`. A `:name` names a
+    Workload; or a model (function, class or instance) that stands in for `model`, the other names as they are. `batch`
+    may be missing beside a `dataset` (see `worst_case`).
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.

@@ -53,6 +53,8 @@ class Workload:
             precision; what it returns is held until the next pass is done. None: the loss, and the model's outputs.
         scheduler: `scheduler(optimizer)`: a learning-rate schedule, stepped once per update; None: a constant rate.
         evaluation_dataset: What is evaluated on between updates, of the same kinds as `dataset`; None: nothing.
+        accumulate: `accumulate(model, micro_batches)`: a loop of the author's own, to be verified: it runs the
+            micro-batches of one update forward and backward and leaves the gradient in `.grad`.
         name: What reports call it.
         path: The file it came from; None when made in code.
         digest: SHA-256 over that file and the local modules it imported; empty when made in code.
@@ -77,6 +79,7 @@ class Workload:
     evaluate: Callable[[nn.Module, Any], Any] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
     evaluation_dataset: Any = None
+    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
     name: str = "workload"
     path: Path | None = None
     digest: str = ""

@@ -1,0 +1,163 @@
+"""What a run may change besides parameters: buffers, attributes of modules, and variables that functions name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.copies import StateCopy, is_own_object
+from autoaccum.accumulation.digest import Hasher, attribute_entries
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set)
+_MOST_ENTRIES = 4096
+_MOST_ELEMENTS = 2**22
+"""Of what is looked at and put back: a dataset that a loss names is neither."""
+
+_DEPTH = 3
+_REGISTERED = frozenset(vars(nn.Module())) | {"training"}
+
+
+class HeldState:
+    """State as it is now, to be put back and compared.
+
+    Args:
+        roots: Modules by the prefix of their names; their parameters are left alone.
+        functions: The user's: what they keep in closures, and name of their module's variables, counts as well, and
+            so do the functions of the user's own that they name.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._roots = dict(roots)
+        self._modules = [module for root in roots.values() for module in root.modules()]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in self._modules]
+        self._attributes = [(vars(module), _attributes(module)) for module in self._modules]
+        self._modes = [(module, module.training) for module in self._modules]
+        self._variables = list(_variables(functions))
+        kept = [[held for _, held in self._buffers], [held for _, held in self._attributes]]
+        self._copy = StateCopy([*kept, [one.value for one in self._variables]], on_host=False, inside=True)
+        self._hashes = self._hash()
+
+    def restore(self) -> None:
+        """Put everything back in place."""
+        for held, before in self._buffers:
+            held.clear()
+            held.update(before)
+        for attributes, before in self._attributes:
+            for name in [name for name in attributes if name not in _REGISTERED and name not in before]:
+                del attributes[name]
+            attributes.update(before)
+        for module, training in self._modes:
+            module.training = training
+        for variable in self._variables:
+            variable.restore()
+        self._copy.restore()
+
+    def changed(self) -> list[str]:
+        """Names of attributes (`encoder.calls`) and variables whose content is another one now."""
+        now = self._hash()
+        names = [name for name, content in now.items() if self._hashes.get(name) != content]
+        return names + [name for name in self._hashes if name not in now]
+
+    def _hash(self) -> dict[str, str]:
+        hasher = Hasher(depth=_DEPTH)
+        found = attribute_entries(self._roots)
+        found.update({variable.name: hasher.hash(variable.now) for variable in self._variables})
+        return found
+
+
+class _Variable:
+    """One variable of a function's module, or of its closure."""
+
+    def __init__(self, name: str, place: MutableMapping[str, Any] | CellType) -> None:
+        self.name = name
+        self._place = place
+        self.value = self.now
+
+    @property
+    def now(self) -> Any:
+        """Its value now; None where there is none."""
+        if isinstance(self._place, CellType):
+            return self._place.cell_contents
+        return self._place.get(self.name)
+
+    def restore(self) -> None:
+        if isinstance(self._place, CellType):
+            self._place.cell_contents = self.value
+        else:
+            self._place[self.name] = self.value
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+
+
+def _variables(functions: Iterable[Any]) -> Iterator[_Variable]:
+    """The variables that `functions` may change, each once."""
+    seen: set[tuple[int, str]] = set()
+    waiting = [(function, 0) for function in functions]
+    while waiting:
+        function, depth = waiting.pop()
+        if depth > _DEPTH:
+            continue
+        for variable in _within(function):
+            if (id(variable._place), variable.name) in seen:
+                continue
+            seen.add((id(variable._place), variable.name))
+            if isinstance(variable.value, FunctionType):
+                if _is_users(variable.value, function):
+                    waiting.append((variable.value, depth + 1))
+            elif _can_change(variable.value):
+                yield variable
+
+
+def _within(function: Any) -> Iterator[_Variable]:
+    """Of a function what it names; of a method also, and of another object that can be called only, its attributes."""
+    if isinstance(function, MethodType):
+        yield from _within(function.__self__)
+        function = function.__func__
+    if isinstance(function, FunctionType):
+        yield from _named(function)
+    elif not isinstance(function, (type, nn.Module)):
+        attributes = getattr(function, "__dict__", {})
+        yield from (_Variable(name, attributes) for name in list(attributes))
+
+
+def _named(function: FunctionType) -> Iterator[_Variable]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield _Variable(name, cell)
+        except ValueError:  # not assigned yet
+            continue
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield _Variable(name, function.__globals__)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_users(function: FunctionType, caller: Any) -> bool:
+    """Whether it is of the same package as what names it: the user's own, no library's."""
+    return function.__module__.partition(".")[0] == getattr(caller, "__module__", "").partition(".")[0]
+
+
+def _can_change(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS and not value.is_meta
+    if isinstance(value, np.ndarray):
+        return bool(value.size <= _MOST_ELEMENTS and value.dtype != object)
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= _MOST_ENTRIES
+    return is_own_object(value) and not isinstance(value, nn.Module)

@@ -1,0 +1,160 @@
+"""One batch, cut in one way: the full batch's update beside the accumulated one, under the same random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from autoaccum.accumulation.draws import DrawMismatch, Draws, calm
+from autoaccum.accumulation.shares import has_weight
+from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.runs import run_accumulated, run_full, run_own, run_part, run_update
+from autoaccum.verification.specimen import Specimen
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.weights import Objective
+
+
+@dataclass
+class _Pair:
+    """Both updates under one change, and the draws they share; None where draws are held or there are none."""
+
+    full: Outcome
+    accumulated: Outcome
+    draws: Draws | None
+
+
+class Laboratory:
+    """Runs experiments on one batch; every run begins with a fresh copy and the same seeds, and is made once.
+
+    Random draws are recorded in the accumulated run and joined for the full one. Where their shapes forbid that, both
+    runs are made with draws that do nothing, and `mismatch` says why.
+
+    Attributes:
+        sizes: The parts, in samples.
+        parts: The batch as it is cut.
+        mismatch: Why draws could not be joined; None where they could.
+
+    Args:
+        specimen: What is verified.
+        batch: The whole batch, on the CPU as the workload makes it.
+        sizes: How it is cut.
+    """
+
+    def __init__(self, specimen: Specimen, batch: Any, sizes: Sequence[int]) -> None:
+        self.specimen, self.sizes = specimen, tuple(sizes)
+        self._given = batch
+        self._batch = specimen.prepare_batch(batch)
+        self.parts: list[Any] = split_batch(self._batch, self.sizes)
+        self.mismatch: DrawMismatch | None = None
+        self._pairs: dict[Change, _Pair] = {}
+        self._owns: dict[Change, Outcome] = {}
+        self._alone: dict[tuple[int, Change], Outcome] = {}
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch as runs are given it."""
+        return self._batch
+
+    @property
+    def objective(self) -> Objective:
+        """The workload's own."""
+        return self.specimen.workload.objective
+
+    @property
+    def shared_draws(self) -> tuple[str, ...]:
+        """Draws without a dimension of samples, as `aten.normal_ (model.py:31)`: the first part's serve for all."""
+        pair = self._pairs.get(UNCHANGED)
+        return () if pair is None or pair.draws is None else pair.draws.shared
+
+    def full(self, change: Change = UNCHANGED) -> Outcome:
+        """One update by the whole batch."""
+        return self._pair(change).full
+
+    def full_again(self, change: Change = UNCHANGED) -> Outcome:
+        """The same once more, to see whether it is the same."""
+        pair = self._pair(change)
+        self._seed()
+        with calm() if pair.draws is None else pair.draws.joined():
+            return run_full(self.specimen, self._batch, change)
+
+    def accumulated(self, change: Change = UNCHANGED) -> Outcome:
+        """One update by the Accumulator."""
+        return self._pair(change).accumulated
+
+    def own(self, change: Change = UNCHANGED) -> Outcome:
+        """One update by the workload's own `accumulate`."""
+        if change not in self._owns:
+            draws = self._pair(change).draws
+            self._seed()
+            begin = _ignore if draws is None else draws.begin_part
+            with calm() if draws is None else draws.replaying():
+                self._owns[change] = run_own(self.specimen, self.parts, change, begin)
+        return self._owns[change]
+
+    def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
+        """The loss and the gradient of one part alone, under its draws, multiplied by no share."""
+        if (index, change) not in self._alone:
+            draws = self._pair(change).draws
+            self._seed()
+            with calm() if draws is None else draws.of_part(index):
+                self._alone[index, change] = run_part(self.specimen, self.parts[index], change)
+        return self._alone[index, change]
+
+    def with_sizes(self, sizes: Sequence[int]) -> Laboratory:
+        """The same batch cut otherwise."""
+        return Laboratory(self.specimen, self._given, sizes)
+
+    def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+        """The parameters after one step of the optimizer with these gradients."""
+        self._seed()
+        return run_update(self.specimen, gradients)
+
+    def _pair(self, change: Change) -> _Pair:
+        if change not in self._pairs:
+            self._pairs[change] = self._calm(change) if change.calm or self.mismatch else self._joined(change)
+        return self._pairs[change]
+
+    def _calm(self, change: Change) -> _Pair:
+        self._seed()
+        with calm():
+            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, _ignore)
+        self._seed()
+        with calm():
+            return _Pair(run_full(self.specimen, self._batch, change), accumulated, None)
+
+    def _joined(self, change: Change) -> _Pair:
+        draws = Draws(self.sizes)
+        self._seed()
+        with draws.recording():
+            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, draws.begin_part)
+            self._draw_for_left_out(draws, change)
+        self._seed()
+        try:
+            with draws.joined():
+                full = run_full(self.specimen, self._batch, change)
+            if draws.shared:
+                self._seed()
+                with draws.replaying():
+                    accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, draws.begin_part)
+        except DrawMismatch as error:
+            self.mismatch = error
+            return self._calm(change)
+        return _Pair(full, accumulated, draws)
+
+    def _draw_for_left_out(self, draws: Draws, change: Change) -> None:
+        """Parts of weight zero do not run, and the full batch draws for their samples too."""
+        for index, part in enumerate(self.parts):
+            if not has_weight(self.objective.weight(part)):
+                draws.begin_part(index)
+                run_part(self.specimen, part, replace(change, weights=None, summed=False))
+
+    def _seed(self) -> None:
+        seed_everything()
+
+
+def _ignore(index: int) -> None:
+    """Nothing is recorded."""

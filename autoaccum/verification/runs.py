@@ -1,0 +1,246 @@
+"""One update of one fresh copy: by the full batch, accumulated, by a loop of the user's own, or of one part alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.backpropagation import autocast
+from autoaccum.accumulation.observers import StepObserver
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.shares import has_weight
+from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.verification.held_state import HeldState
+from autoaccum.verification.outcomes import Change, Outcome
+from autoaccum.verification.specimen import Specimen, Trained
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.experiments import users_code
+from autoaccum.workload.weights import Objective, match_weights
+
+_LOSS_SCALE = 256.0
+"""Under fp16, in every run alike: enough for gradients of a loss near 1, and far from overflow."""
+
+
+class Bench:
+    """A fresh copy of the specimen as one run finds it, what it holds on to, and what it came to."""
+
+    def __init__(self, specimen: Specimen, change: Change) -> None:
+        self.change, self.precision, self.device = change, specimen.precision, specimen.device
+        self.trained: Trained = specimen.fresh()
+        for name, module in self.trained.model.named_modules():
+            if name in change.rest:
+                module.eval()
+        self.scale = _LOSS_SCALE if specimen.precision == "fp16" else 1.0
+        objective, accumulate = self.trained.objective, specimen.workload.accumulate
+        functions = [objective.loss_function, objective.weight_function, accumulate]
+        if objective.criterion is not None:
+            functions.append(objective.criterion.function)
+        self.held = HeldState({**self.trained.roots, **_beside(functions, self.trained)}, functions)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model, by name, tied ones once."""
+        return dict(self.trained.model.named_parameters())
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Copies of the gradients there are now, without the loss scale."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+
+    def outcome(
+        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
+    ) -> Outcome:
+        """What the run came to; what it changed outside of its copy is put back."""
+        roots = self.trained.roots
+        buffers = {
+            name: tensor.detach().clone()
+            for prefix, root in roots.items()
+            for name, tensor in root.named_buffers(prefix=prefix)
+        }
+        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        state = tuple(self.held.changed())
+        self.held.restore()
+        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put back what a run that failed has changed outside of its copy."""
+        try:
+            yield
+        except BaseException:
+            self.held.restore()
+            raise
+
+
+def run_full(specimen: Specimen, batch: Any, change: Change) -> Outcome:
+    """One update by the whole batch, in plain PyTorch: what accumulation is to equal."""
+    bench = Bench(specimen, change)
+    trained = bench.trained
+    batch = copy.deepcopy(batch)
+    with bench.put_back(), specimen.running(), users_code(f"an update from {batch_size(batch)} samples"):
+        with autocast(specimen.precision, specimen.device):
+            terms = trained.objective.terms(trained.model, batch)
+        weights = match_weights(trained.objective.weight(batch), terms.keys())
+        counted = [term for name, term in terms.items() if weights[name] > 0]
+        values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
+        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+        if not counted:
+            return bench.outcome(math.nan, values, connected, bench.gradients())
+        loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()
+        _backward(bench, loss)
+        gradients = bench.gradients()
+        trained.optimizer.step()
+        return bench.outcome(float(loss.detach()), values, connected, gradients)
+
+
+def run_accumulated(
+    specimen: Specimen, batch: Any, parts: Sequence[Any], change: Change, begin_part: Callable[[int], None]
+) -> Outcome:
+    """One update by the Accumulator.
+
+    Args:
+        specimen: What is verified.
+        batch: The whole.
+        parts: The same, cut.
+        change: What is otherwise.
+        begin_part: Told of each part before its forward.
+    """
+    bench = Bench(specimen, change)
+    trained, sizes = bench.trained, [batch_size(part) for part in parts]
+    objective = _weighed(trained.objective, change)
+    counting = [index for index, part in enumerate(parts) if has_weight(trained.objective.weight(part))]
+    watch = _Watch(begin_part, counting, bench.held if change.fresh_state else None)
+    seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
+    trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
+    with bench.put_back(), specimen.running(), users_code(f"an update in parts of {max(sizes)}"):
+        accumulator = Accumulator(
+            trained.model,
+            trained.optimizer,
+            objective,
+            micro_batch=max(sizes),
+            precision="fp32" if specimen.precision == "fp64" else specimen.precision,
+            scaler=_scaler(bench),
+            recover=False,
+            observer=watch,
+        )
+        even = list(split_evenly(sum(sizes), max(sizes))) == sizes
+        result = accumulator.step(copy.deepcopy(batch)) if even else accumulator.step_parts(copy.deepcopy(list(parts)))
+        return bench.outcome(result.loss, result.terms, frozenset(result.terms), seen)
+
+
+def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, begin_part: Callable[[int], None]) -> Outcome:
+    """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known."""
+    bench = Bench(specimen, change)
+    trained, accumulate = bench.trained, specimen.workload.accumulate
+    assert accumulate is not None
+    told = _ToldParts(copy.deepcopy(list(parts)), begin_part, bench.held if change.fresh_state else None)
+    before = bench.parameters
+    versions = {name: parameter._version for name, parameter in before.items()}
+    with bench.put_back(), specimen.running(), users_code("accumulate()"):
+        accumulate(trained.model, told)
+        gradients = bench.gradients()
+        updated = any(parameter._version != versions[name] for name, parameter in before.items())
+        if not updated:
+            trained.optimizer.step()
+        return bench.outcome(math.nan, {}, frozenset(), gradients)
+
+
+def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
+    """The loss of one part alone and its gradient, multiplied by no share; no update."""
+    bench = Bench(specimen, change)
+    trained = bench.trained
+    part = copy.deepcopy(part)
+    with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"):
+        with autocast(specimen.precision, specimen.device):
+            terms = trained.objective.terms(trained.model, part)
+        loss = torch.stack(list(terms.values())).sum()
+        _backward(bench, loss)
+        values = {name: float(term.detach()) for name, term in terms.items()}
+        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+        return bench.outcome(float(loss.detach()), values, connected, bench.gradients())
+
+
+def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The parameters after one step of the optimizer with these gradients."""
+    bench = Bench(specimen, Change())
+    with bench.put_back(), specimen.running(), users_code("the optimizer's step"):
+        for name, parameter in bench.parameters.items():
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.clone()
+        bench.trained.optimizer.step()
+        return dict(bench.outcome(math.nan, {}, frozenset(), {}).parameters)
+
+
+def _backward(bench: Bench, loss: Tensor) -> None:
+    if loss.requires_grad:
+        torch.autograd.backward(loss * bench.scale if bench.scale != 1.0 else loss)
+    if bench.scale != 1.0:
+        for parameter in bench.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(bench.scale)
+
+
+def _scaler(bench: Bench) -> GradScaler | None:
+    if bench.precision != "fp16":
+        return None
+    return GradScaler(bench.device.type, init_scale=_LOSS_SCALE, growth_interval=2**31 - 1)
+
+
+def _weighed(objective: Objective, change: Change) -> Objective:
+    """The objective with the weighting that an experiment tries."""
+    if change.summed:
+        return dataclasses.replace(objective, reduction="sum", weight_function=None)
+    if change.weights is None:
+        return objective
+    given = iter(change.weights)
+    return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
+
+
+def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
+    """Modules that the user's functions hold, as a loss does its teacher."""
+    known = {id(module) for root in trained.roots.values() for module in root.modules()}
+    modules, _ = find_reachable([function for function in functions if function is not None])
+    return {f"<{name}>": module for name, module in modules.items() if id(module) not in known}
+
+
+class _Watch(StepObserver):
+    """Tells of each part as its forward begins."""
+
+    def __init__(self, begin_part: Callable[[int], None], counting: Sequence[int], held: HeldState | None) -> None:
+        self._begin_part, self._held = begin_part, held
+        self._waiting = iter(counting)
+
+    def phase(self, phase: StepPhase) -> None:
+        if phase == "forward":
+            if self._held is not None:
+                self._held.restore()
+            self._begin_part(next(self._waiting))
+
+
+class _ToldParts(list[Any]):
+    """The micro-batches of a user's loop, which tell when one is taken."""
+
+    def __init__(self, parts: list[Any], begin_part: Callable[[int], None], held: HeldState | None) -> None:
+        super().__init__(parts)
+        self._begin_part, self._held = begin_part, held
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            if self._held is not None:
+                self._held.restore()
+            self._begin_part(index % len(self))
+        return super().__getitem__(index)
