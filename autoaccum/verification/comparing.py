@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,25 @@ from torch import Tensor
 
 from autoaccum.verification.outcomes import Outcome
 from autoaccum.verification.records import Difference, Quantity
-from autoaccum.verification.tolerance import Tolerances
 
 _FLOOR = 1e-3
 """Of a buffer's scale, in units of its module's largest (at least one): a mean that is truly zero is all rounding."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far apart two runs of one batch may be and count as the same.
+
+    Attributes:
+        relative: Of loss terms, gradients and floating buffers, relative to their scale.
+        update: How far each entry of a parameter may be off after the update, by name; those that are not named are
+            held to `relative` of the largest parameter.
+        rounding: Where they come from, as a sentence.
+    """
+
+    relative: float
+    update: Mapping[str, Tensor] = field(default_factory=dict)
+    rounding: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,152 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from autoaccum.verification.comparing import Tolerances as Tolerances
+from autoaccum.verification.comparing import compare, largest_entry
+from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
 
-@dataclass(frozen=True)
-class Tolerances:
-    """How far apart two runs of one batch may be and count as the same.
+DOUBLE = 1e-10
+"""In float64: rounding takes 1e-16 per operation, a fault more than this."""
 
-    Attributes:
-        relative: Of loss terms, gradients and floating buffers, relative to their scale.
-        update: How far each entry of a parameter may be off after the update, by name; those that are not named are
-            held to `relative` of the largest parameter.
-        rounding: Where they come from, as a sentence.
+_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Half the distance from 1 to the next number that the dtype of the computation holds."""
+
+_LEAST_ROUNDOFFS = 8
+_MARGIN = 4
+_COARSEST = 0.25
+_CALM = Change(calm=True)
+
+
+class Runs(Protocol):
+    """What is asked of a laboratory here."""
+
+    def full(self, change: Change = UNCHANGED) -> Outcome:
+        """One update by the full batch."""
+
+    def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+        """Parameters after one update with these gradients."""
+
+
+def find_tolerances(runs: Runs, *, precision: str, samples: int, double: Runs | None = None) -> Tolerances:
+    """How far rounding alone takes the runs of a batch apart.
+
+    In float64 that is a fixed 1e-10. In another precision it is 4 times the distance between the full batch's loss and
+    gradient and those in float64 (with random draws held, since other dtypes draw other numbers), and at least 8 unit
+    roundoffs; where there are none in float64 to compare with, 8 unit roundoffs times the root of the samples, as
+    errors of sums grow (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
+
+    Args:
+        runs: Of the batch, in `precision`.
+        precision: `fp64`, `fp32`, `bf16` or `fp16`.
+        samples: Of the batch.
+        double: Of the same batch on the same device in float64; None where that does not run.
     """
+    relative, rounding = (
+        (DOUBLE, _double_words()) if precision == "fp64" else _rounded(runs, precision, samples, double)
+    )
+    return with_update(Tolerances(relative=relative, rounding=rounding), runs)
 
-    relative: float
-    update: Mapping[str, Tensor] = field(default_factory=dict)
-    rounding: str = ""
+
+def with_update(tolerances: Tolerances, runs: Runs, change: Change = UNCHANGED) -> Tolerances:
+    """`tolerances`, with what the update of `runs` may be off.
+
+    That is 4 times how far it moves when each gradient entry is moved by its tolerance, up and down, and a few
+    roundoffs of the parameter. An optimizer that divides by the gradient's size (Adam) or takes its sign moves by its
+    whole learning rate where a gradient is truly zero, and one sum in another order decides which way.
+    """
+    full = runs.full(change)
+    return dataclasses.replace(tolerances, update=_allowed(runs, full, tolerances.relative))
+
+
+def _rounded(runs: Runs, precision: str, samples: int, double: Runs | None) -> tuple[float, str]:
+    roundoff = _ROUNDOFF[precision]
+    least = _LEAST_ROUNDOFFS * roundoff
+    grown = least * math.sqrt(samples)
+    if double is None:
+        return grown, (
+            f"what {precision} may be off: 8 unit roundoffs of {roundoff:.1e} times the root of {samples} samples, as"
+            f" the workload does not run in float64 here; {_blind(grown)}"
+        )
+    distance = _distance(runs.full(_CALM), double.full(_CALM))
+    if not distance <= _COARSEST:
+        return grown, (
+            f"8 unit roundoffs of {precision} ({roundoff:.1e}) times the root of {samples} samples: the full batch's"
+            f" own gradient is {distance:.0%} off that in float64, so that {precision} cannot tell much here;"
+            f" {_blind(grown)}"
+        )
+    relative = max(_MARGIN * distance, least)
+    return relative, (
+        f"4 times the distance of the full batch's loss and gradient in {precision} from float64 ({distance:.1e}), at"
+        f" least 8 unit roundoffs ({least:.1e}); {_blind(relative)}"
+    )
+
+
+def _double_words() -> str:
+    return (
+        f"{DOUBLE:.0e} of the largest entry, in float64; the update may be off by what the optimizer makes of"
+        " gradients that are off by that"
+    )
+
+
+def _blind(relative: float) -> str:
+    return f"an error below {relative:.1e} of the largest gradient entry is not seen, --precision fp64 sees it"
+
+
+def _distance(rounded: Outcome, exact: Outcome) -> float:
+    """How far the loss and the gradients are off those in float64, the larger of the two."""
+    loss, gradients, *_ = compare(exact, rounded, Tolerances(relative=1.0))
+    return max(loss.error, gradients.error)
+
+
+def _allowed(runs: Runs, full: Outcome, relative: float) -> dict[str, Tensor]:
+    shift = relative * largest_entry(full.gradients.values())
+    signs = _signs(full.gradients)
+    moved: dict[str, Tensor] = {}
+    for direction in (1.0, -1.0):
+        shifted = {name: _shift(tensor, signs.get(name), direction * shift) for name, tensor in full.gradients.items()}
+        for name, after in runs.update_from(shifted).items():
+            by = (_exact(after) - _exact(full.parameters[name])).abs()
+            moved[name] = torch.maximum(moved[name], by) if name in moved else by
+    return {name: _MARGIN * (by + _roundoff(full.parameters[name])) for name, by in moved.items()}
+
+
+def _signs(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The same signs each time, without order, from a generator of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randint(0, 2, _values(tensor).shape, generator=generator) * 2 - 1).to(tensor.device)
+        for name, tensor in gradients.items()
+        if tensor is not None
+    }
+
+
+def _shift(tensor: Tensor | None, signs: Tensor | None, shift: float) -> Tensor | None:
+    if tensor is None or signs is None:
+        return tensor
+    if tensor.layout == torch.sparse_coo:  # As SparseAdam takes it.
+        whole = tensor.coalesce()
+        values = whole.values() + (signs * shift).to(whole.dtype)
+        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True, check_invariants=False)
+    return tensor + (signs * shift).to(tensor.dtype)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _roundoff(parameter: Tensor) -> Tensor:
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return torch.zeros_like(parameter, dtype=torch.float64)
+    return _exact(parameter).abs() * torch.finfo(parameter.dtype).eps
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)

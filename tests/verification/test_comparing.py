@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nan, tensor
 
-from autoaccum.verification.comparing import compare, largest_entry
+from autoaccum.verification.comparing import Tolerances, compare, largest_entry
 from autoaccum.verification.outcomes import Outcome
 from autoaccum.verification.records import Difference
-from autoaccum.verification.tolerance import Tolerances
 
 TOLERANCES = Tolerances(relative=1e-10)
 

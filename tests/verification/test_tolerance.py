@@ -1,0 +1,179 @@
+"""What rounding explains: no false alarm by an optimizer, and no fault that is taken for rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.verification.comparing import compare
+from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.tolerance import DOUBLE, Tolerances, find_tolerances, with_update
+
+TARGETS = torch.arange(16) % 3
+INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Runs:
+    """One batch of a small model whose first bias, in front of a BatchNorm, has a gradient of zero."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float64) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.model, self.make, self.dtype = model.to(dtype), make, dtype
+        self.before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        loss: Any = nn.functional.cross_entropy(self.model(INPUTS.to(dtype)), TARGETS)
+        loss.backward()
+        gradients = {
+            name: None if tensor.grad is None else tensor.grad.clone() for name, tensor in self.model.named_parameters()
+        }
+        self.outcome = Outcome(
+            loss=loss.item(),
+            terms={"loss": loss.item()},
+            connected=frozenset({"loss"}),
+            gradients=gradients,
+            buffers={},
+            parameters=self.update_from(gradients),
+        )
+
+    def full(self, change: Change = UNCHANGED) -> Outcome:
+        return self.outcome
+
+    def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self.before[name])
+                parameter.grad = gradients[name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.make(self.model.parameters()).step()
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> Outcome:
+        return dataclasses.replace(self.outcome, gradients=gradients, parameters=self.update_from(gradients))
+
+
+class Signs(torch.optim.Optimizer):
+    """As Lion's first update: the sign of the gradient, whatever its size."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad.sign()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "Signs": Signs,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rounding_is_no_fault_of_the_update(name: str) -> None:
+    runs = Runs(OPTIMIZERS[name])
+    noise = torch.Generator().manual_seed(2)
+    rounded = {
+        key: tensor if tensor is None else tensor + 1e-16 * torch.randn(tensor.shape, generator=noise)
+        for key, tensor in runs.outcome.gradients.items()
+    }
+    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    differences = compare(runs.outcome, runs.with_gradients(rounded), tolerances)
+    assert all(difference.equal for difference in differences), differences
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_that_is_off_is_seen(name: str) -> None:
+    runs = Runs(OPTIMIZERS[name])
+    wrong = {key: tensor if tensor is None else tensor * 0.25 for key, tensor in runs.outcome.gradients.items()}
+    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    _, gradients, _, update = compare(runs.outcome, runs.with_gradients(wrong), tolerances)
+    assert not gradients.equal
+    assert gradients.error == pytest.approx(0.75)
+    if name in ("SGD", "momentum"):
+        assert not update.equal
+        assert update.error > 1e3 * update.tolerance
+
+
+def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> None:
+    runs = Runs(OPTIMIZERS["momentum"])
+    gradients = {**runs.outcome.gradients, "0.weight": None}
+    runs.outcome = runs.with_gradients(gradients)
+    zeros = {**gradients, "0.weight": torch.zeros(8, 5, dtype=torch.float64)}
+    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    _, gradient, _, update = compare(runs.outcome, runs.with_gradients(zeros), tolerances)
+    assert gradient.equal
+    assert not update.equal
+    assert update.where == "0.weight"
+
+
+def test_float64_has_a_tolerance_of_its_own() -> None:
+    tolerances = find_tolerances(Runs(OPTIMIZERS["SGD"]), precision="fp64", samples=16)
+    assert tolerances.relative == DOUBLE == 1e-10
+    assert "1e-10 of the largest entry" in tolerances.rounding
+
+
+def test_other_precisions_are_measured_against_float64() -> None:
+    runs, double = Runs(OPTIMIZERS["SGD"], torch.float32), Runs(OPTIMIZERS["SGD"])
+    tolerances = find_tolerances(runs, precision="fp32", samples=16, double=double)
+    assert 8 * 2.0**-24 <= tolerances.relative < 1e-5
+    assert "from float64" in tolerances.rounding
+    assert f"an error below {tolerances.relative:.1e} of the largest gradient entry is not seen" in tolerances.rounding
+
+
+def test_without_float64_errors_grow_as_those_of_sums_do() -> None:
+    runs = Runs(OPTIMIZERS["SGD"], torch.float32)
+    tolerances = find_tolerances(runs, precision="bf16", samples=16)
+    assert tolerances.relative == 8 * 2.0**-8 * 4
+    assert "does not run in float64" in tolerances.rounding
+
+
+def test_a_precision_that_tells_nothing_is_said_to() -> None:
+    runs, double = Runs(OPTIMIZERS["SGD"], torch.float32), Runs(OPTIMIZERS["SGD"])
+    runs.outcome = dataclasses.replace(
+        runs.outcome,
+        gradients={key: tensor * 2 for key, tensor in runs.outcome.gradients.items() if tensor is not None},
+    )
+    tolerances = find_tolerances(runs, precision="fp16", samples=4, double=double)
+    assert tolerances.relative == 16 * 2.0**-11
+    assert "100% off that in float64" in tolerances.rounding
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    class Table:
+        rows = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+        gradient = torch.sparse_coo_tensor(
+            torch.tensor([[1, 1]]), torch.ones(2, 2, dtype=torch.float64), (4, 2), check_invariants=True
+        )
+
+        def full(self, change: Change = UNCHANGED) -> Outcome:
+            named: dict[str, Tensor | None] = {"rows": self.gradient}
+            return Outcome(0.0, {}, frozenset(), named, {}, self.update_from(named))
+
+        def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+            parameter = nn.Parameter(self.rows.detach().clone())
+            parameter.grad = gradients["rows"]
+            assert parameter.grad is not None
+            assert parameter.grad.is_sparse
+            optimizer: Any = torch.optim.SparseAdam([parameter], lr=0.1)
+            optimizer.step()
+            return {"rows": parameter.detach()}
+
+    allowed = with_update(Tolerances(relative=1e-10), Table()).update["rows"]
+    assert allowed[1].max() > 0
+    assert allowed[0].max() < 1e-14
