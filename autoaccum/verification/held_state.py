@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -118,6 +119,8 @@ def _variables(functions: Iterable[Any]) -> Iterator[_Variable]:
 
 def _within(function: Any) -> Iterator[_Variable]:
     """Of a function what it names; of a method also, and of another object that can be called only, its attributes."""
+    if isinstance(function, functools.partial):
+        function = function.func
     if isinstance(function, MethodType):
         yield from _within(function.__self__)
         function = function.__func__

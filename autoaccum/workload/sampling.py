@@ -11,22 +11,33 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.experiments import users_code
-from autoaccum.workload.spec import Workload
+from autoaccum.workload.spec import Workload, no_batch
 
 
 def take_small_batch(workload: Workload, size: int) -> Any:
-    """`size` samples: from the dataset where `default_collate` makes of them what `batch(size)` looks like, else that.
+    """`size` samples: of the dataset where they make what `batch(size)` looks like or there is no `batch`, else that.
 
     Raises:
-        WorkloadError: `batch` or the dataset raises, or `batch` returns another number of samples.
+        WorkloadError: `batch` or the dataset raises, `batch` returns another number of samples, or there is none, and
+            the dataset is too short or its samples cannot be put together.
     """
-    with users_code(f"batch({size})"):
-        made = workload.build_batch(size)
+    made = None
+    if workload.batch is not no_batch:
+        with users_code(f"batch({size})"):
+            made = workload.build_batch(size)
     samples = _first_samples(workload.dataset, size)
     if len(samples) < size:
+        if made is None:
+            raise WorkloadError(
+                f"the dataset gives {len(samples)} samples, {size} are asked for", hint="write def batch(size)"
+            )
         return made
+    collate = default_collate if workload.collate is None else workload.collate
+    if made is None:
+        with users_code("putting samples of the dataset together"):
+            return collate(samples)
     try:
-        collated = default_collate(samples)
+        collated = collate(samples)
         return collated if _form(collated) == _form(made) and batch_size(collated) == size else made
     except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
         return made
