@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ class Narrowing(nn.Module):
         mask = torch.zeros(3, dtype=torch.float32, device=inputs.device)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = self.linear(normed.type_as(inputs)) + mask + torch.ones(3)
-        return logits.float().softmax(-1, dtype=torch.float32)
+        probabilities: Tensor = logits.float().softmax(-1, dtype=torch.float32)
+        return probabilities
 
 
 def test_nothing_is_rounded_on_the_way() -> None:
@@ -38,7 +41,7 @@ def test_nothing_is_rounded_on_the_way() -> None:
 def test_gradients_pass_through_what_was_to_be_narrow() -> None:
     leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
     with in_double():
-        leaf.float().pow(3).sum().backward()
+        torch.autograd.backward(leaf.float().pow(3).sum())
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, 3 * leaf.detach() ** 2, rtol=1e-15, atol=0)
 
@@ -54,9 +57,9 @@ def test_the_default_is_put_back_also_after_an_error() -> None:
 
 
 def test_a_nest_is_widened_without_touching_it() -> None:
-    batch = {"x": torch.ones(2), "ids": torch.arange(2), "more": [torch.ones(2, dtype=torch.bfloat16), "text"]}
+    batch: dict[str, Any] = {"x": torch.ones(2), "ids": torch.arange(2), "more": [torch.ones(2, dtype=torch.bfloat16), "text"]}
     wide = widened(batch)
     assert [wide["x"].dtype, wide["ids"].dtype, wide["more"][0].dtype] == [torch.float64, torch.int64, torch.float64]
     assert wide["more"][1] == "text"
-    assert batch["x"].dtype == torch.float32  # type: ignore[union-attr]
+    assert batch["x"].dtype == torch.float32
     assert widened(np.ones(2)).dtype == np.float64

@@ -19,6 +19,7 @@ HISTORY = torch.zeros(3)
 class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(2))
         self.hidden: Tensor | None = None
         self.calls = [0]
