@@ -57,7 +57,8 @@ def test_the_default_is_put_back_also_after_an_error() -> None:
 
 
 def test_a_nest_is_widened_without_touching_it() -> None:
-    batch: dict[str, Any] = {"x": torch.ones(2), "ids": torch.arange(2), "more": [torch.ones(2, dtype=torch.bfloat16), "text"]}
+    more = [torch.ones(2, dtype=torch.bfloat16), "text"]
+    batch: dict[str, Any] = {"x": torch.ones(2), "ids": torch.arange(2), "more": more}
     wide = widened(batch)
     assert [wide["x"].dtype, wide["ids"].dtype, wide["more"][0].dtype] == [torch.float64, torch.int64, torch.float64]
     assert wide["more"][1] == "text"
