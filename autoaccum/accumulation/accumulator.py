@@ -14,10 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.batchnorm_modes import check_batchnorm
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
-from autoaccum.accumulation.planned import PlanLike, check_plan, choose_ceiling, choose_objective, choose_precision
+from autoaccum.accumulation.planned import (
+    PlanLike,
+    check_plan,
+    choose_batchnorm,
+    choose_ceiling,
+    choose_objective,
+    choose_precision,
+)
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.results import StepResult as StepResult
 from autoaccum.accumulation.scaling import choose_scaler
@@ -33,6 +41,7 @@ from autoaccum.accumulation.validation import (
 )
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
 from autoaccum.workload.batches import batch_size
+from autoaccum.workload.modes import BatchNormMode
 
 
 class Accumulator:
@@ -65,8 +74,8 @@ class Accumulator:
         optimizer: One optimizer of its parameters; it may lack some, whose gradients are dropped.
         loss: `loss(model, batch)`, or a criterion, or an `Objective`; see `workload.weights.resolve_objective`.
         micro_batch: The most samples to run at once; leave it away where `plan` is given.
-        plan: An `autoaccum.Plan`: its micro-batch is taken, and its precision and reduction where none are given. It
-            must have been made for this model, loss, optimizer and device.
+        plan: An `autoaccum.Plan`: its micro-batch is taken, and its precision, reduction and batchnorm where none are
+            given. It must have been made for this model, loss, optimizer and device.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
         reduction: `mean` (if nothing else tells) or `sum`; the parts of a sum are not divided.
@@ -77,6 +86,11 @@ class Accumulator:
         recover: False: an out-of-memory rolls everything back and is raised as it came.
         check_finite: Refuse an update whose loss or (with `clip_norm`) gradient is not finite, before it is made.
             With a scaler, whose business they are, only a loss that is no number and that no smaller scale mends.
+        batchnorm: What BatchNorm in training mode is to see and to remember of an effective batch in parts. `micro` (if
+            no plan tells): as PyTorch does it, each micro-batch for itself. `running`: it normalises by the
+            micro-batch, and updates its running statistics once, as the full batch would. `frozen`: it normalises by
+            its running statistics, which stay as they are, so that the gradient is exactly the full batch's; its
+            weight and bias train.
         observer: Told of each step from within, and of an out-of-memory in place of the warning.
 
     Raises:
@@ -101,6 +115,7 @@ class Accumulator:
         scheduler: LRScheduler | None = None,
         recover: bool = True,
         check_finite: bool = False,
+        batchnorm: BatchNormMode | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         check_model(model)
@@ -110,9 +125,11 @@ class Accumulator:
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_precision(plan, precision)
         check_precision(chosen)
+        norms = choose_batchnorm(plan, batchnorm)
+        check_batchnorm(norms, model)
         objective = choose_objective(loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan)
         if plan is not None:
-            check_plan(plan, model, optimizer, objective, chosen)
+            check_plan(plan, model, optimizer, objective, chosen, norms)
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self._model = model
@@ -126,6 +143,7 @@ class Accumulator:
             clip_norm,
             scaler,
             scheduler,
+            batchnorm=norms,
             check_finite=check_finite,
             observer=StepObserver() if observer is None else observer,
         )

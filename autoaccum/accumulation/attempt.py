@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
-from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.backpropagation import LossRecord
+from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.interrupts import HeldInterrupts
@@ -29,6 +29,7 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.workload.batches import split_batch
+from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective
 
 
@@ -50,6 +51,7 @@ class Attempt:
         scaler: GradScaler | None,
         scheduler: LRScheduler | None,
         *,
+        batchnorm: BatchNormMode,
         check_finite: bool,
         observer: StepObserver,
     ) -> None:
@@ -59,7 +61,7 @@ class Attempt:
         self._clip_norm, self._scaler = clip_norm, scaler
         self._check_finite, self._observer = check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
-        self._backpropagation = Backpropagation(
+        self._backpropagation = BACKPROPAGATIONS[batchnorm](
             model, objective, precision=precision, scaler=scaler, enter=self._enter, observer=observer
         )
         self._generators = own_generators(self._modules())
@@ -126,8 +128,7 @@ class Attempt:
         accumulates = sum(has_weight(share) for share in shares.parts) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained) if accumulates and needs_buffers(trained) else None
-        if accumulates:
-            self._warn_of_batchnorm()
+        self._warn_of_batchnorm(accumulates=accumulates)
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
@@ -189,13 +190,11 @@ class Attempt:
             return interrupted
         return error
 
-    def _warn_of_batchnorm(self) -> None:
-        if self._has_warned:
-            return
-        names = batchnorm_names(self._model)
-        if names:
+    def _warn_of_batchnorm(self, *, accumulates: bool) -> None:
+        warning = None if self._has_warned else self._backpropagation.caution(accumulates=accumulates)
+        if warning is not None:
             self._has_warned = True
-            warn_caller(batchnorm_warning(names))
+            warn_caller(warning)
 
     def _modules(self) -> list[nn.Module]:
         criterion = self._criterion()

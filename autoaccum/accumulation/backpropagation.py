@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
@@ -46,6 +47,8 @@ class LossRecord:
 
 class Backpropagation:
     """Runs parts forward and backward, so that their gradients add up to the effective batch's.
+
+    BatchNorm is PyTorch's own; other modes are classes of their own (`batchnorm_modes`).
 
     Args:
         model: The model; its first parameter tells the device parts are moved to.
@@ -89,6 +92,11 @@ class Backpropagation:
                     self._run_part(move_batch(part, device), share, buffers, record, scale)
         return record
 
+    def caution(self, *, accumulates: bool) -> str | None:
+        """A sentence on what BatchNorm will not do as for the full batch, before parts are run; None: there is none."""
+        names = batchnorm_names(self._model) if accumulates else []
+        return batchnorm_warning(names) if names else None
+
     def _run_part(
         self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord, scale: float
     ) -> None:
@@ -96,7 +104,7 @@ class Backpropagation:
         # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
         torch.clear_autocast_cache()
         with autocast(self._precision, model_device(self._model)):
-            terms = self._objective.terms(self._model, part)
+            terms = self._terms(part)
         torch.clear_autocast_cache()
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
@@ -115,6 +123,10 @@ class Backpropagation:
         applied = (1.0 if common_share is None else common_share) / common
         self._observer.part(batch_size(part), common_share, applied * scale)
         self._backward(loss)
+
+    def _terms(self, part: Any) -> Mapping[str, Tensor]:
+        """Forward of a part."""
+        return self._objective.terms(self._model, part)
 
     def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:

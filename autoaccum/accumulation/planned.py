@@ -15,6 +15,7 @@ from autoaccum.accumulation.validation import checked_micro_batch
 from autoaccum.accumulation.wrappers import unwrapped_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.units import format_bytes
+from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 _T = TypeVar("_T", str, int)
@@ -35,7 +36,7 @@ class PlanLike(Protocol):
 
     @property
     def workload(self) -> Mapping[str, Any]:
-        """Model, parameters, parameter_bytes, optimizer, precision, reduction, weight."""
+        """Model, parameters, parameter_bytes, optimizer, precision, reduction, weight, batchnorm."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -56,6 +57,7 @@ class Facts:
         kind: `cpu` or `cuda`.
         card: The name of the card.
         total_bytes: Its memory.
+        batchnorm: The mode of its BatchNorms.
     """
 
     model: str | None = None
@@ -67,6 +69,7 @@ class Facts:
     kind: str | None = None
     card: str | None = None
     total_bytes: int | None = None
+    batchnorm: str | None = None
 
 
 def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
@@ -94,6 +97,12 @@ def choose_precision(plan: PlanLike | None, precision: str | None) -> str:
     return precision or planned or "fp32"
 
 
+def choose_batchnorm(plan: PlanLike | None, batchnorm: BatchNormMode | None) -> BatchNormMode:
+    """The mode that is given, or else the plan's, or else `micro`; not yet checked."""
+    planned = None if plan is None else plan.workload.get("batchnorm")
+    return batchnorm or planned or "micro"
+
+
 def choose_objective(
     loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None
 ) -> Objective:
@@ -117,15 +126,22 @@ def choose_objective(
     return resolve_objective(loss, criterion=criterion, reduction=planned)
 
 
-def check_plan(plan: PlanLike, model: nn.Module, optimizer: Optimizer, objective: Objective, precision: str) -> None:
-    """Refuse a plan for another model, loss, optimizer, precision or device than are here.
+def check_plan(
+    plan: PlanLike,
+    model: nn.Module,
+    optimizer: Optimizer,
+    objective: Objective,
+    precision: str,
+    batchnorm: str | None = None,
+) -> None:
+    """Refuse a plan for another model, loss, optimizer, precision, mode of BatchNorm or device than are here.
 
     What the plan does not record is not compared; how many ranks there are does not matter to a micro-batch.
 
     Raises:
         UsageError: Names all that differs, or what in the plan is damaged.
     """
-    planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision)
+    planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision, batchnorm)
     different = differences(planned, here)
     if different:
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
@@ -156,10 +172,13 @@ def planned_facts(plan: PlanLike) -> Facts:
         kind=kind,
         card=card,
         total_bytes=_recorded(device, "total_bytes", int) if card is not None else None,
+        batchnorm=_recorded(workload, "batchnorm", str),
     )
 
 
-def facts_here(model: nn.Module, optimizer: Optimizer, objective: Objective, precision: str) -> Facts:
+def facts_here(
+    model: nn.Module, optimizer: Optimizer, objective: Objective, precision: str, batchnorm: str | None = None
+) -> Facts:
     """What is here, in the plan's terms."""
     own, device = unwrapped(model), model_device(model)
     parameters = list(own.parameters())
@@ -174,6 +193,7 @@ def facts_here(model: nn.Module, optimizer: Optimizer, objective: Objective, pre
         kind=device.type,
         card=None if card is None else card.name,
         total_bytes=None if card is None else card.total_memory,
+        batchnorm=batchnorm,
     )
 
 
@@ -236,6 +256,8 @@ def _words(name: str, value: Any) -> str:
         return f"{value:,} parameters"
     if name == "parameter_bytes":
         return f"parameters of {value:,} bytes"
+    if name == "batchnorm":
+        return f"BatchNorm {value}"
     if name == "total_bytes":
         return f"a card of {format_bytes(value)}"
     return {"cpu": "the CPU", "cuda": "a CUDA card"}.get(value, str(value)) if name == "kind" else str(value)
