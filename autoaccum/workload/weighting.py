@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoaccum.workload.batches import split_batch
@@ -76,7 +77,10 @@ def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[s
     known = {name: fits[0].code for name, fits in fitting.items() if fits}
     if len(known) == len(wrong):
         mismatches = [seen.describe(name) for name in wrong]
-        return [f"{mismatches[0]} {_advice(experiment.objective, known, seen, candidates[1:])}", *mismatches[1:]]
+        return [
+            f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, candidates[1].code)}",
+            *mismatches[1:],
+        ]
     cause = _cause(experiment, batch, seen)
     return [
         f"{seen.describe(name)} " + (f"It likely divides by {known[name]}." if name in known else cause)
@@ -113,21 +117,30 @@ def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
     return "No usual weight fits: the loss or the model couples its samples, or divides by what only you can tell."
 
 
-def _advice(objective: Objective, found: dict[str, str], seen: Comparison, candidates: list[Candidate]) -> str:
-    """What to write instead, where every mismatched term has found its counting."""
-    complete, codes = len(found) == len(seen.whole), set(found.values())
+def advise(
+    objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, sure: bool = False
+) -> str:
+    """What to write instead, as a sentence.
+
+    Args:
+        objective: The loss as it is given.
+        found: The counting of every mismatched term, as code, or `sum`.
+        terms: All terms of the loss.
+        samples: The code that counts samples.
+        sure: It was tried, and is right.
+    """
+    complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
         return 'The loss is a sum; write: reduction = "sum"' + (", without weight" if objective.weight_function else "")
     if "sum" in codes:
         return "Some of its terms are sums and others are not: make all of them means."
     away = "" if objective.reduction == "mean" else ' without reduction = "sum"'
-    samples = candidates[0].code
     if complete and len(codes) == 1:
         code = next(iter(codes))
         if code == samples and away:
             return 'The loss is a mean over samples: leave reduction = "sum" away.'
     elif objective.weight_function is None:
-        code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in seen.whole) + "}"
+        code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:
         return " ".join(f"{name_term(name).capitalize()} likely divides by {code}." for name, code in found.items())
-    return f"The likely right weight{away}: def weight(batch): return {code}"
+    return f"The {'' if sure else 'likely '}right weight{away}: def weight(batch): return {code}"
