@@ -77,8 +77,9 @@ def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[s
     known = {name: fits[0].code for name, fits in fitting.items() if fits}
     if len(known) == len(wrong):
         mismatches = [seen.describe(name) for name in wrong]
+        samples = next((one.code for one in candidates[1:]), "len(batch)")
         return [
-            f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, candidates[1].code)}",
+            f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, samples)}",
             *mismatches[1:],
         ]
     cause = _cause(experiment, batch, seen)
