@@ -31,7 +31,7 @@ class Layout:
     def cut(self, whole: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """The parts of `whole`; `lengths` are their sizes of `dim`, each a multiple of `outer`."""
         blocks = torch.unflatten(whole, self.dim, (self.outer, whole.shape[self.dim] // self.outer))
-        pieces = blocks.split([length // self.outer for length in lengths], dim=self.dim + 1)
+        pieces = torch.split_with_sizes(blocks, [length // self.outer for length in lengths], dim=self.dim + 1)
         return [piece.flatten(self.dim, self.dim + 1) for piece in pieces]
 
 

@@ -28,7 +28,7 @@ def format_user_traceback(error: BaseException) -> str:
 
     Where no frame is theirs (a model put together from torch's modules only), torch's own say which module it was.
     """
-    report = _pruned(traceback.TracebackException.from_exception(error), _is_user)
+    report = _pruned(traceback.TracebackException.from_exception(error), is_user_file)
     if not report.stack:
         report = _pruned(traceback.TracebackException.from_exception(error), _is_not_own)
     return "".join(report.format()).rstrip()
@@ -36,7 +36,7 @@ def format_user_traceback(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Where in the user's own code `error` came out: model.py:31 (`x = x[mask]`); None where no frame is theirs."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} (`{own[-1].line}`)" if own else None
 
@@ -69,7 +69,7 @@ def _user_blocks(frames: str) -> list[str]:
     """Of a printed traceback the frames that are the user's; all where none is."""
     blocks = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
     names = [(re.match(r'  File "([^"]*)"', block), block) for block in blocks]
-    return [block for name, block in names if name and _is_user(name[1])] or blocks
+    return [block for name, block in names if name and is_user_file(name[1])] or blocks
 
 
 def _pruned(
@@ -82,17 +82,23 @@ def _pruned(
     return report
 
 
-def _is_not_own(filename: str) -> bool:
-    return not str(Path(filename).resolve()).startswith(_OWN + "/")
+def is_own_file(filename: str) -> bool:
+    """Whether it is one of autoaccum's."""
+    return str(Path(filename).resolve()).startswith(_OWN + "/")
 
 
-def _is_user(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """Whether it is the user's, or one of their libraries': not autoaccum's, torch's or Python's."""
     if filename.startswith("<frozen "):
         return False
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
     if any(path.startswith(root + "/") for root in (_OWN, _TORCH)):
         return False
     return not _is_python(path)
+
+
+def _is_not_own(filename: str) -> bool:
+    return not is_own_file(filename)
 
 
 def _is_python(filename: str) -> bool:

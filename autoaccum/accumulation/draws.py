@@ -1,0 +1,201 @@
+"""The random draws of one accumulated run, given to other runs of the same batch.
+
+Equality of a full batch with its parts can only be stated for the draws made: dropout's masks of the whole batch and
+of its parts differ under one seed. So what the parts drew is joined along the samples and given to the full run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from autoaccum.accumulation.calm import calm
+from autoaccum.accumulation.draw_joins import Draw, DrawMismatch, join_draws
+from autoaccum.accumulation.draw_sites import DrawSite
+from autoaccum.accumulation.fused_kernels import without_fused_attention
+from autoaccum.accumulation.random_calls import RandomCall, RandomCalls
+
+__all__ = ["DrawMismatch", "Draws", "calm"]
+
+
+class Draws:
+    """Records what the parts of one accumulated run draw, and gives it to other runs.
+
+    The k-th draw of a run is matched with the k-th of each part, backward included, since checkpointing draws again
+    there. Generators are used up as without it; putting them back is the caller's.
+
+    Args:
+        sizes: The samples of each part.
+        innermost: Take samples as the inner part of a flattened dimension, (T*B, ...), wherever shapes allow that.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, innermost: bool = False) -> None:
+        self._sizes = tuple(sizes)
+        self._indices = range(len(self._sizes))
+        self._innermost = innermost
+        self._tracks: dict[int | None, list[Draw]] = {}
+        self._shared: dict[int, DrawSite] = {}
+        self._rewind: Callable[[], None] | None = None
+        self._part: int | None = None
+        self._made = 0
+        self._expects: Callable[[], int] | None = None
+
+    @property
+    def _first(self) -> int | None:
+        """The first part that was run: those without weight are left out."""
+        return next((index for index in self._indices if index in self._tracks), None)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The draws that serve all samples alike (one noise for all, a dropped layer), as the full run met them."""
+        return tuple(dict.fromkeys(str(site) for site in self._shared.values()))
+
+    def begin_part(self, index: int) -> None:
+        """Draws belong to this part from now on; those of an earlier attempt at it are forgotten.
+
+        Python's and NumPy's global generators are put to where they were when the first part began.
+        """
+        self._finish()
+        if self._rewind is None:
+            self._rewind = _host_rewind()
+        self._rewind()
+        self._part = index
+        if self._expects is None:
+            self._tracks[index] = []
+
+    def end_part(self) -> None:
+        """The last backward is over: later draws are the update's, and given as they were, not joined."""
+        self._finish()
+        self._part = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the accumulated run, which is not changed by it.
+
+        Except when done again after `joined` told which draws are shared: all parts then get the first one's.
+        """
+        self._tracks, self._rewind, self._part, self._expects = {None: []}, None, None, None
+        with without_fused_attention(), RandomCalls(self._record):
+            yield
+        self._part = None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Around the full run; where its update draws, call `end_part` before.
+
+        Raises:
+            DrawMismatch: When the full run draws otherwise than the parts did, or shapes tell no samples.
+        """
+        self._shared = {}
+        with self._giving(self._give_joined, self._count_joined):
+            self.begin_part(0)
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around another accumulated run: each part draws as recorded, and what is shared as the first part did.
+
+        Raises:
+            DrawMismatch: When a part draws otherwise than it did.
+        """
+        with self._giving(self._give_own, self._count_own):
+            yield
+
+    @contextmanager
+    def of_part(self, index: int) -> Iterator[None]:
+        """Around a run of one part alone, likewise.
+
+        Raises:
+            DrawMismatch: When the part draws otherwise than it did.
+        """
+        with self._giving(self._give_own, self._count_own):
+            self.begin_part(index)
+            yield
+
+    @contextmanager
+    def _giving(self, give: Callable[[RandomCall], None], count: Callable[[], int]) -> Iterator[None]:
+        def answer(call: RandomCall) -> None:
+            give(call)
+            self._made += 1
+
+        self._part, self._made, self._expects = None, 0, count
+        try:
+            with without_fused_attention(), RandomCalls(answer):
+                yield
+            if self._part is not None:
+                self._finish()
+        finally:
+            self._part, self._expects = None, None
+
+    def _finish(self) -> None:
+        """Raise DrawMismatch unless what is under way drew all that is recorded of it."""
+        if self._expects is not None and self._part is not None and self._made != self._expects():
+            raise DrawMismatch(f"{self._expects()} random draws were recorded, a later run made {self._made} of them")
+        self._made = 0
+
+    def _record(self, call: RandomCall) -> None:
+        first = self._first_shared(call) if self._part not in (None, self._first) else None
+        if first is not None:
+            call.give(first.values)
+        values = () if call.is_sealed else tuple(value.detach().clone() for value in call.chance)
+        self._tracks[self._part].append(Draw(call.site, call.rows, call.is_sealed, values))
+
+    def _first_shared(self, call: RandomCall) -> Draw | None:
+        """What the first part drew in its place, where a full run showed the site to be shared.
+
+        Places are counted per site: a draw that decides which layers run moves those that follow.
+        """
+        if call.site not in self._shared.values() or call.is_sealed:
+            return None
+        place = sum(draw.site == call.site for draw in self._tracks[self._part])
+        firsts = [draw for draw in self._tracks.get(self._first, ()) if draw.site == call.site]
+        found = firsts[place] if place < len(firsts) else None
+        shapes = [value.shape for value in call.chance]
+        return found if found is not None and shapes == [value.shape for value in found.values] else None
+
+    def _give_joined(self, call: RandomCall) -> None:
+        if self._part is None:
+            self._give_own(call)
+            return
+        parts = [self._recorded(index, call.site) if index in self._tracks else None for index in self._indices]
+        values, is_shared = join_draws(call, parts, self._sizes, innermost=self._innermost)
+        if is_shared:
+            self._shared[self._made] = call.site
+        call.give(values)
+
+    def _give_own(self, call: RandomCall) -> None:
+        is_shared = self._part is not None and self._made in self._shared
+        source = self._first if is_shared else self._part
+        draw = self._recorded(source, call.site)
+        draw.check(call)
+        if [value.shape for value in draw.values] != [value.shape for value in call.chance]:
+            raise DrawMismatch(f"{call.site} draws another shape than when it was recorded")
+        call.give(draw.values)
+
+    def _recorded(self, part: int | None, site: DrawSite) -> Draw:
+        track = self._tracks.get(part, [])
+        if self._made >= len(track):
+            raise DrawMismatch(f"{site} draws once more than the {len(track)} times that were recorded")
+        return track[self._made]
+
+    def _count_joined(self) -> int:
+        return max((len(self._tracks.get(index, ())) for index in self._indices), default=0)
+
+    def _count_own(self) -> int:
+        return len(self._tracks.get(self._part, ()))
+
+
+def _host_rewind() -> Callable[[], None]:
+    """What puts Python's and NumPy's global generators back to where they are now."""
+    state = random.getstate()
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
+
+    def rewind() -> None:
+        random.setstate(state)
+        if numpy_state is not None:
+            sys.modules["numpy.random"].set_state(numpy_state)
+
+    return rewind
