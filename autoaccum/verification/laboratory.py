@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from autoaccum.accumulation.draws import DrawMismatch, Draws, calm
+from autoaccum.accumulation.calm import calm
+from autoaccum.accumulation.draws import DrawMismatch, Draws
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
@@ -79,7 +80,7 @@ class Laboratory:
         pair = self._pair(change)
         self._seed()
         with calm() if pair.draws is None else pair.draws.joined():
-            return run_full(self.specimen, self._batch, change)
+            return run_full(self.specimen, self._batch, change, _end_of(pair.draws))
 
     def accumulated(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the Accumulator."""
@@ -92,7 +93,7 @@ class Laboratory:
             self._seed()
             begin = _ignore if draws is None else draws.begin_part
             with calm() if draws is None else draws.replaying():
-                self._owns[change] = run_own(self.specimen, self.parts, change, begin)
+                self._owns[change] = run_own(self.specimen, self.parts, change, begin, _end_of(draws))
         return self._owns[change]
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
@@ -121,29 +122,33 @@ class Laboratory:
     def _calm(self, change: Change) -> _Pair:
         self._seed()
         with calm():
-            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, _ignore)
+            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, _ignore, _end_of(None))
         self._seed()
         with calm():
-            return _Pair(run_full(self.specimen, self._batch, change), accumulated, None)
+            return _Pair(run_full(self.specimen, self._batch, change, _end_of(None)), accumulated, None)
 
     def _joined(self, change: Change) -> _Pair:
         draws = Draws(self.sizes)
-        self._seed()
-        with draws.recording():
-            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, draws.begin_part)
-            self._draw_for_left_out(draws, change)
-        self._seed()
+        shared: tuple[str, ...] | None = None
         try:
-            with draws.joined():
-                full = run_full(self.specimen, self._batch, change)
-            if draws.shared:
+            while shared != draws.shared:  # Of draws that turn out to be shared, the next recording takes the first's.
+                shared = draws.shared
                 self._seed()
-                with draws.replaying():
-                    accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, draws.begin_part)
+                with draws.recording():
+                    accumulated = self._accumulated(draws, change)
+                self._seed()
+                with draws.joined():
+                    full = run_full(self.specimen, self._batch, change, draws.end_part)
         except DrawMismatch as error:
             self.mismatch = error
             return self._calm(change)
         return _Pair(full, accumulated, draws)
+
+    def _accumulated(self, draws: Draws, change: Change) -> Outcome:
+        begin, end = draws.begin_part, draws.end_part
+        outcome = run_accumulated(self.specimen, self._batch, self.parts, change, begin, end)
+        self._draw_for_left_out(draws, change)
+        return outcome
 
     def _draw_for_left_out(self, draws: Draws, change: Change) -> None:
         """Parts of weight zero do not run, and the full batch draws for their samples too."""
@@ -158,3 +163,7 @@ class Laboratory:
 
 def _ignore(index: int) -> None:
     """Nothing is recorded."""
+
+
+def _end_of(draws: Draws | None) -> Callable[[], None]:
+    return (lambda: None) if draws is None else draws.end_part

@@ -15,16 +15,19 @@ from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast
+from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.verification.held_state import HeldState
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen, Trained
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.experiments import users_code
+from autoaccum.workload.tracebacks import blame_workload
 from autoaccum.workload.weights import Objective, match_weights
 
 _LOSS_SCALE = 256.0
@@ -82,12 +85,19 @@ class Bench:
             raise
 
 
-def run_full(specimen: Specimen, batch: Any, change: Change) -> Outcome:
-    """One update by the whole batch, in plain PyTorch: what accumulation is to equal."""
+def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable[[], None]) -> Outcome:
+    """One update by the whole batch, in plain PyTorch: what accumulation is to equal.
+
+    Args:
+        specimen: What is verified.
+        batch: The whole.
+        change: What is otherwise.
+        end_parts: Told when the update itself comes next.
+    """
     bench = Bench(specimen, change)
     trained = bench.trained
     batch = copy.deepcopy(batch)
-    with bench.put_back(), specimen.running(), users_code(f"an update from {batch_size(batch)} samples"):
+    with bench.put_back(), specimen.running(), _users_code(f"an update from {batch_size(batch)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, batch)
         weights = match_weights(trained.objective.weight(batch), terms.keys())
@@ -99,12 +109,18 @@ def run_full(specimen: Specimen, batch: Any, change: Change) -> Outcome:
         loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()
         _backward(bench, loss)
         gradients = bench.gradients()
+        end_parts()
         trained.optimizer.step()
         return bench.outcome(float(loss.detach()), values, connected, gradients)
 
 
 def run_accumulated(
-    specimen: Specimen, batch: Any, parts: Sequence[Any], change: Change, begin_part: Callable[[int], None]
+    specimen: Specimen,
+    batch: Any,
+    parts: Sequence[Any],
+    change: Change,
+    begin_part: Callable[[int], None],
+    end_parts: Callable[[], None],
 ) -> Outcome:
     """One update by the Accumulator.
 
@@ -114,15 +130,16 @@ def run_accumulated(
         parts: The same, cut.
         change: What is otherwise.
         begin_part: Told of each part before its forward.
+        end_parts: Told when the update itself comes next.
     """
     bench = Bench(specimen, change)
     trained, sizes = bench.trained, [batch_size(part) for part in parts]
     objective = _weighed(trained.objective, change)
     counting = [index for index, part in enumerate(parts) if has_weight(trained.objective.weight(part))]
-    watch = _Watch(begin_part, counting, bench.held if change.fresh_state else None)
+    watch = _Watch(begin_part, end_parts, counting, bench.held if change.fresh_state else None)
     seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
     trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
-    with bench.put_back(), specimen.running(), users_code(f"an update in parts of {max(sizes)}"):
+    with bench.put_back(), specimen.running(), _users_code(f"an update in parts of {max(sizes)}"):
         accumulator = Accumulator(
             trained.model,
             trained.optimizer,
@@ -138,20 +155,32 @@ def run_accumulated(
         return bench.outcome(result.loss, result.terms, frozenset(result.terms), seen)
 
 
-def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, begin_part: Callable[[int], None]) -> Outcome:
-    """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known."""
+def run_own(
+    specimen: Specimen,
+    parts: Sequence[Any],
+    change: Change,
+    begin_part: Callable[[int], None],
+    end_parts: Callable[[], None],
+) -> Outcome:
+    """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
+
+    Raises:
+        WorkloadError: It made the update itself, so that there is no gradient to look at.
+    """
     bench = Bench(specimen, change)
     trained, accumulate = bench.trained, specimen.workload.accumulate
     assert accumulate is not None
     told = _ToldParts(copy.deepcopy(list(parts)), begin_part, bench.held if change.fresh_state else None)
-    before = bench.parameters
-    versions = {name: parameter._version for name, parameter in before.items()}
-    with bench.put_back(), specimen.running(), users_code("accumulate()"):
+    versions = {name: parameter._version for name, parameter in bench.parameters.items()}
+    with bench.put_back(), specimen.running(), _users_code("accumulate()"):
         accumulate(trained.model, told)
+        if any(parameter._version != versions[name] for name, parameter in bench.parameters.items()):
+            raise WorkloadError(
+                "accumulate() has changed the parameters", hint="leave the gradient in .grad, without optimizer.step()"
+            )
         gradients = bench.gradients()
-        updated = any(parameter._version != versions[name] for name, parameter in before.items())
-        if not updated:
-            trained.optimizer.step()
+        end_parts()
+        trained.optimizer.step()
         return bench.outcome(math.nan, {}, frozenset(), gradients)
 
 
@@ -160,7 +189,7 @@ def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
     bench = Bench(specimen, change)
     trained = bench.trained
     part = copy.deepcopy(part)
-    with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"):
+    with bench.put_back(), specimen.running(), _users_code(f"the loss of {batch_size(part)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, part)
         loss = torch.stack(list(terms.values())).sum()
@@ -173,12 +202,25 @@ def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
 def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The parameters after one step of the optimizer with these gradients."""
     bench = Bench(specimen, Change())
-    with bench.put_back(), specimen.running(), users_code("the optimizer's step"):
+    with bench.put_back(), specimen.running(), _users_code("the optimizer's step"):
         for name, parameter in bench.parameters.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
         bench.trained.optimizer.step()
         return dict(bench.outcome(math.nan, {}, frozenset(), {}).parameters)
+
+
+@contextmanager
+def _users_code(doing: str) -> Iterator[None]:
+    """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
+    try:
+        yield
+    except (AutoaccumError, DrawMismatch):
+        raise
+    except Exception as error:
+        if find_shortage(error) is not None:
+            raise
+        raise blame_workload(error, doing) from error
 
 
 def _backward(bench: Bench, loss: Tensor) -> None:
@@ -216,8 +258,14 @@ def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
 class _Watch(StepObserver):
     """Tells of each part as its forward begins."""
 
-    def __init__(self, begin_part: Callable[[int], None], counting: Sequence[int], held: HeldState | None) -> None:
-        self._begin_part, self._held = begin_part, held
+    def __init__(
+        self,
+        begin_part: Callable[[int], None],
+        end_parts: Callable[[], None],
+        counting: Sequence[int],
+        held: HeldState | None,
+    ) -> None:
+        self._begin_part, self._end_parts, self._held = begin_part, end_parts, held
         self._waiting = iter(counting)
 
     def phase(self, phase: StepPhase) -> None:
@@ -225,6 +273,8 @@ class _Watch(StepObserver):
             if self._held is not None:
                 self._held.restore()
             self._begin_part(next(self._waiting))
+        elif phase == "clip":
+            self._end_parts()
 
 
 class _ToldParts(list[Any]):
