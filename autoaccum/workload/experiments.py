@@ -92,7 +92,7 @@ class Experiment:
 
     def _own(self, batch: Any) -> Any:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        return move_batch(_map_tensors(batch, self._cast), device)
+        return move_batch(map_tensors(batch, self._cast), device)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().clone()
@@ -182,13 +182,14 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, nn.RReLU) or "drop" in nests.type_name(module).lower() or any(rate > 0 for rate in rates)
 
 
-def _map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nest with every tensor changed, and its arrays copied."""
     if isinstance(node, Tensor):
         return change(node)
     children = nests.children(node)
     if nests.is_leaf(node) or children is None:
         return copy.copy(node) if isinstance(node, np.ndarray) else node
-    return nests.rebuild(node, [_map_tensors(child, change) for _, child in children])
+    return nests.rebuild(node, [map_tensors(child, change) for _, child in children])
 
 
 def _widened(objective: Objective) -> Objective:
@@ -200,7 +201,7 @@ def _widened(objective: Objective) -> Objective:
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function).double()
     elif isinstance(function, functools.partial):
-        function = functools.partial(function.func, *function.args, **_map_tensors(dict(function.keywords), _double))
+        function = functools.partial(function.func, *function.args, **map_tensors(dict(function.keywords), _double))
     return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 

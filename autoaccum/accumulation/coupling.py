@@ -1,0 +1,144 @@
+"""Does a model or a loss couple its samples? Told by running four of them together, and in two pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from autoaccum.accumulation.calls import Follower, Recorder, following
+from autoaccum.accumulation.calm import calm
+from autoaccum.accumulation.divergence import Comparer, Divergence
+from autoaccum.accumulation.draws import DrawMismatch, Draws
+from autoaccum.accumulation.interaction import mixes_rows
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.experiments import map_tensors, own_randomness
+from autoaccum.workload.weights import Objective
+
+Fresh: TypeAlias = "Callable[[], tuple[nn.Module, Objective]]"
+
+ITSELF = "the model itself"
+"""What the outermost module is called."""
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """What is known of a model and a loss: whether a sample's gradient depends on the others of its batch.
+
+    Attributes:
+        modules: Those whose own computation gives a sample another output in other company, in the order of their
+            calls.
+        loss: Whether the loss mixes the rows of the model's outputs; None: that could not be told.
+        reason: Why the experiment could not be made, or not wholly; None: nothing was in its way.
+    """
+
+    modules: tuple[str, ...] = ()
+    loss: bool | None = None
+    reason: str | None = None
+
+    @property
+    def found(self) -> bool:
+        """Whether samples are coupled, as far as that is known."""
+        return bool(self.modules) or bool(self.loss)
+
+
+def find_coupling(fresh: Fresh, batch: Any, sizes: tuple[int, ...] | list[int]) -> Coupling:
+    """Run the first two parts of a batch together, and each alone, forward only, and compare what all modules give.
+
+    Random draws are the same in all runs; where their shapes forbid that, random operations do nothing. The states of
+    Python's, NumPy's and torch's generators on the CPU are put back. Whatever is raised becomes the reason.
+
+    Args:
+        fresh: Gives an equal copy of model and objective for every run, in training mode.
+        batch: On the device and of the dtype of the copies; it is left as it is.
+        sizes: Samples of its parts, in order. Parts of one sample are none that BatchNorm can run.
+    """
+    filled = [size for size in sizes if size > 0][:2]
+    if len(filled) < 2:
+        return Coupling(reason="there is only one part")
+    try:
+        parts = [part for part in split_batch(batch, list(sizes)) if part is not None]
+        parts = [part for part, size in zip(parts, sizes, strict=True) if size > 0][:2]
+        together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
+        with own_randomness(), torch.compiler.set_stance("force_eager"):
+            return _Trial(fresh, together, parts, filled).find()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        return Coupling(reason=f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+class _Trial:
+    """The runs of one experiment."""
+
+    def __init__(self, fresh: Fresh, together: Any, parts: list[Any], sizes: list[int]) -> None:
+        self._fresh, self._together, self._parts, self._sizes = fresh, together, parts, sizes
+        self._records_gradients = False
+        self._dtype = torch.float32
+        self._draws: Draws | None = None
+
+    def find(self) -> Coupling:
+        self._learn_how_to_run()
+        try:
+            draws = Draws(self._sizes)
+            with draws.recording():
+                for index, part in enumerate(self._parts):
+                    draws.begin_part(index)
+                    self._run(part)
+            self._draws = draws
+            return self._compare()
+        except DrawMismatch:
+            self._draws = None
+            return self._compare()
+
+    def _compare(self) -> Coupling:
+        divergence = Divergence(Recorder(), self._sizes)
+        terms, again = self._run_together(divergence.whole), self._run_together()
+        if any(abs(again[name] - term) > _ROUNDING * abs(term) for name, term in terms.items()):
+            return Coupling(reason="the loss differs from run to run")
+        for index, part in enumerate(self._parts):
+            comparer = Comparer(divergence, index)
+            with calm() if self._draws is None else self._draws.of_part(index):
+                self._run(part, comparer)
+            comparer.finish()
+        blamed = divergence.coupled()
+        names = tuple(call.name or ITSELF for call in blamed if call is not None)
+        loss = None in blamed or mixes_rows(
+            self._run_together, divergence, {call.name for call in blamed if call is not None}, self._dtype
+        )
+        return Coupling(names, loss, _reason(divergence, loss))
+
+    def _learn_how_to_run(self) -> None:
+        """A model may take gradients within its forward."""
+        try:
+            self._run(self._together)
+        except Exception:
+            self._records_gradients = True
+            self._run(self._together)
+
+    def _run_together(self, follower: Follower | None = None) -> dict[str, float]:
+        with calm() if self._draws is None else self._draws.joined():
+            return self._run(self._together, follower)
+
+    def _run(self, batch: Any, follower: Follower | None = None) -> dict[str, float]:
+        model, objective = self._fresh()
+        own = map_tensors(batch, lambda tensor: tensor.detach().clone())
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._records_gradients))
+            if follower is not None:
+                stack.enter_context(following(model, follower))
+            terms = objective.terms(model, own)
+        self._dtype = next(iter(terms.values())).dtype
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+
+def _reason(divergence: Divergence, loss: bool | None) -> str | None:
+    if divergence.unmatched:
+        name = min(divergence.unmatched)
+        return f"{name or ITSELF} is called another number of times in other company"
+    return "the loss does not depend on what modules return, row by row" if loss is None else None

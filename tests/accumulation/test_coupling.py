@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import coupled_models as small
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.coupling import ITSELF, Coupling, find_coupling
+from autoaccum.workload.weights import resolve_objective
+
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor], Callable[[int], Any]]
+
+WELL: dict[str, Case] = {
+    "MLP": (small.mlp, small.mean_square, small.rows),
+    "CNN": (lambda: small.cnn(nn.Identity()), small.cross_entropy, small.images),
+    "GroupNorm": (lambda: small.cnn(nn.GroupNorm(2, 4)), small.cross_entropy, small.images),
+    "InstanceNorm": (lambda: small.cnn(nn.InstanceNorm2d(4)), small.cross_entropy, small.images),
+    "LayerNorm": (lambda: small.normed_mlp(nn.LayerNorm(8)), small.mean_square, small.rows),
+    "frozen BatchNorm": (lambda: small.normed_mlp(nn.BatchNorm1d(8).eval()), small.mean_square, small.rows),
+    "dropout": (lambda: small.normed_mlp(nn.Dropout(0.5)), small.mean_square, small.rows),
+    "GPT": (small.Text, small.text_loss, small.text),
+    "GPT with dropout": (lambda: small.Text(drop=0.3), small.text_loss, small.text),
+    "GPT, recomputed": (lambda: small.Text(recompute=True), small.text_loss, small.text),
+    "its own loss": (lambda: small.Text(own_loss=True), small.models_loss, small.text),
+    "LSTM, batch first": (lambda: small.Recurrent(batch_first=True), small.mean_square, small.sequences),
+    "LSTM, time first": (lambda: small.Recurrent(batch_first=False), small.mean_square, small.sequences),
+    "state kept": (small.Stateful, small.mean_square, small.sequences),
+    "sorted and packed": (small.Packed, small.packed_loss, small.text),
+    "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
+    "experts": (small.Experts, small.mean_square, small.sequences),
+    "spectral norm": (small.spectral_mlp, small.mean_square, small.rows),
+    "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
+    "regulariser": (small.mlp, small.regularised_loss, small.rows),
+    "probabilities": (small.Likely, small.likely_loss, small.rows),
+}
+
+COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
+    "BatchNorm1d": (
+        (lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square, small.rows),
+        ("1",),
+        False,
+    ),
+    "BatchNorm2d": ((lambda: small.cnn(nn.BatchNorm2d(4)), small.cross_entropy, small.images), ("1",), False),
+    "BatchNorm after dropout": (
+        (
+            lambda: nn.Sequential(nn.Linear(small.WIDTH, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+            small.mean_square,
+            small.rows,
+        ),
+        ("2",),
+        False,
+    ),
+    "two BatchNorms": (
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(small.WIDTH), nn.Linear(small.WIDTH, 3), nn.BatchNorm1d(3)),
+            small.mean_square,
+            small.rows,
+        ),
+        ("0", "2"),
+        False,
+    ),
+    "one of its own": ((lambda: small.normed_mlp(small.Normaliser()), small.mean_square, small.rows), ("1",), False),
+    "in the model's forward": ((small.Centring, small.mean_square, small.rows), (ITSELF,), False),
+    "in a part's forward": (
+        (lambda: nn.Sequential(nn.Identity(), small.Centring()), small.mean_square, small.rows),
+        ("1",),
+        False,
+    ),
+    "BatchNorm of packed tokens": ((lambda: small.Packed(norm=True), small.packed_loss, small.text), ("norm",), False),
+    "experts with a capacity": ((lambda: small.Experts(2), small.mean_square, small.sequences), (ITSELF,), False),
+    "similarities": ((small.Towers, small.clip_loss, small.pairs), (ITSELF,), None),
+    "in-batch negatives": (
+        (lambda: small.Towers(similarities=False), small.negatives_loss, small.pairs),
+        (),
+        True,
+    ),
+    "triplets": ((lambda: small.Towers(similarities=False), small.triplet_loss, small.pairs), (), True),
+    "Barlow Twins": ((lambda: small.Towers(similarities=False), small.twins_loss, small.pairs), (), True),
+    "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
+    "inputs centred": ((small.mlp, small.centred_inputs_loss, small.rows), (), True),
+    "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
+}
+
+
+def look(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float64) -> Coupling:
+    make, loss, make_batch = case
+    torch.manual_seed(0)
+    model, batch = make().to(dtype), make_batch(sum(sizes))
+    batch = (
+        {key: value for key, value in batch.items()}
+        if isinstance(batch, dict)
+        else tuple(value.to(dtype) if value.is_floating_point() else value for value in batch)
+    )
+    objective = resolve_objective(loss)
+    return find_coupling(lambda: (copy.deepcopy(model), objective), batch, sizes)
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_nothing_is_claimed_where_all_is_well(name: str) -> None:
+    found = look(WELL[name])
+    assert (found.modules, found.loss) == ((), False), found
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_is_named(name: str) -> None:
+    case, modules, loss = COUPLED[name]
+    found = look(case)
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2, 4)])
+@pytest.mark.parametrize("name", ["time times batch", "sorted and packed", "experts", "GPT with dropout"])
+def test_the_parts_may_have_any_sizes(name: str, sizes: tuple[int, ...]) -> None:
+    found = look(WELL[name], sizes)
+    assert (found.modules, found.loss) == ((), False), found
+
+
+@pytest.mark.parametrize("name", ["two BatchNorms", "in-batch negatives", "BatchNorm after dropout"])
+def test_what_couples_is_named_from_unequal_parts(name: str) -> None:
+    case, modules, loss = COUPLED[name]
+    found = look(case, (2, 3))
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+@pytest.mark.parametrize("name", [*WELL, *COUPLED])
+def test_single_precision_tells_the_same(name: str) -> None:
+    case, modules, loss = COUPLED.get(name) or (WELL[name], (), False)
+    found = look(case, dtype=torch.float32)
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+def test_leaves_model_batch_and_generators_as_they_are() -> None:
+    model = small.normed_mlp(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    state, batch = copy.deepcopy(model.state_dict()), small.rows(4)
+    kept = tuple(tensor.clone() for tensor in batch)
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    made: list[nn.Module] = []
+
+    def fresh() -> Any:
+        made.append(copy.deepcopy(model))
+        return made[-1], resolve_objective(small.mean_square)
+
+    assert find_coupling(fresh, batch, (2, 2)).modules == ("1.0",)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(one, other) for one, other in zip(batch, kept, strict=True))
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for one in made for module in one.modules())
+
+
+def test_what_a_model_raises_is_the_reason() -> None:
+    def raising(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("no such thing\nat all")
+
+    found = look((small.mlp, raising, small.rows))
+    assert found == Coupling(reason="ValueError: no such thing")
+    assert not found.found
+
+
+def test_one_part_has_no_company() -> None:
+    assert find_coupling(lambda: (small.mlp(), resolve_objective(small.mean_square)), small.rows(4), (4,)).reason
+
+
+def test_a_loss_that_is_never_the_same_tells_nothing() -> None:
+    count = iter(range(1000))
+
+    def counting(model: nn.Module, batch: Any) -> Tensor:
+        return small.mean_square(model, batch) * (1 + next(count))
+
+    assert look((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
+
+
+def test_a_loss_that_no_output_enters_is_not_judged() -> None:
+    def weights_alone(model: nn.Module, batch: Any) -> Tensor:
+        model(batch[0])
+        return next(model.parameters()).square().sum()
+
+    found = look((small.mlp, weights_alone, small.rows))
+    assert found.loss is None
+    assert found.reason is not None
+
+
+def test_gradients_may_be_taken_within_a_forward() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(small.WIDTH, 8), nn.Tanh(), nn.Linear(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            out = self.net(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out + slope.square().sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+    found = look((Penalised, small.mean_square, small.rows))
+    assert (found.modules, found.loss) == ((), False), found
+
+
+def test_terms_are_judged_one_by_one() -> None:
+    def terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"fit": small.mean_square(model, batch), "spread": model(batch[0]).std(0).mean()}
+
+    assert look((small.mlp, terms, small.rows)).loss is True  # type: ignore[arg-type]
+
+
+def test_a_module_called_more_often_in_company_is_said_to_be() -> None:
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(small.WIDTH, small.WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(len(x)):
+                x = self.cell(x)
+            return x[:, :3]
+
+    found = look((Looping, small.mean_square, small.rows))
+    assert found.modules == (ITSELF,)
+    assert found.reason == "cell is called another number of times in other company"

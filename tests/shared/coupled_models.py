@@ -1,0 +1,305 @@
+"""Small models and losses that couple the samples of a batch, or only look as if they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import spectral_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, WORDS, TIME = 6, 11, 5
+LENGTHS = (3, 5, 2, 4)
+
+
+def rows(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.randn(size, 3)
+
+
+def classes(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.arange(size) % 3
+
+
+def images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 2, 6, 6), torch.arange(size) % 3
+
+
+def sequences(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, TIME, WIDTH), torch.randn(size, 3)
+
+
+def text(size: int) -> dict[str, Tensor]:
+    lengths = torch.tensor([LENGTHS[index % 4] for index in range(size)])
+    ids = torch.randint(1, WORDS, (size, TIME))
+    mask = torch.arange(TIME)[None] < lengths[:, None]
+    return {
+        "ids": ids * mask,
+        "mask": mask,
+        "labels": torch.where(mask, ids, torch.full_like(ids, -100)),
+        "lengths": lengths,
+    }
+
+
+def pairs(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+
+
+def normed_mlp(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Tanh(), nn.Linear(8, 3))
+
+
+def cnn(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), norm, nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Normaliser(nn.Module):
+    """A batch normalisation by another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 0.1)
+
+
+class Centring(nn.Module):
+    """Mixes rows in its own forward, before one of its modules and not within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(hidden - hidden.mean(0))  # type: ignore[no-any-return]
+
+
+class Text(nn.Module):
+    """A small GPT; `own_loss` has it return its loss, as models of Hugging Face do."""
+
+    def __init__(self, *, own_loss: bool = False, recompute: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        self.own_loss, self.recompute = own_loss, recompute
+        self.embed, self.positions = nn.Embedding(WORDS, 8), nn.Embedding(TIME, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, drop, batch_first=True)
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        if self.recompute:
+            x = checkpoint(self.block, x, causal, ~mask, use_reentrant=False)
+        else:
+            x = self.block(x, causal, ~mask)
+        logits = self.head(x)
+        if not self.own_loss:
+            return logits
+        assert labels is not None
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def text_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"], batch["mask"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def models_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch["ids"], batch["mask"], batch["labels"])["loss"]
+    return loss
+
+
+class Recurrent(nn.Module):
+    """An LSTM, time or batch first."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.lstm, self.head = nn.LSTM(WIDTH, 7, num_layers=2, batch_first=batch_first), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x if self.batch_first else x.transpose(0, 1))
+        out = out if self.batch_first else out.transpose(0, 1)
+        return self.head(out[:, -1])  # type: ignore[no-any-return]
+
+
+class Stateful(nn.Module):
+    """Keeps the state of its RNN from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(WIDTH, 7, batch_first=True), nn.Linear(7, 3)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.rnn(x, self.state)
+        self.state = state.detach()
+        return self.head(out[:, -1])  # type: ignore[no-any-return]
+
+
+class Packed(nn.Module):
+    """Sorts its batch by length, packs it, and pads to the longest of the batch."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(WORDS, 8), nn.LSTM(8, 7, batch_first=True), nn.Linear(7, WORDS)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        order = lengths.argsort(descending=True, stable=True)
+        packed = pack_padded_sequence(self.embed(ids[order]), lengths[order].cpu(), batch_first=True)
+        packed = packed._replace(data=self.norm(packed.data))
+        out, (state, _) = self.lstm(packed)
+        padded, _ = pad_packed_sequence(out, batch_first=True)
+        logits = self.head(padded) + self.head(state[-1])[:, None]
+        return logits[order.argsort()]  # type: ignore[no-any-return]
+
+
+def packed_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"], batch["lengths"])
+    labels = batch["labels"][:, : logits.shape[1]]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class TimeFirst(nn.Module):
+    """Flattens to (time * batch, features) on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, time = x.shape[:2]
+        hidden = self.first(x.transpose(0, 1).reshape(time * size, -1)).tanh()
+        return self.last(hidden).view(time, size, -1).mean(0)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert it likes best; with a capacity, to the first that come."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()
+        self.gate, self.capacity = nn.Linear(WIDTH, 3), capacity
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights = self.gate(tokens).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = tokens.new_zeros(tokens.shape[0], 3)
+        for index, expert in enumerate(self.experts):
+            taken = (chosen == index).nonzero()[: self.capacity, 0]
+            if len(taken):
+                out[taken] = expert(tokens[taken]) * weights[taken, index, None]
+        return out.view(*x.shape[:2], 3).mean(1)
+
+
+class Towers(nn.Module):
+    """Two towers; with a temperature it returns the similarities of all with all."""
+
+    def __init__(self, *, similarities: bool = True) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.similarities = similarities
+
+    def forward(self, left: Tensor, right: Tensor) -> Any:
+        one, other = functional.normalize(self.left(left), dim=-1), functional.normalize(self.right(right), dim=-1)
+        return self.temperature.exp() * one @ other.T if self.similarities else (one, other)
+
+
+def clip_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(*batch)
+    targets = torch.arange(logits.shape[0])
+    return (functional.cross_entropy(logits, targets) + functional.cross_entropy(logits.T, targets)) / 2
+
+
+def negatives_loss(model: nn.Module, batch: Any) -> Tensor:
+    one, other = model(*batch)
+    return functional.cross_entropy(one @ other.T, torch.arange(one.shape[0]))
+
+
+def triplet_loss(model: nn.Module, batch: Any) -> Tensor:
+    one, other = model(*batch)
+    distances = torch.cdist(one, other)
+    positive = distances.diagonal()
+    hardest = (distances + 1e6 * torch.eye(len(one))).min(1).values
+    return (1.0 + positive - hardest).clamp(min=0).mean()
+
+
+def twins_loss(model: nn.Module, batch: Any) -> Tensor:
+    one, other = (((z - z.mean(0)) / (z.std(0) + 1e-3)) for z in model(*batch))
+    correlation = one.T @ other / one.shape[0]
+    return (correlation - torch.eye(correlation.shape[0])).square().sum()
+
+
+def root_loss(model: nn.Module, batch: Any) -> Tensor:
+    return mean_square(model, batch).sqrt()
+
+
+def centred_inputs_loss(model: nn.Module, batch: Any) -> Tensor:
+    return mean_square(model, (batch[0] - batch[0].mean(0), batch[1]))
+
+
+def regularised_loss(model: nn.Module, batch: Any) -> Tensor:
+    return mean_square(model, batch) + sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def probability_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.binary_cross_entropy(model(batch[0]).sigmoid().clamp(0, 1), batch[1].sigmoid())
+
+
+class Likely(nn.Module):
+    """Returns probabilities, outside of which its loss raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sigmoid()  # type: ignore[no-any-return]
+
+
+def likely_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.binary_cross_entropy(model(batch[0]), batch[1].sigmoid())
+
+
+class InnerLoss(nn.Module):
+    """Returns nothing but its loss, which is computed from similarities of all with all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = Towers(similarities=False)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, other = self.towers(left, right)
+        return functional.cross_entropy(one @ other.T, torch.arange(one.shape[0]))
+
+
+def its_own(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def spectral_mlp() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(WIDTH, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+
+def shared_mlp() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Identity(), nn.Linear(WIDTH, 3))
