@@ -39,14 +39,15 @@ class Change:
         rest: Names of modules that are put into eval mode.
         fresh_state: Each part begins with the buffers and attributes that the first began with.
         calm: Random draws are held at values that do nothing (all kept by dropout, no noise).
-        weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts.
+        weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
+            number each, or pairs of a term and its number.
         summed: Losses of parts are added up, not averaged.
     """
 
     rest: frozenset[str] = frozenset()
     fresh_state: bool = False
     calm: bool = False
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
     summed: bool = False
 
 
