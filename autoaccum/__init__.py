@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from autoaccum.planning.records import Plan as Plan
     from autoaccum.reporting.fitting import fit as fit
     from autoaccum.training.results import FitResult as FitResult
+    from autoaccum.verification.records import Verification as Verification
+    from autoaccum.verification.verifying import verify as verify
     from autoaccum.workload.spec import Workload as Workload
 
 __version__ = "0.1.0"
@@ -29,6 +31,8 @@ _HOMES = {
     "fit": "autoaccum.reporting.fitting",
     "Plan": "autoaccum.planning.records",
     "plan": "autoaccum.planning.planner",
+    "Verification": "autoaccum.verification.records",
+    "verify": "autoaccum.verification.verifying",
     "Workload": "autoaccum.workload.spec",
 }
 
@@ -38,10 +42,12 @@ __all__ = [
     "FitResult",
     "Plan",
     "StepResult",
+    "Verification",
     "Workload",
     "__version__",
     "fit",
     "plan",
+    "verify",
     "windows",
 ]
 

@@ -14,13 +14,13 @@ from autoaccum.planning.device_choice import check_device, make_device, simulate
 from autoaccum.planning.request import check_seconds
 from autoaccum.units import MemorySize, parse_size
 from autoaccum.workload.companions import read_count, read_keeps
+from autoaccum.workload.modes import read_mode
 
 if TYPE_CHECKING:
     from autoaccum.devices.in_place.subjects import LiveObjects
     from autoaccum.workload.spec import Workload
 
 Precision = Literal["fp32", "bf16", "fp16"]
-_WAYS = 'give one: plan("model.py", ...), plan(Workload(...), ...), or plan(model=..., batch=..., loss=..., ...)'
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `plan` that say how trials run, as they were given."""
+    """The arguments of `plan` that say how trials run, as they were given; `verb` is what messages call it."""
 
     share: int
     reduction: str | None = None
@@ -54,7 +54,9 @@ class Settings:
     keeps: Any = None
     evaluation_batch: int | None = None
     worst_of: int | None = None
+    batchnorm: Any = None
     on_output: Callable[[str], None] | None = None
+    verb: str = "plan"
 
 
 def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) -> Subject:
@@ -72,23 +74,13 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
     """
     precision = _check_precision(settings.precision)
     settings = _checked(settings)
-    given = [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
-    if settings.gpu is not None and (workload is not None or given):
+    if settings.gpu is not None and (workload is not None or _given(parts, settings)):
         _check_simulated(workload, settings)
     trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
     memory, reserve = _size(settings.memory, "memory"), _size(settings.reserve, "reserve")
-    if workload is None:
-        return _in_place(_live_objects(parts, given, settings, precision), settings, memory, reserve)
-    if given:
-        raise UsageError(f"a workload is given, and {_listed(given)} too", hint=_WAYS)
-    if not isinstance(workload, (str, os.PathLike)):
-        return _in_place(_adapted(workload, settings), settings, memory, reserve)
-    if settings.optimizer is not None and not isinstance(settings.optimizer, str):
-        raise UsageError(
-            f"optimizer is {_kind(settings.optimizer)}, and the workload is a file",
-            hint="give a name of torch.optim, or write def optimizer(params) in the file",
-        )
-    reference = os.fspath(workload)
+    reference = choose_way(workload, parts, settings)
+    if not isinstance(reference, str):
+        return _in_place(reference, settings, memory, reserve)
     trials = TrialSettings(
         reference=reference,
         share=settings.share,
@@ -98,12 +90,49 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         keeps=settings.keeps,
         evaluation_batch=settings.evaluation_batch,
         worst_of=settings.worst_of,
+        batchnorm=settings.batchnorm,
     )
     if settings.gpu is not None:
         simulated = simulate_device(settings.gpu, trials, memory=memory, reserve=reserve, on_output=settings.on_output)
         return Subject(simulated, reference, isolated=False)
     made = make_device(settings.device, trials, memory=memory, reserve=reserve, on_output=settings.on_output)
     return Subject(made, reference)
+
+
+def choose_way(workload: Any, parts: Mapping[str, Any], settings: Settings) -> str | Workload | LiveObjects:
+    """What is given, in one of the ways: a reference, a Workload with what was asked for in place of its own, or parts.
+
+    Args:
+        workload: As in `find_subject`.
+        parts: Likewise.
+        settings: Likewise; `verb` is the function that messages name.
+
+    Raises:
+        UsageError: Not exactly one of the ways is given, or a setting cannot be honoured.
+        WorkloadError: The live objects do not go together.
+    """
+    given = _given(parts, settings)
+    if workload is None:
+        return _live_objects(parts, given, settings, _check_precision(settings.precision))
+    if given:
+        raise UsageError(f"a workload is given, and {_listed(given)} too", hint=_ways(settings))
+    if not isinstance(workload, (str, os.PathLike)):
+        return _adapted(workload, settings)
+    if settings.optimizer is not None and not isinstance(settings.optimizer, str):
+        raise UsageError(
+            f"optimizer is {_kind(settings.optimizer)}, and the workload is a file",
+            hint="give a name of torch.optim, or write def optimizer(params) in the file",
+        )
+    return os.fspath(workload)
+
+
+def _given(parts: Mapping[str, Any], settings: Settings) -> list[str]:
+    return [name for name, value in {**parts, "reduction": settings.reduction}.items() if value is not None]
+
+
+def _ways(settings: Settings) -> str:
+    ways = '{0}("model.py", ...), {0}(Workload(...), ...), or {0}(model=..., batch=..., loss=..., ...)'
+    return f"give one: {ways.format(settings.verb)}"
 
 
 def _check_simulated(workload: Any, settings: Settings) -> None:
@@ -139,16 +168,16 @@ def _live_objects(
     parts: Mapping[str, Any], given: list[str], settings: Settings, precision: Precision | None
 ) -> LiveObjects:
     if not given:
-        raise UsageError("there is nothing to plan", hint=_WAYS)
+        raise UsageError(f"there is nothing to {settings.verb}", hint=_ways(settings))
     missing = [name for name in ("model", "batch") if parts[name] is None]
     if parts["loss"] is None and parts["criterion"] is None:
         missing.append("loss")
     if missing:
-        raise UsageError(f"{_listed(given)} given, {_listed(missing)} missing", hint=_WAYS)
+        raise UsageError(f"{_listed(given)} given, {_listed(missing)} missing", hint=_ways(settings))
     if settings.worst_of is not None:
         raise UsageError(
             f"worst_of is {settings.worst_of}, and live objects have no dataset",
-            hint="plan a file or a Workload with a dataset, or give a batch that is the worst case",
+            hint=f"{settings.verb} a file or a Workload with a dataset, or give a batch that is the worst case",
         )
     if parts.get("evaluate") is not None and settings.evaluation_batch is None:
         raise UsageError("evaluate is given without evaluation_batch", hint="say how many samples a pass has")
@@ -170,6 +199,7 @@ def _live_objects(
         keeps=settings.keeps or (),
         evaluation_batch=settings.evaluation_batch,
         evaluate=parts.get("evaluate"),
+        batchnorm=settings.batchnorm or "micro",
         name=type(parts["model"]).__name__,
     )
 
@@ -180,8 +210,9 @@ def _adapted(workload: Any, settings: Settings) -> Workload:
     from autoaccum.workload.spec import Workload
 
     if not isinstance(workload, Workload):
-        raise UsageError(f"the workload is {_kind(workload)}", hint=_WAYS)
-    asked = {name: getattr(settings, name) for name in ("precision", "optimizer", "keeps", "evaluation_batch")}
+        raise UsageError(f"the workload is {_kind(workload)}", hint=_ways(settings))
+    names = ("precision", "optimizer", "keeps", "evaluation_batch", "batchnorm")
+    asked = {name: getattr(settings, name) for name in names}
     return adapt(workload, most=settings.share, worst_of=settings.worst_of, **asked)
 
 
@@ -189,11 +220,13 @@ def _checked(settings: Settings) -> Settings:
     """The settings, with what is kept as a tuple.
 
     Raises:
-        UsageError: A word or a number of samples is none.
+        UsageError: A word, a mode or a number of samples is none.
     """
     try:
         for name in ("evaluation_batch", "worst_of"):
             read_count(getattr(settings, name), name)
+        if settings.batchnorm is not None:
+            read_mode(settings.batchnorm)
         keeps = None if settings.keeps is None else read_keeps(settings.keeps)
     except WorkloadError as error:
         raise UsageError(error.message, hint=error.hint) from None

@@ -56,7 +56,7 @@ def compare(full: Outcome, other: Outcome, tolerances: Tolerances) -> tuple[Diff
     after the update to the largest of the full batch's. Whole numbers and truth values must be the same. NaN and
     infinities are equal where both have them. A gradient that is None is one of zeros: an optimizer that treats the
     two differently (one with weight decay passes over None) shows it in the update. What only one of the two has, or
-    has in another shape, is infinitely far off.
+    has in another shape, is infinitely far off; a loop that tells no loss has none to compare.
 
     Args:
         full: Of the full batch, which scales are taken of.
@@ -86,7 +86,7 @@ def _compared(quantity: Quantity, gaps: Iterable[_Gap], tolerance: float) -> Dif
 
 def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: float) -> Iterable[_Gap]:
     scale = _scale(abs(term) for terms in (full, other) for term in terms.values())
-    for name in _names(full, other):
+    for name in _names(full, other) if other else ():
         one, two = full.get(name), other.get(name)
         error = math.inf
         if one is not None and two is not None:

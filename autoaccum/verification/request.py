@@ -1,0 +1,123 @@
+"""What a verification is asked: everything `autoaccum.verify` is given, checked before anything starts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.errors import UsageError
+from autoaccum.planning.device_choice import check_device
+from autoaccum.workload.modes import read_mode
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+_MOST_SAMPLES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """The arguments of `autoaccum.verify`, where each is explained; `parts` are those of live objects.
+
+    Attributes:
+        micro_batch: A quarter of the target where none is given.
+        precision: `fp64`, which may give way to `fp32`, where none is given; see `chosen`.
+
+    Raises:
+        UsageError: One of them cannot be honoured.
+        WorkloadError: There is no such mode of BatchNorm.
+    """
+
+    workload: Any = None
+    parts: dict[str, Any] = field(default_factory=dict)
+    accumulate: Any = None
+    reduction: str | None = None
+    optimizer: Any = None
+    target_batch: int = 16
+    micro_batch: int | None = None
+    precision: str | None = None
+    device: str = "cpu"
+    batchnorm: str | None = None
+    worst_of: int | None = None
+    on_event: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        target = _count(self.target_batch, "target_batch")
+        micro = -(-target // 4) if self.micro_batch is None else _count(self.micro_batch, "micro_batch")
+        if target > _MOST_SAMPLES:
+            raise UsageError(f"the target batch is beyond {_MOST_SAMPLES:,}", hint="16 samples show the same")
+        if micro >= target:
+            raise UsageError(
+                f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
+                hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
+            )
+        object.__setattr__(self, "target_batch", target)
+        object.__setattr__(self, "micro_batch", micro)
+        self._check_words()
+        if self.worst_of is not None:
+            _count(self.worst_of, "worst_of")
+        if self.on_event is not None and not callable(self.on_event):
+            raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
+
+    @property
+    def chosen(self) -> Precision:
+        """The precision it begins with."""
+        return cast("Precision", self.precision or "fp64")
+
+    @property
+    def largest_part(self) -> int:
+        """The micro-batch, as it was given or chosen."""
+        assert self.micro_batch is not None
+        return self.micro_batch
+
+    def _check_words(self) -> None:
+        known = get_args(Precision)
+        if self.precision is not None and self.precision not in known:
+            raise UsageError(f"there is no precision {self.precision!r}", hint=f"take {', '.join(known)}")
+        if self.batchnorm is not None:
+            read_mode(self.batchnorm)
+        if self.device == "auto":
+            raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
+        check_device(self.device)
+
+
+def whole_window(target: int, micro: int) -> tuple[int, ...]:
+    """The parts of a whole window, as the Accumulator cuts it.
+
+    >>> whole_window(16, 6)
+    (6, 5, 5)
+    """
+    return tuple(split_evenly(target, micro))
+
+
+def last_window(target: int, micro: int) -> tuple[int, ...] | None:
+    """The parts of a shorter window, as at the end of an epoch, uneven where that is possible.
+
+    >>> last_window(16, 4), last_window(16, 1), last_window(5, 4)
+    ((4, 3), (1, 1), None)
+    """
+    cut = [whole_window(samples, micro) for samples in range(min(2 * micro, target) - 1, micro, -1)]
+    if micro == 1 and target > 2:
+        return (1, 1)
+    return next((parts for parts in cut if len(set(parts)) > 1), cut[0] if cut else None)
+
+
+def loaded_window(samples: int, micro: int) -> tuple[int, ...]:
+    """The parts as a DataLoader of batches of `micro` gives them.
+
+    >>> loaded_window(16, 6)
+    (6, 6, 4)
+    """
+    whole, left = divmod(samples, micro)
+    return (micro,) * whole + ((left,) if left else ())
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < 1:
+        raise UsageError(f"{name} is {value!r}", hint="give a whole number of at least 1")
+    return number

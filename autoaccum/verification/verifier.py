@@ -1,0 +1,224 @@
+"""The comparisons of one verification, in order, and the search for what makes them differ."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from autoaccum.accumulation.randomness import RandomState
+from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.errors import WorkloadError, first_line
+from autoaccum.verification.comparing import Tolerances, compare
+from autoaccum.verification.events import Begun, Compared, Diagnosing
+from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.outcomes import Change
+from autoaccum.verification.records import Cause, Comparison, Verification
+from autoaccum.verification.request import VerifyRequest, last_window, loaded_window, whole_window
+from autoaccum.verification.specimen import Precision, Specimen
+from autoaccum.verification.subjects import Subject
+from autoaccum.verification.tolerance import find_tolerances, with_update
+from autoaccum.workload.batches import split_batch
+from autoaccum.workload.experiments import users_code
+
+_ONE_VALUE = "more than 1 value per channel"
+"""Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
+
+
+class Verifier:
+    """Makes one verification.
+
+    Args:
+        request: What is asked.
+        subject: What is verified.
+    """
+
+    def __init__(self, request: VerifyRequest, subject: Subject) -> None:
+        self._request, self._subject = request, subject
+        self._precision: Precision = request.chosen
+        self._comparisons: list[Comparison] = []
+        self._causes: list[Cause] = []
+        self._notes: list[str] = []
+        self._random: RandomState | None = None
+
+    def run(self, began: float) -> Verification:
+        """Compare, and where something differs, find out why.
+
+        Args:
+            began: When the call came, of `time.monotonic`.
+        """
+        seed_everything()
+        target, micro = self._request.target_batch, self._request.largest_part
+        with users_code(f"batch({target})"):
+            batch = self._subject.workload.build_batch(target)
+        self._random = RandomState()
+        lab = self._first_laboratory(batch, whole_window(target, micro))
+        self._tell(Begun(**self._describe(lab), precision=self._precision, device=str(lab.specimen.device)))
+        tolerances = find_tolerances(lab, precision=self._precision, samples=target, double=self._double(lab, batch))
+        self._compare_both(lab, "whole", tolerances)
+        short = last_window(target, micro)
+        if short is not None:
+            self._compare_last(lab.specimen, batch, short, tolerances)
+        return self._record(lab, tolerances, began)
+
+    def _first_laboratory(self, batch: Any, sizes: tuple[int, ...]) -> Laboratory:
+        """The whole window; in float32 where float64 was not asked for and does not run."""
+        try:
+            return self._laboratory(self._precision, batch, sizes)
+        except WorkloadError as error:
+            if self._request.precision is not None:
+                raise
+            failure = error
+        self._precision = "fp32"
+        lab = self._laboratory(self._precision, batch, sizes)
+        self._notes.append(f"verified in float32: in float64 the workload does not run ({first_line(failure.message)})")
+        return lab
+
+    def _laboratory(self, precision: Precision, batch: Any, sizes: tuple[int, ...]) -> Laboratory:
+        """One whose full batch has run to a loss that is a number."""
+        assert self._random is not None
+        self._random.restore()  # Each precision begins with the same weights.
+        with users_code("model()"):
+            specimen = Specimen(
+                self._subject.workload,
+                precision=precision,
+                device=self._request.device,
+                optimizer=self._subject.optimizer,
+            )
+        lab = Laboratory(specimen, batch, sizes)
+        try:
+            loss = lab.full().loss
+        except WorkloadError as error:
+            raise _with_hint(error, max(sizes)) from error
+        if not math.isfinite(loss):
+            raise WorkloadError(
+                f"the loss of batch({sum(sizes)}) is {loss}",
+                hint="there is nothing to compare: look for a division by zero, log(0), or a mean over nothing",
+            )
+        return lab
+
+    def _double(self, lab: Laboratory, batch: Any) -> Laboratory | None:
+        """The same in float64, to tell rounding by; None where that is what it is, or does not run."""
+        if self._precision == "fp64":
+            return None
+        try:
+            double = self._laboratory("fp64", batch, lab.sizes)
+            double.full(Change(calm=True))
+        except WorkloadError:
+            return None
+        return double
+
+    def _compare_last(self, specimen: Specimen, batch: Any, sizes: tuple[int, ...], tolerances: Tolerances) -> None:
+        samples = sum(sizes)
+        part, _ = split_batch(batch, [samples, self._request.target_batch - samples])
+        lab = Laboratory(specimen, part, sizes)
+        try:
+            lab.full()
+        except WorkloadError as error:
+            if _ONE_VALUE not in error.message:
+                raise
+            self._notes.append(f"the shorter window of {_words(sizes)} was left out: BatchNorm runs no single sample")
+            return
+        self._compare_both(lab, "last", tolerances)
+
+    def _compare_both(self, lab: Laboratory, window: Any, tolerances: Tolerances) -> None:
+        """By the Accumulator, and by the workload's own loop where it has one."""
+        self._compare(lab, "accumulator", window, tolerances)
+        if self._subject.workload.accumulate is not None:
+            loaded = loaded_window(sum(lab.sizes), self._request.largest_part)
+            self._compare(lab if loaded == lab.sizes else lab.with_sizes(loaded), "accumulate", window, tolerances)
+
+    def _compare(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> None:
+        tolerances = with_update(tolerances, lab)
+        other = lab.accumulated() if method == "accumulator" else lab.own()
+        differences = compare(lab.full(), other, tolerances)
+        found = Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
+        known = self._is_explained(found)
+        self._comparisons.append(found)
+        self._tell(Compared(found))
+        self._note_draws(lab)
+        if not found.equal and not known:
+            self._diagnose(lab, found, tolerances)
+
+    def _is_explained(self, found: Comparison) -> bool:
+        """Whether the whole window differs too, for reasons that are proved: the shorter one has the same."""
+        whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
+        return bool(whole and self._causes) and not whole[0].equal and all(cause.proved for cause in self._causes)
+
+    def _diagnose(self, lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> None:
+        from autoaccum.verification.causes.diagnosis import find_causes
+
+        self._tell(Diagnosing(comparison))
+        try:
+            diagnosis = find_causes(lab, comparison, tolerances)
+        except WorkloadError as error:
+            self._notes.append(f"the cause could not be sought: {first_line(error.message)}")
+            return
+        known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
+        self._causes += [one for one in diagnosis.causes if (one.kind, one.where, one.change) not in known]
+        self._note(diagnosis.notes)
+
+    def _note_draws(self, lab: Laboratory) -> None:
+        if lab.mismatch is not None:
+            self._note([f"random draws were held at values that do nothing, in all runs: {lab.mismatch}"])
+        elif lab.shared_draws:
+            self._note(
+                [
+                    "drawn for all samples alike, so that all parts were given what the first one drew:"
+                    f" {', '.join(lab.shared_draws)}"
+                ]
+            )
+
+    def _note(self, notes: Sequence[str]) -> None:
+        self._notes += [note for note in notes if note not in self._notes]
+
+    def _record(self, lab: Laboratory, tolerances: Tolerances, began: float) -> Verification:
+        workload, objective = self._subject.workload, self._subject.workload.objective
+        return Verification(
+            equivalent=all(comparison.equal for comparison in self._comparisons),
+            target_batch=self._request.target_batch,
+            micro_batch=self._request.largest_part,
+            precision=self._precision,
+            device=str(lab.specimen.device),
+            batchnorm=getattr(workload, "batchnorm", "micro"),
+            rounding=tolerances.rounding,
+            comparisons=tuple(self._comparisons),
+            causes=tuple(self._causes),
+            notes=tuple(self._notes),
+            workload={
+                "reference": self._subject.reference,
+                "digest": workload.digest,
+                **self._describe(lab),
+                "loss": "loss" if workload.criterion is None else "criterion",
+                "reduction": objective.reduction,
+                "weight": objective.source,
+                "worst_of": workload.worst_of,
+            },
+            environment=describe_environment(lab.specimen.device),
+            seconds=time.monotonic() - began,
+        )
+
+    def _describe(self, lab: Laboratory) -> dict[str, Any]:
+        trained = lab.specimen.fresh()
+        return {
+            "name": self._subject.workload.name,
+            "model": type(trained.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
+            "optimizer": type(trained.optimizer).__name__,
+        }
+
+    def _tell(self, event: Any) -> None:
+        if self._request.on_event is not None:
+            self._request.on_event(event)
+
+
+def _with_hint(error: WorkloadError, largest: int) -> WorkloadError:
+    if _ONE_VALUE not in error.message or largest > 1:
+        return error
+    return WorkloadError(error.message, hint="BatchNorm runs no single sample: give --micro-batch 2")
+
+
+def _words(sizes: tuple[int, ...]) -> str:
+    return " + ".join(map(str, sizes))

@@ -1,0 +1,128 @@
+"""`verify`: is the accumulated update the full batch's, and if not, why."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.diagnosis import describe_failure
+from autoaccum.devices.failures import failure_error
+from autoaccum.devices.in_place.interruptions import Interruptions
+from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.training.seeds import kept_randomness
+from autoaccum.verification.events import Event
+from autoaccum.verification.records import Verification
+from autoaccum.verification.request import VerifyRequest
+from autoaccum.verification.subjects import find_subject
+from autoaccum.verification.verifier import Verifier
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoaccum.workload.spec import Workload
+
+
+def verify(
+    workload: str | os.PathLike[str] | Workload | None = None,
+    *,
+    target_batch: int = 16,
+    micro_batch: int | None = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    criterion: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+    reduction: str | None = None,
+    optimizer: Any = None,
+    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
+    precision: str | None = None,
+    device: str = "cpu",
+    batchnorm: str | None = None,
+    worst_of: int | None = None,
+    on_event: Callable[[Event], Any] | None = None,
+) -> Verification:
+    """Compare an update accumulated in micro-batches with the full batch's; where they differ, find out why.
+
+    Both begin from equal copies of model, criterion and optimizer and draw the same random numbers; loss, every
+    gradient, every buffer and every parameter after one update are compared, for a whole window and for a shorter one,
+    as at the end of an epoch. Nothing of the caller's changes: copies are run, random states are put back.
+
+    Args:
+        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+        target_batch: Samples of the full batch.
+        micro_batch: The most samples to run at once; a quarter of the target when None.
+        model: A live model, in place of a workload.
+        batch: For it, `batch(size)`; or a batch to be repeated and cut to size.
+        loss: For it, `loss(model, batch)`, or a criterion.
+        criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
+        weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
+        reduction: For it, `mean` (when None) or `sum`.
+        optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, which
+            is copied with its state, or a function or class that makes one; AdamW when None.
+        accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
+            `.grad`; it is held against the full batch as well. A workload may have one of its own.
+        precision: `fp64`, `fp32`, `bf16` or `fp16`. When None it is float64, whatever the workload trains in; float32
+            where that does not run, which is said.
+        device: `cpu`, `cuda` or `cuda:N`.
+        batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
+        worst_of: Make the batch of the longest of so many samples of the workload's dataset.
+        on_event: Told of every step, with a record of `autoaccum.verification.events`.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+        WorkloadError: The workload is not usable as it stands.
+        NotMeasuredError: Memory ran out, or something could not be put back.
+    """
+    began = time.monotonic()
+    named = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
+    request = VerifyRequest(
+        workload=workload,
+        parts=named,
+        accumulate=accumulate,
+        reduction=reduction,
+        optimizer=optimizer,
+        target_batch=target_batch,
+        micro_batch=micro_batch,
+        precision=precision,
+        device=device,
+        batchnorm=batchnorm,
+        worst_of=worst_of,
+        on_event=on_event,
+    )
+    with kept_randomness():
+        return _verify(request, began)
+
+
+def _verify(request: VerifyRequest, began: float) -> Verification:
+    subject = find_subject(request)
+    keeper = StateKeeper(subject.tried)
+
+    def work(interruptions: Interruptions) -> Verification:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with interruptions.window():
+                return _run(Verifier(request, subject), began)
+
+    return keeper.run(work)
+
+
+def _run(verifier: Verifier, began: float) -> Verification:
+    """Run it; whatever is no error of ours is told as what it means."""
+    try:
+        return verifier.run(began)
+    except DoesNotFitError as error:
+        raise NotMeasuredError(error.message, hint=_LESS) from error
+    except AutoaccumError:
+        raise
+    except Exception as error:
+        failure = describe_failure(error, "the comparison")
+        if failure.outcome == "oom":
+            raise NotMeasuredError(failure.message, hint=_LESS) from error
+        raise failure_error(failure, "this machine") from error
+
+
+_LESS = "verify with a smaller --target-batch, as 4 with --micro-batch 2"
