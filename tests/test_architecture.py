@@ -39,6 +39,8 @@ WITHOUT_TORCH = (
     "accumulation/schedule.py",
     "planning/search.py",
     "planning/records.py",
+    "verification/records.py",
+    "verification/events.py",
     "devices/simulated/allocator.py",
     "devices/simulated/allocator_blocks.py",
     "devices/simulated/allocator_expandable.py",
@@ -77,6 +79,7 @@ WITHOUT_TORCH = (
     "training/data/window.py",
     "training/stopping.py",
     "workload/companions.py",
+    "workload/modes.py",
     "workload/module_names.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import check_batchnorm
+from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
@@ -125,8 +125,7 @@ class Accumulator:
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_precision(plan, precision)
         check_precision(chosen)
-        norms = choose_batchnorm(plan, batchnorm)
-        check_batchnorm(norms, model)
+        norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model)
         objective = choose_objective(loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms)

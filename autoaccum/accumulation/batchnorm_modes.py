@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import Tensor, nn
 
@@ -87,14 +87,15 @@ BACKPROPAGATIONS: Final[Mapping[BatchNormMode, type[Backpropagation]]] = {
 }
 
 
-def check_batchnorm(mode: Any, model: nn.Module) -> None:
-    """Refuse a mode that is unknown, or cannot be had with `model`.
+def checked_batchnorm(mode: Any, model: nn.Module) -> BatchNormMode:
+    """`mode`, which is known and can be had with `model`.
 
     Raises:
-        UsageError: It is so.
+        UsageError: It is not.
     """
     if mode not in BACKPROPAGATIONS:
         known = ", ".join(f'"{known}"' for known in BACKPROPAGATIONS)
         raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {known}")
     if mode == "frozen":
         check_frozen(model)
+    return cast("BatchNormMode", mode)

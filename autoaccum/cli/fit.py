@@ -44,6 +44,11 @@ _CODE_INTERRUPTED = 130
 @click.option("--memory", metavar="SIZE", help="The budget of the plan: 10GiB, 24GB, 80%.  [default: what is free]")
 @click.option("--reserve", metavar="SIZE", help="Kept free of it.")
 @click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
+@click.option(
+    "--batchnorm",
+    metavar="micro|running|frozen",
+    help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
+)
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
 @click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: each epoch]")

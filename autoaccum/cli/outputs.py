@@ -80,7 +80,8 @@ class Outputs:
         from autoaccum.reporting.emit import check_emittable
 
         if isinstance(event, Inspected) and "--emit" in self._asked:
-            check_emittable(precision=event.inspection.precision, recipe=event.inspection.recipe)
+            seen = event.inspection
+            check_emittable(precision=seen.precision, recipe=seen.recipe, batchnorm=seen.batchnorm)
         elif isinstance(event, Explained):
             self._account = event.account
 

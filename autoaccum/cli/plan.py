@@ -28,6 +28,11 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
 @click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
 @click.option("--reserve", metavar="SIZE", help="Kept free of it.")
 @click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
+@click.option(
+    "--batchnorm",
+    metavar="micro|running|frozen",
+    help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
+)
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option(
     "--keeps",

@@ -79,6 +79,7 @@ class TrialSettings:
         keeps: Overrides what the workload's loop keeps (`workload.companions.Keep`).
         evaluation_batch: Overrides the samples of a pass of its evaluation.
         worst_of: Batches are made of the longest of so many samples of its dataset.
+        batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
     """
 
     reference: str
@@ -89,6 +90,7 @@ class TrialSettings:
     keeps: tuple[str, ...] | None = None
     evaluation_batch: int | None = None
     worst_of: int | None = None
+    batchnorm: str | None = None
 
     def to_request(self) -> dict[str, Any]:
         """What a child is told to load."""
@@ -99,6 +101,7 @@ class TrialSettings:
             "keeps": self.keeps,
             "evaluation_batch": self.evaluation_batch,
             "worst_of": self.worst_of,
+            "batchnorm": self.batchnorm,
         }
 
 
@@ -116,6 +119,7 @@ class Inspection:
         keeps: What the loop keeps beside the step (`workload.companions.Keep`).
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
+        batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
         warnings: Sentences for the plan.
         accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
     """
@@ -139,6 +143,7 @@ class Inspection:
     keeps: tuple[str, ...] = ()
     evaluation_batch: int | None = None
     worst_of: int | None = None
+    batchnorm: str = "micro"
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
 

@@ -54,7 +54,6 @@ def inspect_workload(
     model = workload.build_model()
     origin = model_device(model)
     model = place_model(model, meter.device)
-    batchnorms = batchnorm_names(model)
     made = workload.build_optimizer(model, optimizer)
     size = min(SAMPLES, share)
     batch = workload.build_batch(size)
@@ -65,7 +64,7 @@ def inspect_workload(
         update_bytes = meter.read().peak_reserved_bytes
         accumulator.step_parts([batch, batch])
     sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
-    least_size = 1 if not batchnorms or runs_one_sample(workload, model) else 2
+    least_size = 2 if needs_two(workload, model) else 1
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
         workload.objective.move_criterion(origin)
@@ -109,6 +108,7 @@ def describe_subject(
         "keeps": tuple(workload.keeps),
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
+        "batchnorm": workload.batchnorm,
     }
 
 
@@ -126,7 +126,12 @@ def collected_warnings() -> Iterator[list[str]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def runs_one_sample(workload: Workload, model: nn.Module) -> bool:
+def needs_two(workload: Workload, model: nn.Module) -> bool:
+    """Whether `model` refuses a single sample, as a BatchNorm that is not frozen may do."""
+    return workload.batchnorm != "frozen" and bool(batchnorm_names(model)) and not _runs_one_sample(workload, model)
+
+
+def _runs_one_sample(workload: Workload, model: nn.Module) -> bool:
     """Whether `model` runs a single sample in training mode: BatchNorm refuses one value per channel."""
     batch = move_batch(workload.build_batch(1), model_device(model))
     try:

@@ -169,6 +169,7 @@ def make_accumulator(
         workload.objective if objective is None else objective,
         micro_batch=micro_batch,
         precision=workload.precision,
+        batchnorm=workload.batchnorm,
         scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
         recover=False,
     )

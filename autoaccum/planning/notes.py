@@ -27,6 +27,7 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
         "keeps": list(inspection.keeps),
         "evaluation_batch": inspection.evaluation_batch,
         "worst_of": inspection.worst_of,
+        "batchnorm": inspection.batchnorm,
     }
 
 

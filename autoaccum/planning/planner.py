@@ -53,6 +53,7 @@ def plan(
     evaluation_batch: int | None = None,
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     worst_of: int | None = None,
+    batchnorm: str | None = None,
     device: str = "auto",
     gpu: str | None = None,
     memory: str | MemorySize | None = None,
@@ -95,6 +96,8 @@ def plan(
             of every trial, and where it takes more than training does, it decides.
         evaluate: For a live model, `evaluate(model, batch)`: such a pass; the loss in eval mode when None.
         worst_of: Make the batches of the longest of so many samples of the workload's dataset, by its `collate`.
+        batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
+            or `frozen`, instead of the workload's; a live model's is `micro` when None.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
         gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
             nothing runs on any card, and the plan is of kind `predicted`. In place of `device`; files only.
@@ -157,6 +160,7 @@ def plan(
             keeps=keeps,
             evaluation_batch=evaluation_batch,
             worst_of=worst_of,
+            batchnorm=batchnorm,
             on_output=on_output,
         ),
     )

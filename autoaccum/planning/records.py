@@ -44,8 +44,8 @@ class Plan:
             as far as that was never measured; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
-        workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction,
-            weight, and the recipe of a training step (`workload.recipes`).
+        workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
+            batchnorm, and the recipe of a training step (`workload.recipes`).
         trials: All trials in the order they ran, or were predicted; the last held to the plan's own budget is the
             schedule's, from a clean state.
         warnings: What could make the plan fail or mislead, as sentences.

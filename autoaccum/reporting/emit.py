@@ -25,21 +25,34 @@ _LONGEST_LINE = 120
 _TAKEN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
 
 
-def check_emittable(*, world_size: int = 1, precision: str = "fp32", recipe: Mapping[str, Any] | None = None) -> None:
+def check_emittable(
+    *,
+    world_size: int = 1,
+    precision: str = "fp32",
+    recipe: Mapping[str, Any] | None = None,
+    batchnorm: str = "micro",
+) -> None:
     """Refuse what no file can be emitted for, as far as is known: callable before any trial.
 
     Args:
         world_size: Ranks that share the target.
         precision: As planned.
         recipe: `Inspection.recipe`, once there is one.
+        batchnorm: As planned.
 
     Raises:
-        UsageError: Several ranks, or a batch or criterion that cannot be written in a line of PyTorch.
+        UsageError: Several ranks, statistics of BatchNorm over several parts, or a batch or criterion that cannot be
+            written in a line of PyTorch.
     """
     if world_size > 1:
         raise UsageError(
             f"--emit writes a loop of one process, the plan is for {world_size} ranks",
             hint="plan with --world-size 1, or write the loop around autoaccum.Accumulator",
+        )
+    if batchnorm not in ("micro", "frozen"):
+        raise UsageError(
+            f'--emit writes a few lines of plain PyTorch, and batchnorm "{batchnorm}" takes more than that',
+            hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
     if recipe is not None:
         Choices(precision, accumulates=True, recipe=recipe)
@@ -73,17 +86,24 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         module: What `module_name` gives for its file, for the example in its docstring.
 
     Raises:
-        UsageError: The plan is for several ranks, comes from a version of autoaccum that did not record how the loss
-            is weighted, or its batch or criterion cannot be written in a line of PyTorch.
+        UsageError: The plan is for several ranks or a mode of BatchNorm that cannot be written, comes from a version of
+            autoaccum that did not record how the loss is weighted, or its batch or criterion cannot be written in a
+            line of PyTorch.
     """
-    check_emittable(world_size=plan.world_size)
+    batchnorm = str(plan.workload.get("batchnorm") or "micro")
+    check_emittable(world_size=plan.world_size, batchnorm=batchnorm)
     recipe = plan.workload.get("recipe")
     if not isinstance(recipe, Mapping) or not recipe:
         raise UsageError(
             "the plan does not record how its loss is weighted: an older autoaccum made it",
             hint="plan again with `autoaccum plan`",
         )
-    choices = Choices(str(plan.workload.get("precision", "fp32")), accumulates=plan.iter_size > 1, recipe=recipe)
+    choices = Choices(
+        str(plan.workload.get("precision", "fp32")),
+        accumulates=plan.iter_size > 1,
+        recipe=recipe,
+        freezes=batchnorm == "frozen",
+    )
     functions = [cut_lines(choices), move_lines(choices), step_lines(choices)]
     blocks = [_docstring(plan, choices, module), _imports(choices), _constants(plan, choices)]
     text = "\n\n".join("\n".join(block) for block in blocks)
@@ -193,4 +213,6 @@ def _constants(plan: Plan, choices: Choices) -> Iterator[str]:
     yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
     if choices.ignore_index is not None:
         yield f"IGNORE_INDEX = {choices.ignore_index}  # of the criterion: its mean is over the other targets"
+    if choices.freezes:
+        yield "BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)"
     yield f"Batch = {type_of(choices.form)}"

@@ -40,6 +40,7 @@ def fit(
     memory: str | MemorySize | None = None,
     reserve: str | MemorySize | None = None,
     precision: str | None = None,
+    batchnorm: str | None = None,
     clip_norm: float | None = None,
     scheduler: Any = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -92,6 +93,8 @@ def fit(
         memory: The budget of the plan: `10GiB`, `80%`; what is free when None.
         reserve: Kept free of it.
         precision: `fp32`, `bf16` or `fp16` by autocast; the plan's or the workload's when None.
+        batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
+            or `frozen`; the plan's or the workload's when None.
         clip_norm: The largest 2-norm of an update's gradient.
         scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
         collate: From a list of samples to a batch; torch's default_collate when None.
@@ -138,6 +141,7 @@ def fit(
         memory=memory,
         reserve=reserve,
         precision=precision,
+        batchnorm=batchnorm,
         clip_norm=clip_norm,
         scheduler=scheduler,
         collate=collate,

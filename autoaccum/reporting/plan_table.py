@@ -113,6 +113,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         numbers.append('reduction="sum"')
     if plan.workload.get("precision") in ("bf16", "fp16"):
         numbers.append(f'precision="{plan.workload["precision"]}"')
+    if plan.workload.get("batchnorm") in ("running", "frozen"):
+        numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")

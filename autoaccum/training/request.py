@@ -44,6 +44,7 @@ class FitRequest:
     memory: str | MemorySize | None = None
     reserve: str | MemorySize | None = None
     precision: str | None = None
+    batchnorm: str | None = None
     clip_norm: float | None = None
     scheduler: Any = None
     collate: Callable[[list[Any]], Any] | None = None

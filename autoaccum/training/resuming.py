@@ -83,6 +83,7 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
         "optimizer": type(trainee.optimizer).__name__,
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
         "precision": trainee.precision,
+        "batchnorm": trainee.batchnorm,
     }
 
 

@@ -27,9 +27,10 @@ def load_workload(reference: str) -> Workload:
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`. A `:name` names a
-    Workload; or a model (function, class or instance) that stands in for `model`, the other names as they are. `batch`
-    may be missing beside a `dataset` (see `worst_case`).
+    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `batchnorm`. A
+    `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the other names as
+    they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a `batchnorm` that is no word (a layer,
+    a function) is the file's own business.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
@@ -99,6 +100,8 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
     beside = {key: value for key in _BESIDE if (value := getattr(module, key, None)) is not None}
     found |= {key: value for key, value in beside.items() if not isinstance(value, ModuleType)}
+    if isinstance(mode := getattr(module, "batchnorm", None), str):
+        found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", called)
     return Workload(model=model, name=title, **found, **origin)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, has_size
 from autoaccum.workload.companions import read_count, read_keeps
+from autoaccum.workload.modes import BatchNormMode, read_mode
 from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
@@ -45,6 +46,8 @@ class Workload:
         precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
         weight: `weight(batch)`: what the mean in the loss divides by.
         reduction: `mean` or `sum`.
+        batchnorm: What BatchNorm sees and remembers of a batch in parts: `micro`, `running` or `frozen`
+            (`modes.BatchNormMode`).
         dataset: Map-style or iterable; None when there is none.
         collate: `collate(samples)`: a batch of a list of the dataset's samples; None: torch's default_collate.
         keeps: What the training loop keeps beside the step, one word or several (`companions.Keep`).
@@ -72,6 +75,7 @@ class Workload:
     precision: Precision = "fp32"
     weight: Callable[[Any], Any] | None = None
     reduction: Reduction = "mean"
+    batchnorm: BatchNormMode = "micro"
     dataset: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     keeps: Sequence[str] = ()
@@ -93,6 +97,7 @@ class Workload:
         if self.precision not in get_args(Precision):
             known = ", ".join(get_args(Precision))
             raise WorkloadError(f"the precision is {self.precision!r}", hint=f"use one of {known}")
+        read_mode(self.batchnorm)
         if callable(self.weight):
             _check_call(self.weight, "weight", 1, "write def weight(batch)")
         check_optimizer(self.optimizer)

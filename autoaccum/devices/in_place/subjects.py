@@ -16,6 +16,7 @@ from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.devices.in_place.reach import find_held, find_reachable
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
+from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
@@ -34,6 +35,7 @@ class LiveObjects:
         keeps: As a Workload has it.
         evaluation_batch: Likewise.
         evaluate: Likewise.
+        batchnorm: Likewise.
         name: What reports call it.
 
     Raises:
@@ -49,6 +51,7 @@ class LiveObjects:
     keeps: Sequence[str] = ()
     evaluation_batch: int | None = None
     evaluate: Callable[[nn.Module, Any], Any] | None = None
+    batchnorm: BatchNormMode = "micro"
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class LiveObjects:
             keeps=self.keeps,
             evaluation_batch=self.evaluation_batch,
             evaluate=self.evaluate,
+            batchnorm=self.batchnorm,
             name=self.name,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import (
@@ -10,7 +9,7 @@ from autoaccum.devices.inspection import (
     SAMPLES,
     collected_warnings,
     describe_subject,
-    runs_one_sample,
+    needs_two,
 )
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.impersonation import DEVICE
@@ -41,12 +40,11 @@ def inspect_simulated(
     size = min(SAMPLES, share)
     with collected_warnings() as said:
         trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
-    needs_two = batchnorm_names(made.model) and not runs_one_sample(workload, made.model)
     fields = describe_subject(workload, made.model, made.optimizer, min(FORM_SAMPLES, share), made.terms)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
-        least_size=2 if needs_two else 1,
+        least_size=2 if needs_two(workload, made.model) else 1,
         warnings=tuple(mode.notices),
         accumulation_warnings=tuple(said),
     )

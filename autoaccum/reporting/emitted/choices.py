@@ -29,6 +29,7 @@ class Choices:
         precision: `fp32`, `bf16` or `fp16`.
         accumulates: Whether an update takes more than one micro-batch.
         recipe: As `workload.recipes.describe_recipe` has recorded it.
+        freezes: Whether BatchNorms are in eval mode for the step.
 
     Raises:
         UsageError: The recipe is missing, or what it records cannot be emitted.
@@ -37,6 +38,7 @@ class Choices:
     precision: str
     accumulates: bool
     recipe: Mapping[str, Any]
+    freezes: bool = False
 
     def __post_init__(self) -> None:
         known = self.divisor in _DIVISORS and self.precision in _PRECISIONS
@@ -110,6 +112,11 @@ class Choices:
     def sums_wide(self) -> bool:
         """Whether gradients are summed in float32, beside `.grad`."""
         return self.is_half and self.accumulates
+
+    @property
+    def tidies_up(self) -> bool:
+        """Whether something is to be put back after the loop, whatever happens in it."""
+        return self.sums_wide or self.freezes
 
     @property
     def needs_move(self) -> bool:

@@ -10,7 +10,7 @@ from autoaccum.reporting.emitted.shares import loop_lines, share_lines, terms_li
 
 _INDENT = "    "
 _DEEPEST = 12
-"""How deep the loop's body stands where gradients are summed wide."""
+"""How deep the loop's body stands where something is put back after it."""
 
 _ONE_PART = """\
 if len(parts) > 1:  # half precision would lose small gradients in their sum
@@ -33,9 +33,17 @@ trained = [p for p in parameters if p.requires_grad]
 hooks = [p.register_post_accumulate_grad_hook(collect) for p in trained]'''
 
 _UNHOOK = """\
-finally:
     for hook in hooks:
         hook.remove()"""
+
+_FREEZE = """\
+norms = [m for m in model.modules() if isinstance(m, BATCHNORMS) and m.training]
+for norm in norms:
+    norm.training = False  # normalise by the running statistics, and leave them as they are"""
+
+_THAW = """\
+    for norm in norms:
+        norm.training = True"""
 
 _SETTLE = """\
 scale = 1.0
@@ -132,16 +140,28 @@ def _body(choices: Choices) -> Iterator[str]:
     if choices.sums_wide:
         yield from _WIDE_SUMS.splitlines()
     yield "losses: list[Tensor] = []"
+    if choices.freezes:
+        yield from _FREEZE.splitlines()
+    yield from _tidied_loop(choices)
     if choices.sums_wide:
-        yield "try:"
-        yield from _indented(_loop(choices))
-        yield from _UNHOOK.splitlines()
         yield from _SETTLE.splitlines()
     else:
-        yield from _loop(choices)
         yield from (_CLIP_SCALED if choices.precision == "fp16" else _CLIP).splitlines()
     yield from (_STEP_SCALED if choices.precision == "fp16" else "optimizer.step()").splitlines()
     yield "return float(sum(losses))"
+
+
+def _tidied_loop(choices: Choices) -> Iterator[str]:
+    if not choices.tidies_up:
+        yield from _loop(choices)
+        return
+    yield "try:"
+    yield from _indented(_loop(choices))
+    yield "finally:"
+    if choices.sums_wide:
+        yield from _UNHOOK.splitlines()
+    if choices.freezes:
+        yield from _THAW.splitlines()
 
 
 def _loop(choices: Choices) -> Iterator[str]:
@@ -161,7 +181,7 @@ def _inputs(choices: Choices) -> Iterator[str]:
         yield both
         return
     for name, code in zip(("inputs", "targets"), moved, strict=True):
-        depth = " " * (_DEEPEST if choices.sums_wide else _DEEPEST - len(_INDENT))
+        depth = " " * (_DEEPEST if choices.tidies_up else _DEEPEST - len(_INDENT))
         yield from (line[len(depth) :] for line in render(code, depth, f"{name} = "))
 
 

@@ -73,6 +73,7 @@ class LiveSubject:
             reduction=None if request.reduction == "mean" else request.reduction,
             optimizer=request.optimizer,
             precision=request.precision,
+            batchnorm=request.batchnorm,
             memory=request.memory,
             reserve=request.reserve,
             on_event=on_event,
@@ -81,7 +82,7 @@ class LiveSubject:
     def build(self, plan: Plan | None) -> Trainee:
         """The model as it is, with the optimizer given, or one made of what was given."""
         request = self._request
-        planned = None if plan is None else plan.workload.get("precision")
+        planned = {} if plan is None else plan.workload
         optimizer = request.optimizer
         if not isinstance(optimizer, Optimizer):
             optimizer = make_optimizer(optimizer, self._model)
@@ -90,7 +91,8 @@ class LiveSubject:
             self._objective,
             optimizer,
             scheduler=request.scheduler,
-            precision=request.precision or planned or "fp32",
+            precision=request.precision or planned.get("precision") or "fp32",
+            batchnorm=request.batchnorm or planned.get("batchnorm") or "micro",
             evaluate=request.evaluate,
         )
 

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.scaling import choose_scaler
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
@@ -19,6 +20,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.checkpoints.settings import Settings
+from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective
 
 
@@ -33,6 +35,7 @@ class Trainee:
         scheduler: The schedule of its learning rate; None when there is none.
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
+        batchnorm: `micro`, `running` or `frozen`.
         evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
         settings: What optimizer and scheduler are set to, before any update.
     """
@@ -43,6 +46,7 @@ class Trainee:
     scheduler: Any
     scaler: GradScaler | None
     precision: str
+    batchnorm: BatchNormMode
     evaluate: Callable[..., Any] | None
     settings: Settings
 
@@ -69,6 +73,7 @@ def make_trainee(
     *,
     scheduler: Any,
     precision: str,
+    batchnorm: str,
     evaluate: Callable[..., Any] | None,
 ) -> Trainee:
     """What is trained, of a model that is in place.
@@ -79,10 +84,11 @@ def make_trainee(
         optimizer: Its optimizer.
         scheduler: One of it, or a function of it, or None.
         precision: `fp32`, `bf16` or `fp16`.
+        batchnorm: `micro`, `running` or `frozen`.
         evaluate: As in `Trainee`.
 
     Raises:
-        UsageError: The scheduler or the precision cannot be used.
+        UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
     """
     check_precision(precision)
     if callable(scheduler):
@@ -103,6 +109,7 @@ def make_trainee(
         scheduler=scheduler,
         scaler=scaler,
         precision=precision,
+        batchnorm=checked_batchnorm(batchnorm, model),
         evaluate=evaluate,
         settings=Settings.of(optimizer, scheduler),
     )

@@ -42,6 +42,7 @@ class WorkloadSubject:
         workload = replace_given(
             workload,
             precision=request.precision,
+            batchnorm=request.batchnorm,
             optimizer=request.optimizer,
             scheduler=request.scheduler,
             collate=request.collate,
@@ -72,6 +73,7 @@ class WorkloadSubject:
         if self._reference is not None and is_file:
             asked |= {
                 "precision": request.precision,
+                "batchnorm": request.batchnorm,
                 "optimizer": request.optimizer,
                 "evaluation_batch": request.evaluation_batch,
                 "worst_of": LOOKED_AT if workload.batch is no_batch else None,
@@ -99,6 +101,7 @@ class WorkloadSubject:
             optimizer,
             scheduler=workload.build_scheduler(optimizer),
             precision=workload.precision,
+            batchnorm=workload.batchnorm,
             evaluate=workload.evaluate,
         )
 

@@ -83,6 +83,7 @@ class Stepper:
             micro_batch=None if plan is not None else micro_batch,
             clip_norm=_MEASURE_ONLY if clip_norm is None else clip_norm,
             precision=trainee.precision,  # type: ignore[arg-type]
+            batchnorm=trainee.batchnorm,
             scaler=trainee.scaler,
             check_finite=True,
             observer=self._watch,
