@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.fused_kernels import without_fused_attention
+from autoaccum.accumulation.fused_kernels import open_kernels
 from autoaccum.accumulation.random_calls import RandomCall, RandomCalls
 from autoaccum.accumulation.randomness import RandomState, seeded_devices
 
@@ -36,7 +36,7 @@ def calm() -> Iterator[None]:
     if numpy_random is not None:
         numpy_random.seed(_SEED)
     try:
-        with without_fused_attention(), RandomCalls(_calm):
+        with open_kernels(), RandomCalls(_calm):
             yield
     finally:
         state.restore()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from autoaccum.accumulation.calm import calm
 from autoaccum.accumulation.draw_joins import Draw, DrawMismatch, join_draws
 from autoaccum.accumulation.draw_sites import DrawSite
-from autoaccum.accumulation.fused_kernels import without_fused_attention
+from autoaccum.accumulation.fused_kernels import open_kernels
 from autoaccum.accumulation.random_calls import RandomCall, RandomCalls
 
 __all__ = ["DrawMismatch", "Draws", "calm"]
@@ -77,7 +77,7 @@ class Draws:
         Except when done again after `joined` told which draws are shared: all parts then get the first one's.
         """
         self._tracks, self._rewind, self._part, self._expects = {None: []}, None, None, None
-        with without_fused_attention(), RandomCalls(self._record):
+        with open_kernels(), RandomCalls(self._record):
             yield
         self._part = None
 
@@ -122,7 +122,7 @@ class Draws:
 
         self._part, self._made, self._expects = None, 0, count
         try:
-            with without_fused_attention(), RandomCalls(answer):
+            with open_kernels(), RandomCalls(answer):
                 yield
             if self._part is not None:
                 self._finish()

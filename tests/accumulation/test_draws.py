@@ -35,15 +35,15 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def accumulated(model: nn.Module, draws: Draws | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
     """A plain loop over the parts."""
-    for index, part in enumerate(batch().split(SIZES)):
+    for index, part in enumerate(torch.split(batch(), list(SIZES))):
         if draws is not None:
             draws.begin_part(index)
-        (loss(model, part) * (len(part) / sum(SIZES))).backward()
+        torch.autograd.backward(loss(model, part) * (len(part) / sum(SIZES)))
     return gradients(model)
 
 
 def full(model: nn.Module, loss: Loss = mean_of_squares) -> list[Tensor]:
-    loss(model, batch()).backward()
+    torch.autograd.backward(loss(model, batch()))
     return gradients(model)
 
 
@@ -120,12 +120,13 @@ def drop_depth(x: Tensor) -> Tensor:
 
 
 def attend(x: Tensor) -> Tensor:
-    heads = x.unflatten(-1, (2, 2)).transpose(1, 2)  # type: ignore[no-untyped-call]
-    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4).transpose(1, 2).flatten(2)
+    heads = x.view(*x.shape[:2], 2, 2).transpose(1, 2)
+    attended: Tensor = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def rows_of_tokens(x: Tensor) -> Tensor:
-    return F.dropout(x.flatten(0, 1), 0.5).unflatten(0, x.shape[:2])  # type: ignore[no-untyped-call]
+    return F.dropout(x.flatten(0, 1), 0.5).view(x.shape)
 
 
 def pick(x: Tensor) -> Tensor:
@@ -207,3 +208,179 @@ def test_calm_runs_agree_without_any_draws(make: Callable[[], nn.Module]) -> Non
         from_whole = full(model)
     assert_equal(from_parts, from_whole)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def run_both(model: nn.Module, draws: Draws, loss: Loss = mean_of_squares) -> tuple[list[Tensor], list[Tensor]]:
+    with draws.recording():
+        from_parts = accumulated(model, draws, loss)
+    with draws.joined():
+        return from_parts, full(model, loss)
+
+
+def test_noise_drawn_in_the_loss_is_joined_too() -> None:
+    def noisy(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.as_tensor((model(x) - torch.randn(len(x), 4, 2, dtype=x.dtype)).pow(2).mean())
+
+    assert_equal(*run_both(fresh(lambda: nn.Linear(3, 2)), Draws(SIZES), noisy))
+
+
+def test_what_is_drawn_once_for_all_samples_is_shared() -> None:
+    model, draws = fresh(lambda: Between(lambda x: F.dropout(x * torch.randn(4, dtype=x.dtype)))), Draws(SIZES)
+    from_parts, from_whole = run_both(model, draws)
+    assert differs(from_parts, from_whole), "the parts drew noise of their own"
+    assert len(draws.shared) == 1
+    assert draws.shared[0].startswith("aten.randn (test_draws.py:")
+    with draws.replaying():
+        held = accumulated(model, draws)
+    assert_equal(held, from_whole)
+
+
+class LayerDrop(nn.Module):
+    """Leaves layers out for all samples at once: what is drawn afterwards depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.5:
+                x = F.dropout(layer(x), 0.2)
+        return x
+
+
+def test_a_second_recording_holds_a_shared_draw_that_decides_what_is_drawn_next() -> None:
+    model, draws = fresh(LayerDrop), Draws(SIZES)
+    with pytest.raises(DrawMismatch, match=r"aten\.\w+ \(test_draws\.py:\d+\) draws where aten\.\w+ "):
+        run_both(model, draws)
+    assert "aten.rand (" in draws.shared[0]
+    assert_equal(*run_both(model, draws))
+
+
+def test_the_generators_of_python_and_numpy_are_held() -> None:
+    model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
+    draws = Draws(SIZES)
+    from_parts, from_whole = run_both(model, draws)
+    assert_equal(from_parts, from_whole)
+    with draws.replaying():
+        assert_equal(accumulated(model, draws), from_whole)
+
+
+def test_one_part_alone_draws_as_it_did() -> None:
+    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
+    with draws.recording():
+        from_parts = accumulated(model, draws)
+    sums = [torch.zeros_like(gradient) for gradient in from_parts]
+    for index, part in enumerate(torch.split(batch(), list(SIZES))):
+        with draws.of_part(index):
+            torch.autograd.backward(mean_of_squares(model, part))
+        for total, gradient in zip(sums, gradients(model), strict=True):
+            total += gradient * len(part) / sum(SIZES)
+    assert_equal(from_parts, sums)
+
+
+def test_draws_are_given_in_the_precision_of_the_run() -> None:
+    model, draws = fresh(JOINED["dropout module"]).float(), Draws(SIZES)
+    with draws.recording():
+        from_parts = accumulated(model, draws, lambda model, x: mean_of_squares(model, x.float()))
+    with draws.joined():
+        from_whole = full(model.double())
+    assert_equal([gradient.double() for gradient in from_parts], from_whole, 1e-5)
+
+
+def test_time_first_flattening_is_a_second_try() -> None:
+    def flattened(x: Tensor) -> Tensor:
+        steps = x.transpose(0, 1)
+        return F.dropout(steps.flatten(0, 1)).view(steps.shape).transpose(0, 1)
+
+    model = fresh(lambda: Between(flattened))
+    assert differs(*run_both(model, Draws(SIZES)))
+    assert_equal(*run_both(model, Draws(SIZES, innermost=True)))
+
+
+def test_a_part_left_out_draws_what_the_full_run_draws() -> None:
+    """A part without weight is not run; here the second."""
+
+    def weighted(model: nn.Module, x: Tensor) -> Tensor:
+        weights = torch.tensor([1, 1, 1, 0, 1, 1]) if len(x) == sum(SIZES) else torch.ones(len(x))
+        return torch.as_tensor((model(x).flatten(1).pow(2).sum(1) * weights).sum())
+
+    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
+    with draws.recording():
+        for index, part in enumerate(torch.split(batch(), list(SIZES))):
+            if index != 1:
+                draws.begin_part(index)
+                torch.autograd.backward(weighted(model, part))
+    from_parts = gradients(model)
+    with draws.joined():
+        assert_equal(from_parts, full(model, weighted))
+
+
+def test_draws_of_the_update_are_given_as_they_were() -> None:
+    model, draws, noise = fresh(JOINED["dropout module"]), Draws(SIZES), []
+    with draws.recording():
+        accumulated(model, draws)
+        draws.end_part()
+        noise.append(torch.randn(6))
+    with draws.joined():
+        full(model)
+        draws.end_part()
+        noise.append(torch.randn(6))
+    assert torch.equal(*noise)
+
+
+def mixup(x: Tensor) -> Tensor:
+    return x + x[torch.randperm(len(x))]
+
+
+def negatives(x: Tensor) -> Tensor:
+    return x + x[torch.randint(len(x), (len(x),))]
+
+
+def pairs(x: Tensor) -> Tensor:
+    return x + torch.rand(len(x), len(x), dtype=x.dtype).sum()
+
+
+def sizes_of_draws(x: Tensor) -> Tensor:
+    return x * (F.dropout(x) if len(x) > 2 else x)
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (mixup, r"aten\.randperm \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
+        (negatives, r"aten\.randint \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
+        (pairs, r"aten\.rand .* draws \[6, 6\] for the whole batch and \[3, 3\], \[1, 1\], \[2, 2\] for its parts"),
+        (sizes_of_draws, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
+    ],
+    ids=["permutation", "indices of rows", "pairs of samples", "draws of some parts"],
+)
+def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
+    with pytest.raises(DrawMismatch, match=said):
+        run_both(fresh(lambda: Between(between)), Draws(SIZES))
+
+
+def test_a_permutation_of_features_is_shared() -> None:
+    model, draws = fresh(lambda: Between(lambda x: x * x[..., torch.randperm(4)])), Draws(SIZES)
+    _, from_whole = run_both(model, draws)
+    with draws.replaying():
+        assert_equal(accumulated(model, draws), from_whole)
+
+
+def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
+    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
+    with draws.recording():
+        accumulated(model, draws)
+    with pytest.raises(DrawMismatch, match="1 random draws were recorded, a later run made 0 of them"), draws.joined():
+        full(model.eval())
+
+
+def test_one_part_shares_nothing() -> None:
+    draws = Draws([6])
+    with draws.recording():
+        draws.begin_part(0)
+        first = torch.rand(6), torch.rand(())
+    with draws.joined():
+        assert torch.equal(torch.rand(6), first[0])
+        assert torch.equal(torch.rand(()), first[1])
+    assert draws.shared == ()
