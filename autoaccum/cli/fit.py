@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from autoaccum.cli.parameters import count, natural, positive
+from autoaccum.cli.streams import stdout_kept
 from autoaccum.cli.words import running_words
 from autoaccum.errors import AutoaccumError, CheckpointError, UsageError
 from autoaccum.training.events import CheckpointWritten, Started, Updated
@@ -114,7 +113,7 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
 
     request = FitRequest(subject=workload, **asked)
     with ExitStack() as stack:
-        stack.enter_context(_stdout_kept())
+        stack.enter_context(stdout_kept())
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
         stack.enter_context(_warnings_told(progress.warn))
 
@@ -144,26 +143,6 @@ def _raise_blaming(error: BaseException) -> NoReturn:
     from autoaccum.devices.failures import failure_error
 
     raise failure_error(describe_failure(error, "training"), "the device") from error
-
-
-@contextmanager
-def _stdout_kept() -> Iterator[None]:
-    """What the workload prints, by whatever means, goes to stderr: stdout is for what the training came to."""
-    kept = os.dup(1)
-    try:
-        _flush_stdout()
-        os.dup2(2, 1)
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _flush_stdout()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _flush_stdout() -> None:
-    with suppress(OSError, ValueError, AttributeError):  # Closed, full, or never there.
-        sys.stdout.flush()
 
 
 @contextmanager

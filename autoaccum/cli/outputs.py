@@ -59,7 +59,7 @@ class Outputs:
 
         for option, file in self._asked.items():
             check_output(file, force=self._force, way_out=_WAYS_OUT[option])
-            _check_apart(option, file, workload)
+            check_apart(option, file, workload)
         for (one, file), (other, same) in combinations(self._asked.items(), 2):
             if Path(file).resolve() == Path(same).resolve():
                 hint = f"{_WHAT[one]}, {_WHAT[other]}: take two names"
@@ -131,8 +131,12 @@ class Outputs:
         write_bytes(file, drawn, force=self._force)
 
 
-def _check_apart(option: str, file: str, workload: str) -> None:
-    """Refuse to write over the workload that is being planned."""
+def check_apart(option: str, file: str, workload: str) -> None:
+    """Refuse to write over the workload itself.
+
+    Raises:
+        UsageError: `file`, which `option` names, is its source.
+    """
     source = workload.rpartition(":")[0] or workload
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))
     if Path(file).resolve() in (path.resolve() for path in sources):

@@ -19,7 +19,7 @@ import click
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "fit", "gpus")
+_COMMANDS = ("plan", "verify", "fit", "gpus")
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
+
+from autoaccum.errors import UsageError
+from autoaccum.planning.files import write_text
+from autoaccum.planning.shapes import ShapeError, freeze, shape, thaw
+
+SCHEMA = 1
 
 Quantity = Literal["loss", "gradients", "buffers", "update"]
 CauseKind = Literal[
@@ -122,4 +131,53 @@ class Verification:
     workload: Mapping[str, Any]
     environment: Mapping[str, Any]
     seconds: float
-    schema: int = 1
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("workload", "environment"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+
+    def to_json(self) -> str:
+        """The record as indented JSON, the schema first; an error that is infinite is null, `error_text` says so."""
+        names = ["schema", *(field.name for field in fields(self) if field.name != "schema")]
+        record = {name: thaw(getattr(self, name)) for name in names}
+        for difference in _differences(record):
+            difference["error_text"] = (
+                f"{difference['error']:.3g}" if math.isfinite(difference["error"]) else "infinite"
+            )
+            difference["error"] = difference["error"] if math.isfinite(difference["error"]) else None
+        return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the text") -> Verification:
+        """Read what `to_json` wrote; fields that a later version added are passed over.
+
+        Raises:
+            UsageError: The text is damaged, no verification, or of a newer schema. `source` names it in the message.
+        """
+        try:
+            record = json.loads(text)
+            if record["schema"] > SCHEMA:
+                raise UsageError(f"{source} is of schema {record['schema']}, known is {SCHEMA}", hint=_AGAIN)
+            for difference in _differences(record):
+                difference["error"] = math.inf if difference["error"] is None else difference["error"]
+            return cls(**shape(record, cls))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
+        except (ShapeError, KeyError, TypeError) as error:
+            raise UsageError(f"{source} is no verification ({error})", hint=_AGAIN) from None
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write it to a file, whole or not at all.
+
+        Raises:
+            UsageError: There is a file and `force` is not given, or it cannot be written.
+        """
+        write_text(Path(path), self.to_json(), force=force)
+
+
+_AGAIN = "verify again with `autoaccum verify`"
+
+
+def _differences(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [difference for comparison in record["comparisons"] for difference in comparison["differences"]]

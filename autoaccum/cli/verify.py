@@ -1,0 +1,81 @@
+"""`autoaccum verify`: is the accumulated gradient the full batch's, and if not, why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoaccum.cli.outputs import check_apart
+from autoaccum.cli.parameters import count
+from autoaccum.cli.streams import stdout_kept
+from autoaccum.cli.words import running_words
+
+if TYPE_CHECKING:
+    from autoaccum.verification.records import Verification
+
+_CODE_DIFFERENT = 1
+_OWN = ("as_json", "output", "force", "quiet", "micro_batch", "precision", "device", "target_batch")
+"""What a plan has no use for, or is told anyway."""
+
+
+@click.command("verify", short_help="Tell whether accumulating is the same as the full batch.")
+@click.argument("workload")
+@click.option("--target-batch", type=count, metavar="N", default=16, show_default=True, help="Samples per update.")
+@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: a quarter]")
+@click.option(
+    "--precision",
+    metavar="fp64|fp32|bf16|fp16",
+    help="Of the comparison.  [default: fp64, whatever the workload trains in]",
+)
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda|cuda:N", help="Where to compare.")
+@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
+@click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
+@click.option("--worst-of", type=count, metavar="N", help="A batch of the longest of N samples of the dataset.")
+@click.option("--json", "as_json", is_flag=True, help="The record as JSON on stdout, and nothing else there.")
+@click.option("-o", "--output", metavar="FILE", help="Keep the record in a file.")
+@click.option("--force", is_flag=True, help="Overwrite that file.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **asked: Any) -> None:
+    """Compare an update of WORKLOAD accumulated in micro-batches with the full batch's.
+
+    WORKLOAD is model.py, model.py:name or package.module:name. Loss, every gradient, every buffer and one update are
+    compared, from equal copies and under the same random draws, for a whole window and a shorter one. Where they
+    differ, experiments find the cause and the change that makes it equal. A function `accumulate(model,
+    micro_batches)` in the file, a loop of your own, is compared as well.
+
+    Exit code: 0 equivalent, 1 not equivalent, 2 bad usage or workload, 3 could not be measured.
+    """
+    from autoaccum.planning.files import check_output
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.verification_progress import VerificationProgress
+    from autoaccum.reporting.verification_table import print_verification
+    from autoaccum.verification.verifying import verify
+
+    if output is not None:
+        check_output(output, force=force, way_out="for the record on stdout, use --json")
+        check_apart("-o", output, workload)
+    stderr = make_console(stderr=True)
+    with stdout_kept(), VerificationProgress(stderr, quiet=quiet) as progress:
+        found = verify(workload, on_event=progress.tell, **asked)
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        print_verification(make_console(), found, command=_plan_words(asked["target_batch"]))
+    if output is not None:
+        found.save(output, force=force)
+        if not as_json:
+            make_console().print(f"kept in {output}", soft_wrap=True)
+    _leave(found)
+
+
+def _plan_words(target_batch: int) -> list[str]:
+    """The command that plans the same workload."""
+    words = running_words(without=_OWN)
+    words[words.index("verify")] = "plan"
+    return [*words, "--target-batch", str(target_batch)]
+
+
+def _leave(found: Verification) -> None:
+    if not found.equivalent:
+        raise click.exceptions.Exit(_CODE_DIFFERENT)

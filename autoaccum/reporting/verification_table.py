@@ -1,0 +1,153 @@
+"""What a verification found: the verdict, each quantity with its largest error, causes, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.reporting.plain_text import one_line
+from autoaccum.reporting.rows import row_lines
+from autoaccum.verification.records import Cause, Comparison, Difference, Verification
+
+_MOST_WORSE = 3
+
+
+def print_verification(console: Console, found: Verification, *, command: Sequence[str]) -> None:
+    """Draw a verification.
+
+    Args:
+        console: Where to.
+        found: What it found.
+        command: The words of the command that plans the same workload, offered where all is equal.
+    """
+    _print(console, verdict(found))
+    for comparison in found.comparisons:
+        console.print()
+        for line in comparison_lines(comparison):
+            _print(console, line)
+    for number, cause in enumerate(found.causes):
+        console.print()
+        for line in cause_lines(console, cause, number=number + 1 if len(found.causes) > 1 else None):
+            _print(console, line)
+    console.print()
+    for title, text in _remarks(found):
+        for line in row_lines(console, title, text):
+            _print(console, line)
+    console.print()
+    for line in next_lines(found, command=command):
+        _print(console, line)
+
+
+def verdict(found: Verification) -> Text:
+    """Whether it is equivalent, in one line."""
+    if found.equivalent:
+        return Text.assemble(
+            ("equivalent", "bold green"),
+            f": the accumulated update is the full batch's, to rounding in {_precision(found)}",
+        )
+    apart = [one for one in found.comparisons if not one.equal]
+    worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)
+    where = f", at {_where(worst)}" if _where(worst) else ""
+    return Text.assemble(
+        ("not equivalent", "bold red"),
+        f": the {worst.quantity} {'is' if worst.quantity in ('loss', 'update') else 'are'} off by"
+        f" {_error(worst.error)}{_of(worst)}{where}",
+    )
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[Text]:
+    """One window: its parts, and a line for each quantity."""
+    method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
+    window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
+    parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
+    yield Text(f"{method}, {window}: {parts}", "bold")
+    shown = [difference for difference in comparison.differences if difference.compared]
+    yield Text(f"{'':<11}{'compared':>8}{'largest error':>15}{'tolerance':>11}  at", "dim")
+    for one in shown:
+        line = Text(f"{one.quantity:<11}{one.compared:>8}")
+        line.append(f"{_error(one.error):>15}", "" if one.equal else "bold red")
+        line.append(f"{_tolerance(one.tolerance):>11}  {_where(one)}".rstrip())
+        line.append("" if one.equal else "  differs", "red")
+        yield line
+
+
+def cause_lines(console: Console, cause: Cause, *, number: int | None = None) -> Iterator[Text]:
+    """What was found, where, what makes it equal, and whether that was proved; code in lines of its own."""
+    title = "cause" if number is None else f"cause {number}"
+    yield from row_lines(console, title, Text(f"{cause.kind}: {cause.found}"))
+    if cause.where:
+        listed = ", ".join(cause.where[:_MOST_WORSE])
+        more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
+        yield from row_lines(console, "in", Text(f"{listed}{more}"))
+    if "\n" in cause.change:  # Lines of code, to be copied as they are.
+        yield Text("change", "bold")
+        yield from (Text(f"  {line}") for line in cause.change.splitlines())
+    else:
+        yield from row_lines(console, "change", Text(cause.change))
+    proof = "with it, the same comparison is equal" if cause.proved else "not proved: the comparison was not made equal"
+    yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
+
+
+def next_lines(found: Verification, *, command: Sequence[str]) -> Iterator[Text]:
+    """What to do next, as lines to be copied."""
+    if found.equivalent:
+        yield Text("find the micro-batch that fits:")
+        yield Text(f"  {shlex.join(command)}", "cyan")
+    elif found.causes:
+        yield Text("make the change, and verify again")
+    else:
+        yield Text("no cause was found by experiment: please report it with the output of --json")
+
+
+def _remarks(found: Verification) -> Iterator[tuple[str, Text]]:
+    if found.batchnorm != "micro":
+        yield "batchnorm", Text(found.batchnorm)
+    yield "tolerance", Text(found.rounding)
+    yield "time", Text(f"{found.seconds:.1f} s")
+    for note in found.notes:
+        yield "note", Text(note)
+
+
+def _print(console: Console, line: Text) -> None:
+    line.plain = one_line(line.plain)
+    console.print(line, soft_wrap=True)
+
+
+def _urgency(difference: Difference) -> tuple[int, float]:
+    """Gradients first: what else differs follows from them, as a rule."""
+    return ("buffers", "update", "loss", "gradients").index(difference.quantity), difference.error
+
+
+def _where(difference: Difference) -> str:
+    """The tensor or the term; a loss that has but one is called nothing."""
+    return "" if difference.where in (None, "loss") and difference.quantity == "loss" else difference.where or ""
+
+
+def _of(difference: Difference) -> str:
+    if not math.isfinite(difference.error):
+        return ""
+    return {
+        "loss": " of the loss",
+        "gradients": " of the largest entry",
+        "buffers": " of its largest entry",
+        "update": " of the largest parameter",
+    }[difference.quantity]
+
+
+def _error(error: float) -> str:
+    if not math.isfinite(error):
+        return "infinite"
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def _tolerance(tolerance: float) -> str:
+    return "exact" if tolerance == 0 else f"{tolerance:.1e}"
+
+
+def _precision(found: Verification) -> str:
+    return {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
