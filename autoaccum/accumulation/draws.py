@@ -20,6 +20,10 @@ from autoaccum.accumulation.random_calls import RandomCall, RandomCalls
 __all__ = ["DrawMismatch", "Draws", "calm"]
 
 
+_CHAIN = -1
+"""Stands for all parts, one after the other."""
+
+
 class Draws:
     """Records what the parts of one accumulated run draw, and gives it to other runs.
 
@@ -44,8 +48,8 @@ class Draws:
 
     @property
     def _first(self) -> int | None:
-        """The first part that was run: those without weight are left out."""
-        return next((index for index in self._indices if index in self._tracks), None)
+        """The part that was recorded first: those without weight come later, or never."""
+        return next((index for index in self._tracks if index is not None), None)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -101,6 +105,21 @@ class Draws:
             DrawMismatch: When a part draws otherwise than it did.
         """
         with self._giving(self._give_own, self._count_own):
+            yield
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Around a run that takes the parts in their order, and does not tell where each begins; `end_part` does.
+
+        Raises:
+            DrawMismatch: When it draws otherwise than they did.
+        """
+        first = self._tracks.get(self._first, [])
+        tracks = [self._tracks.get(index, []) for index in self._indices]
+        chain = [first[k] if k in self._shared else draw for track in tracks for k, draw in enumerate(track)]
+        self._tracks[_CHAIN] = chain
+        with self._giving(self._give_chained, lambda: len(chain)):
+            self.begin_part(_CHAIN)
             yield
 
     @contextmanager
@@ -160,14 +179,20 @@ class Draws:
             self._give_own(call)
             return
         parts = [self._recorded(index, call.site) if index in self._tracks else None for index in self._indices]
-        values, is_shared = join_draws(call, parts, self._sizes, innermost=self._innermost)
-        if is_shared:
-            self._shared[self._made] = call.site
+        values = join_draws(call, parts, self._sizes, innermost=self._innermost)
+        if values is None:
+            self._shared.update({self._made: call.site} if len(self._sizes) > 1 else {})
+            values = self._recorded(self._first, call.site).values
         call.give(values)
 
     def _give_own(self, call: RandomCall) -> None:
         is_shared = self._part is not None and self._made in self._shared
-        source = self._first if is_shared else self._part
+        self._give_recorded(self._first if is_shared else self._part, call)
+
+    def _give_chained(self, call: RandomCall) -> None:
+        self._give_recorded(self._part, call)
+
+    def _give_recorded(self, source: int | None, call: RandomCall) -> None:
         draw = self._recorded(source, call.site)
         draw.check(call)
         if [value.shape for value in draw.values] != [value.shape for value in call.chance]:

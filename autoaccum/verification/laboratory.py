@@ -91,9 +91,8 @@ class Laboratory:
         if change not in self._owns:
             draws = self._pair(change).draws
             self._seed()
-            begin = _ignore if draws is None else draws.begin_part
-            with calm() if draws is None else draws.replaying():
-                self._owns[change] = run_own(self.specimen, self.parts, change, begin, _end_of(draws))
+            with calm() if draws is None else draws.in_order():
+                self._owns[change] = run_own(self.specimen, self.parts, change, _end_of(draws))
         return self._owns[change]
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:

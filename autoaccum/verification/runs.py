@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast
+from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
@@ -43,6 +44,9 @@ class Bench:
         for name, module in self.trained.model.named_modules():
             if name in change.rest:
                 module.eval()
+        if specimen.workload.batchnorm == "frozen":
+            for norm in find_batchnorms(self.trained.model):
+                norm.training = False
         self.scale = _LOSS_SCALE if specimen.precision == "fp16" else 1.0
         objective, accumulate = self.trained.objective, specimen.workload.accumulate
         functions = [objective.loss_function, objective.weight_function, accumulate]
@@ -135,7 +139,8 @@ def run_accumulated(
     bench = Bench(specimen, change)
     trained, sizes = bench.trained, [batch_size(part) for part in parts]
     objective = _weighed(trained.objective, change)
-    counting = [index for index, part in enumerate(parts) if has_weight(trained.objective.weight(part))]
+    weighed = _weighed(trained.objective, change)
+    counting = [index for index, part in enumerate(parts) if has_weight(weighed.weight(part))]
     watch = _Watch(begin_part, end_parts, counting, bench.held if change.fresh_state else None)
     seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
     trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
@@ -145,6 +150,7 @@ def run_accumulated(
             trained.optimizer,
             objective,
             micro_batch=max(sizes),
+            batchnorm=specimen.workload.batchnorm,
             precision="fp32" if specimen.precision == "fp64" else specimen.precision,
             scaler=_scaler(bench),
             recover=False,
@@ -155,13 +161,7 @@ def run_accumulated(
         return bench.outcome(result.loss, result.terms, frozenset(result.terms), seen)
 
 
-def run_own(
-    specimen: Specimen,
-    parts: Sequence[Any],
-    change: Change,
-    begin_part: Callable[[int], None],
-    end_parts: Callable[[], None],
-) -> Outcome:
+def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts: Callable[[], None]) -> Outcome:
     """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
 
     Raises:
@@ -170,11 +170,13 @@ def run_own(
     bench = Bench(specimen, change)
     trained, accumulate = bench.trained, specimen.workload.accumulate
     assert accumulate is not None
-    told = _ToldParts(copy.deepcopy(list(parts)), begin_part, bench.held if change.fresh_state else None)
-    versions = {name: parameter._version for name, parameter in bench.parameters.items()}
+    given: list[Any] = copy.deepcopy(list(parts))
+    if change.fresh_state:
+        given = _Restoring(given, bench.held)
+    before = {name: parameter.detach().clone() for name, parameter in bench.parameters.items()}
     with bench.put_back(), specimen.running(), _users_code("accumulate()"):
-        accumulate(trained.model, told)
-        if any(parameter._version != versions[name] for name, parameter in bench.parameters.items()):
+        accumulate(trained.model, given)
+        if not all(torch.equal(parameter, before[name]) for name, parameter in bench.parameters.items()):
             raise WorkloadError(
                 "accumulate() has changed the parameters", hint="leave the gradient in .grad, without optimizer.step()"
             )
@@ -244,7 +246,7 @@ def _weighed(objective: Objective, change: Change) -> Objective:
         return dataclasses.replace(objective, reduction="sum", weight_function=None)
     if change.weights is None:
         return objective
-    given = iter(change.weights)
+    given = iter([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
     return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
 
 
@@ -277,20 +279,17 @@ class _Watch(StepObserver):
             self._end_parts()
 
 
-class _ToldParts(list[Any]):
-    """The micro-batches of a user's loop, which tell when one is taken."""
+class _Restoring(list[Any]):
+    """The micro-batches of a user's loop; when one is taken, state is put back to where the first one found it."""
 
-    def __init__(self, parts: list[Any], begin_part: Callable[[int], None], held: HeldState | None) -> None:
+    def __init__(self, parts: list[Any], held: HeldState) -> None:
         super().__init__(parts)
-        self._begin_part, self._held = begin_part, held
+        self._held = held
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(len(self)):
             yield self[index]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
-            if self._held is not None:
-                self._held.restore()
-            self._begin_part(index % len(self))
+        self._held.restore()
         return super().__getitem__(index)

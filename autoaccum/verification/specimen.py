@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.planned import unwrapped
@@ -103,12 +102,10 @@ class Specimen:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around every run: in its precision, without compiling, attention where dropout is an operator of its own."""
+        """Around every run: in its precision, without compiling."""
         with ExitStack() as stack:
             stack.enter_context(in_double() if self.precision == "fp64" else nullcontext())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self.device.type != "cpu":
-                stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             yield
 
     def _placed(self, model: nn.Module) -> nn.Module:
