@@ -42,8 +42,8 @@ class Draw:
 
 def join_draws(
     call: RandomCall, parts: Sequence[Draw | None], sizes: Sequence[int], *, innermost: bool
-) -> tuple[tuple[Tensor, ...], bool]:
-    """The values for a call of the whole batch, and whether they are shared: one part's own, for all samples.
+) -> tuple[Tensor, ...] | None:
+    """The values for a call of the whole batch; None where any part's own serve all samples alike.
 
     Args:
         call: The full run's.
@@ -56,18 +56,20 @@ def join_draws(
         DrawMismatch: When another op drew, shapes tell no samples, or what was drawn are indices into a part's rows.
     """
     run = [part for part in parts if part is not None]
+    if not run:
+        raise DrawMismatch(f"{call.site} draws, and no part was recorded")
     for part in run:
         part.check(call)
         if part.rows != call.rows:
             raise DrawMismatch(f"{call.site} draws indices of {part.rows} rows in a part, of {call.rows} in the whole")
     chance = call.chance
     if all(_shapes(part.values) == _shapes(chance) for part in run):
-        return run[0].values, len(parts) > 1
+        return None
     joined = []
     for index, whole in enumerate(chance):
         drawn = [None if part is None else part.values[index] for part in parts]
         joined.append(_join(call, whole, drawn, sizes, innermost))
-    return tuple(joined), False
+    return tuple(joined)
 
 
 def _join(

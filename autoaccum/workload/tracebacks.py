@@ -6,6 +6,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -82,11 +83,13 @@ def _pruned(
     return report
 
 
+@cache
 def is_own_file(filename: str) -> bool:
     """Whether it is one of autoaccum's."""
     return str(Path(filename).resolve()).startswith(_OWN + "/")
 
 
+@cache
 def is_user_file(filename: str) -> bool:
     """Whether it is the user's, or one of their libraries': not autoaccum's, torch's or Python's."""
     if filename.startswith("<frozen "):

@@ -257,6 +257,29 @@ def test_a_second_recording_holds_a_shared_draw_that_decides_what_is_drawn_next(
     assert_equal(*run_both(model, draws))
 
 
+def test_a_shared_draw_is_that_of_the_part_recorded_first() -> None:
+    """Parts without weight may be recorded after all others."""
+
+    def draw() -> Tensor:
+        return torch.rand(())
+
+    draws = Draws((1, 1, 1))
+    for _ in range(2):
+        drawn = {}
+        with draws.recording():
+            for index in (1, 2, 0):
+                draws.begin_part(index)
+                drawn[index] = draw()
+        with draws.joined():
+            whole = draw()
+    assert whole == drawn[1] == drawn[2]
+
+
+def test_nothing_recorded_is_a_mismatch() -> None:
+    with pytest.raises(DrawMismatch, match="no part was recorded"), Draws((1, 1)).joined():
+        torch.rand(2)
+
+
 def test_the_generators_of_python_and_numpy_are_held() -> None:
     model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
     draws = Draws(SIZES)
