@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +11,8 @@ from torch import nn
 
 from autoaccum.accumulation.calls import Follower, Recorder, following
 from autoaccum.accumulation.calm import calm
+from autoaccum.accumulation.company import ITSELF
+from autoaccum.accumulation.company import Coupling as Coupling
 from autoaccum.accumulation.divergence import Comparer, Divergence
 from autoaccum.accumulation.draws import DrawMismatch, Draws
 from autoaccum.accumulation.interaction import mixes_rows
@@ -21,34 +22,10 @@ from autoaccum.workload.weights import Objective
 
 Fresh: TypeAlias = "Callable[[], tuple[nn.Module, Objective]]"
 
-ITSELF = "the model itself"
-"""What the outermost module is called."""
-
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
-class Coupling:
-    """What is known of a model and a loss: whether a sample's gradient depends on the others of its batch.
-
-    Attributes:
-        modules: Those whose own computation gives a sample another output in other company, in the order of their
-            calls.
-        loss: Whether the loss mixes the rows of the model's outputs; None: that could not be told.
-        reason: Why the experiment could not be made, or not wholly; None: nothing was in its way.
-    """
-
-    modules: tuple[str, ...] = ()
-    loss: bool | None = None
-    reason: str | None = None
-
-    @property
-    def found(self) -> bool:
-        """Whether samples are coupled, as far as that is known."""
-        return bool(self.modules) or bool(self.loss)
-
-
-def find_coupling(fresh: Fresh, batch: Any, sizes: tuple[int, ...] | list[int]) -> Coupling:
+def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
     """Run the first two parts of a batch together, and each alone, forward only, and compare what all modules give.
 
     Random draws are the same in all runs; where their shapes forbid that, random operations do nothing. The states of
@@ -63,8 +40,8 @@ def find_coupling(fresh: Fresh, batch: Any, sizes: tuple[int, ...] | list[int]) 
     if len(filled) < 2:
         return Coupling(reason="there is only one part")
     try:
-        parts = [part for part in split_batch(batch, list(sizes)) if part is not None]
-        parts = [part for part, size in zip(parts, sizes, strict=True) if size > 0][:2]
+        every = zip(split_batch(batch, list(sizes)), sizes, strict=True)
+        parts = [part for part, size in every if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
         with own_randomness(), torch.compiler.set_stance("force_eager"):
             return _Trial(fresh, together, parts, filled).find()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from autoaccum.accumulation.company import Coupling
+
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.
 `error`: anything else went wrong; a smaller batch is no answer to it."""
@@ -120,6 +122,7 @@ class Inspection:
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
+        coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
         warnings: Sentences for the plan.
         accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
     """
@@ -144,6 +147,7 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
+    coupling: Coupling | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
 

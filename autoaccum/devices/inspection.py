@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.coupling_check import check_workload
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.devices.activations import count_sample_bytes
@@ -65,18 +66,22 @@ def inspect_workload(
         accumulator.step_parts([batch, batch])
     sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
     least_size = 2 if needs_two(workload, model) else 1
+    batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
         workload.objective.move_criterion(origin)
+    subject = describe_subject(workload, model, made, min(FORM_SAMPLES, share), first.terms)
+    coupling = check_workload(workload, model)
     return Inspection(
-        **describe_subject(workload, model, made, min(FORM_SAMPLES, share), first.terms),
+        **subject,
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
-        warnings=tuple(check_weighting(workload)),
-        accumulation_warnings=tuple(said),
+        coupling=coupling,
+        warnings=tuple(check_weighting(workload, coupling.cause)),
+        accumulation_warnings=(*said, *coupling.warnings(told=batchnorms)),
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoaccum.accumulation.company import Coupling
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
@@ -85,8 +86,10 @@ class Worker:
         reply = self._ask(self._request("inspect"), "checking the workload", self._seconds(limit_seconds))
         self.kept_bytes = reply.get("kept_bytes", 0)
         fields = dict(reply["inspection"])
+        told = fields.pop("coupling", None)
+        coupling = None if told is None else Coupling(tuple(told["modules"]), told["loss"], told["reason"])
         listed = {name: tuple(fields[name]) for name in ("keeps", "warnings", "accumulation_warnings")}
-        return Inspection(**{**fields, **listed})
+        return Inspection(**{**fields, **listed}, coupling=coupling)
 
     def trace(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Mapping[str, Any]:
         """Run the job `trace` of a simulated card; the record of a `Trace`.

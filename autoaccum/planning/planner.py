@@ -246,6 +246,7 @@ def plan_on(
         trials=tuple(runner.trials),
         warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *refuted, *found.doubts))),
         notes=(*plan_notes(found.schedule, request, found.largest_fit, inspection), *foresight.notes, *further, *said),
+        coupling=inspection.coupling,
         explanation=explanation,
     )
 

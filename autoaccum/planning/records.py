@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from autoaccum.accumulation.company import Coupling
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import CATEGORIES, Explanation
@@ -50,6 +51,7 @@ class Plan:
             schedule's, from a clean state.
         warnings: What could make the plan fail or mislead, as sentences.
         notes: What is good to know (the learning rate), as sentences.
+        coupling: What is known of samples that depend on the others of their micro-batch; None: it was not looked.
         explanation: Where the memory goes, by a simulation; None unless asked for.
         schema: Version of the record.
 
@@ -77,6 +79,7 @@ class Plan:
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    coupling: Coupling | None = None
     explanation: Explanation | None = None
     schema: int = SCHEMA
 
@@ -109,10 +112,11 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
-        Neither the trials' times are in it, nor what decides nothing: notes, and where the memory goes.
+        Neither the trials' times are in it, nor what decides nothing: notes, what is known of coupled samples, and
+        where the memory goes.
         """
         record = _record(self)
-        del record["explanation"], record["notes"]
+        del record["coupling"], record["explanation"], record["notes"]
         for trial in record["trials"]:
             del trial["seconds"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -43,17 +43,9 @@ class Experiment:
     def __init__(self, workload: Workload, batch: Any) -> None:
         self.objective = workload.objective
         self.tolerance = _HALF_TOLERANCE
-        with users_code("model()"):
-            self._model = workload.make_model()
-        # A function may return the same model each time, which would then be the caller's.
-        copied = isinstance(workload.model, nn.Module | type)
-        if not copied:
-            self._model, copied = _copy(self._model)
+        self._model, copied = make_copy(workload)
         self._used, self._recording = self.objective, False
         self._dtype: torch.dtype | None = None
-        if copied:
-            self._model = self._model if self._model.training else self._model.train()
-            _break_ties(self._model)
         _rest(self._model)
         started = time.perf_counter()
         self.whole = self._run_narrow(batch)
@@ -92,11 +84,7 @@ class Experiment:
 
     def _own(self, batch: Any) -> Any:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        return move_batch(map_tensors(batch, self._cast), device)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().clone()
-        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+        return move_batch(cast_batch(batch, self._dtype), device)
 
     def _run_narrow(self, batch: Any) -> dict[str, float]:
         try:
@@ -108,12 +96,12 @@ class Experiment:
         return self.losses(batch)
 
     def _widen(self, batch: Any) -> None:
-        if sum(parameter.numel() for parameter in self._model.parameters()) > _WIDE_PARAMETERS:
+        if is_large(self._model):
             return
         narrow = self._model
         try:
             self._model, self._dtype = copy.deepcopy(narrow).double(), torch.float64
-            self._used = _widened(self.objective)
+            self._used = widened(self.objective)
             self.whole = self._losses(batch)
         except Exception:  # whatever does not work in float64 has worked as it was
             self._model, self._dtype, self._used = narrow, None, self.objective
@@ -147,11 +135,50 @@ def own_randomness() -> Iterator[None]:
         torch.random.set_rng_state(states[2])
 
 
-def _copy(model: nn.Module) -> tuple[nn.Module, bool]:
+def make_copy(workload: Workload) -> tuple[nn.Module, bool]:
+    """A model of the workload, in training mode and with ties broken, and whether it is nobody else's.
+
+    One that cannot be copied comes as it is.
+    """
+    with users_code("model()"):
+        model = workload.make_model()
+    # A function may return the same model each time, which would then be the caller's.
+    copied = isinstance(workload.model, nn.Module | type)
+    if not copied:
+        model, copied = copy_model(model)
+    if copied:
+        prepare(model)
+    return model, copied
+
+
+def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
+    """A copy of `model` and True, or itself and False."""
     try:
         return copy.deepcopy(model), True
     except (TypeError, RuntimeError, AttributeError):
         return model, False
+
+
+def prepare(model: nn.Module) -> None:
+    """Put a copy into training mode, unless it is, and fill what is constant in it."""
+    if not model.training:
+        model.train()
+    _break_ties(model)
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a copy of it in float64 would take more than a GiB."""
+    return sum(parameter.numel() for parameter in model.parameters()) > _WIDE_PARAMETERS
+
+
+def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+    """A copy of `batch`, its floating tensors in `dtype`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return map_tensors(batch, cast)
 
 
 def _break_ties(model: nn.Module) -> None:
@@ -192,7 +219,7 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return nests.rebuild(node, [map_tensors(child, change) for _, child in children])
 
 
-def _widened(objective: Objective) -> Objective:
+def widened(objective: Objective) -> Objective:
     """The objective with a copy of its criterion whose buffers are in float64."""
     criterion = objective.criterion
     if criterion is None:

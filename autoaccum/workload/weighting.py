@@ -22,12 +22,16 @@ _PARTS = 2
 _SUM = Candidate("sum", ())
 
 
-def check_weighting(workload: Workload) -> list[str]:
+def check_weighting(workload: Workload, coupling: str | None = None) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch holds 5 samples, from `dataset` where `default_collate` makes of them what `batch(5)` looks like. The
     model is a copy, dropout and BatchNorm at rest; the random states of Python, NumPy and torch are put back. Samples
     of equal weight cannot tell one weighting from another, and are no reason to warn.
+
+    Args:
+        workload: The workload.
+        coupling: What is known to couple its samples, as a clause; None: nothing is.
 
     Returns:
         Sentences for the plan: none when the parts agree with the whole, or a warning, with the likely right `weight`.
@@ -37,10 +41,10 @@ def check_weighting(workload: Workload) -> list[str]:
     """
     with own_randomness():
         batch = take_small_batch(workload, _SAMPLES)
-        return _compare(Experiment(workload, batch), batch)
+        return _compare(Experiment(workload, batch), batch, coupling)
 
 
-def _compare(experiment: Experiment, batch: Any) -> list[str]:
+def _compare(experiment: Experiment, batch: Any, coupling: str | None) -> list[str]:
     parts = split_batch(batch, _SPLITS[0])
     seen = Comparison(experiment.objective, experiment.whole, parts, [experiment.losses(part) for part in parts])
     seen.refuse_nan()
@@ -55,7 +59,7 @@ def _compare(experiment: Experiment, batch: Any) -> list[str]:
     wrong = seen.mismatched(experiment.tolerance)
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
         return ["The weighting could not be checked: the loss of a small batch is infinite."]
-    return _explain(experiment, batch, seen, wrong) if wrong else []
+    return _explain(experiment, batch, seen, wrong, coupling) if wrong else []
 
 
 def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
@@ -67,7 +71,7 @@ def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
     )
 
 
-def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str]) -> list[str]:
+def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str], coupling: str | None) -> list[str]:
     others = split_batch(batch, _SPLITS[1])
     candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others])]
     fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
@@ -82,7 +86,7 @@ def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[s
             f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, samples)}",
             *mismatches[1:],
         ]
-    cause = _cause(experiment, batch, seen)
+    cause = _cause(experiment, batch, seen, coupling)
     return [
         f"{seen.describe(name)} " + (f"It likely divides by {known[name]}." if name in known else cause)
         for name in wrong
@@ -98,7 +102,7 @@ def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: in
     ]
 
 
-def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
+def _cause(experiment: Experiment, batch: Any, seen: Comparison, coupling: str | None) -> str:
     shapes = experiment.shapes(batch)
     criterion = experiment.objective.criterion
     if shapes is not None and criterion is not None and criterion.is_elementwise and shapes[0] != shapes[1]:
@@ -106,6 +110,8 @@ def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
             f"{criterion.name} broadcasts outputs of shape {shapes[0]} against targets of shape {shapes[1]}: "
             "give both the same shape."
         )
+    if coupling is not None:
+        return f"No weight fits, since {coupling}: accumulation is not exact."
     experiment.rest_wholly()
     at_rest = [experiment.losses(part) for part in seen.parts]
     if not Comparison(experiment.objective, experiment.losses(batch), seen.parts, at_rest).mismatched(
@@ -115,7 +121,7 @@ def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
             "In eval mode it is: some module couples the samples of a batch in training mode, "
             "and accumulation is not exact."
         )
-    return "No usual weight fits: the loss or the model couples its samples, or divides by what only you can tell."
+    return "No usual weight fits: the loss likely divides by what only you can tell."
 
 
 def advise(

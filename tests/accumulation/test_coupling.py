@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.coupling import ITSELF, Coupling, find_coupling
+from autoaccum.accumulation.company import ITSELF, Coupling
+from autoaccum.accumulation.coupling import find_coupling
+from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.weights import resolve_objective
 
-Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor], Callable[[int], Any]]
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[[int], Any]]
 
 WELL: dict[str, Case] = {
     "MLP": (small.mlp, small.mean_square, small.rows),
@@ -92,11 +94,7 @@ def look(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch
     make, loss, make_batch = case
     torch.manual_seed(0)
     model, batch = make().to(dtype), make_batch(sum(sizes))
-    batch = (
-        {key: value for key, value in batch.items()}
-        if isinstance(batch, dict)
-        else tuple(value.to(dtype) if value.is_floating_point() else value for value in batch)
-    )
+    batch = map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     objective = resolve_objective(loss)
     return find_coupling(lambda: (copy.deepcopy(model), objective), batch, sizes)
 
@@ -139,7 +137,7 @@ def test_leaves_model_batch_and_generators_as_they_are() -> None:
     model = small.normed_mlp(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
     state, batch = copy.deepcopy(model.state_dict()), small.rows(4)
     kept = tuple(tensor.clone() for tensor in batch)
-    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     made: list[nn.Module] = []
 
     def fresh() -> Any:
@@ -150,7 +148,7 @@ def test_leaves_model_batch_and_generators_as_they_are() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(one, other) for one, other in zip(batch, kept, strict=True))
     assert random.getstate() == states[0]
-    assert (np.random.get_state()[1] == states[1]).all()
+    assert all(np.array_equal(now, then) for now, then in zip(np.random.get_state(), states[1], strict=True))
     assert torch.equal(torch.get_rng_state(), states[2])
     assert not any(module._forward_hooks or module._forward_pre_hooks for one in made for module in one.modules())
 
@@ -207,7 +205,7 @@ def test_terms_are_judged_one_by_one() -> None:
     def terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         return {"fit": small.mean_square(model, batch), "spread": model(batch[0]).std(0).mean()}
 
-    assert look((small.mlp, terms, small.rows)).loss is True  # type: ignore[arg-type]
+    assert look((small.mlp, terms, small.rows)).loss is True
 
 
 def test_a_module_called_more_often_in_company_is_said_to_be() -> None:

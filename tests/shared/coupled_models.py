@@ -48,7 +48,7 @@ def pairs(size: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
+    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def mlp() -> nn.Module:
@@ -239,13 +239,13 @@ def triplet_loss(model: nn.Module, batch: Any) -> Tensor:
     distances = torch.cdist(one, other)
     positive = distances.diagonal()
     hardest = (distances + 1e6 * torch.eye(len(one))).min(1).values
-    return (1.0 + positive - hardest).clamp(min=0).mean()
+    return functional.relu(1.0 + positive - hardest).mean()
 
 
 def twins_loss(model: nn.Module, batch: Any) -> Tensor:
     one, other = (((z - z.mean(0)) / (z.std(0) + 1e-3)) for z in model(*batch))
     correlation = one.T @ other / one.shape[0]
-    return (correlation - torch.eye(correlation.shape[0])).square().sum()
+    return functional.mse_loss(correlation, torch.eye(correlation.shape[0]))
 
 
 def root_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -1,0 +1,75 @@
+"""What is known of samples that depend on the company they are in, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+ITSELF = "the model itself"
+"""What the outermost module is called."""
+
+_SHOWN = 5
+_MORE = "`autoaccum verify` tells by how much"
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """What is known of a model and a loss: whether a sample's gradient depends on the others of its batch.
+
+    Attributes:
+        modules: Those whose own computation gives a sample another output in other company, in the order of their
+            calls.
+        loss: Whether the loss mixes the rows of the model's outputs; None: that could not be told.
+        reason: Why the experiment could not be made, or not wholly; None: nothing was in its way.
+    """
+
+    modules: tuple[str, ...] = ()
+    loss: bool | None = None
+    reason: str | None = None
+
+    @property
+    def found(self) -> bool:
+        """Whether samples are coupled, as far as that is known."""
+        return bool(self.modules) or bool(self.loss)
+
+    @property
+    def cause(self) -> str | None:
+        """Why no weighting of parts can be right, as a clause; None where nothing couples samples.
+
+        >>> Coupling(("head",), True).cause
+        'head couples the samples of a batch, and the loss mixes them'
+        """
+        if not self.found:
+            return None
+        verb = "couple" if len(self.modules) > 1 else "couples"
+        said = f"{_listed(self.modules)} {verb} the samples of a batch" if self.modules else ""
+        if not self.loss:
+            return said
+        return f"{said}, and the loss mixes them" if said else "the loss mixes the samples of a batch"
+
+    def warnings(self, told: Collection[str] = ()) -> tuple[str, ...]:
+        """Sentences for where several micro-batches make an update.
+
+        Args:
+            told: Modules that something else warns of: BatchNorms, of which the Accumulator knows more.
+        """
+        names = [name for name in self.modules if name not in told]
+        said = []
+        if names:
+            said.append(
+                f"what {_listed(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the others of"
+                " its micro-batch, so that the gradient is not the full batch's: use what looks at one sample at a time"
+                f" (GroupNorm in place of a norm over the batch), or as large a micro-batch as fits; {_MORE}"
+            )
+        if self.loss:
+            said.append(
+                "the loss mixes the samples of a batch, as contrastive losses do and the root of a mean does: it sees"
+                " one micro-batch at a time, and the gradient is not the full batch's; make it a mean over samples, or"
+                f" the micro-batch as large as fits; {_MORE}"
+            )
+        return tuple(said)
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
