@@ -30,6 +30,10 @@ class Draws:
     The k-th draw of a run is matched with the k-th of each part, backward included, since checkpointing draws again
     there. Generators are used up as without it; putting them back is the caller's.
 
+    Not joined are indices whose range grows with the batch (a permutation of the samples, random negatives): a part's
+    would point at other rows of the whole batch. Shapes cannot tell (B*T, ...) from (T*B, ...), nor what packed
+    sequences hold: runs that differ under joined draws and agree under `calm` differ by their draws alone.
+
     Args:
         sizes: The samples of each part.
         innermost: Take samples as the inner part of a flattened dimension, (T*B, ...), wherever shapes allow that.
@@ -76,9 +80,9 @@ class Draws:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the accumulated run, which is not changed by it.
+        """Around the accumulated run, which draws as without it; on a card attention and RNNs change their kernels.
 
-        Except when done again after `joined` told which draws are shared: all parts then get the first one's.
+        Done again after `joined` told which draws are shared (even if it then failed), all parts get the first's.
         """
         self._tracks, self._rewind, self._part, self._expects = {None: []}, None, None, None
         with open_kernels(), RandomCalls(self._record):

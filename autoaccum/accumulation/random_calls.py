@@ -2,7 +2,8 @@
 
 What is random is told by torch's own tag (`torch.Tag.nondeterministic_seeded`), not by name. Names stand here only
 for the few ops whose outputs hold more than chance: their inputs. Those are computed again from the inputs at hand,
-since a recorded output would hide that the inputs differ.
+since a recorded output would hide that the inputs differ. Samples of a distribution (bernoulli, poisson, gamma) are
+taken as they were recorded.
 """
 
 from __future__ import annotations
