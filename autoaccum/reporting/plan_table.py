@@ -17,6 +17,10 @@ from autoaccum.reporting.rows import row_lines
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
+_MODES = {
+    "running": "running: normalises by the micro-batch, running statistics are the full batch's",
+    "frozen": "frozen: normalises by its running statistics, which stay as they are",
+}
 
 
 def print_plan(
@@ -73,6 +77,8 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
         yield "along with", Text("; ".join(companions))
     if plan.workload.get("worst_of") is not None:
         yield "batches", Text(f"of the longest of {plan.workload['worst_of']} samples of the dataset")
+    if plan.workload.get("batchnorm") in _MODES:
+        yield "batchnorm", Text(_MODES[plan.workload["batchnorm"]])
     yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:
@@ -113,7 +119,7 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         numbers.append('reduction="sum"')
     if plan.workload.get("precision") in ("bf16", "fp16"):
         numbers.append(f'precision="{plan.workload["precision"]}"')
-    if plan.workload.get("batchnorm") in ("running", "frozen"):
+    if plan.workload.get("batchnorm") in _MODES:
         numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
     if plan.workload.get("weight") == "the workload's weight()":

@@ -314,7 +314,7 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     numbers = {"epochs": 2, "steps": 3, "micro_batch": 4, "eval_every": 5, "evaluation_batch": 6, "keep": 8}
     numbers |= {"checkpoint_every": 7, "seed": 9, "workers": 10}
     texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
-    texts |= {"resume": "must"}
+    texts |= {"resume": "must", "batchnorm": "frozen"}
     words = [word for name, value in (numbers | texts).items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert invoke(*WORDS, *words, "--clip-norm", "inf", "--skip-nonfinite", "--noise-scale").exit_code == 0
     assert {name: getattr(asked[0], name) for name in numbers | texts} == numbers | texts

@@ -143,9 +143,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]) -> None:
     words = ["plan", "my model.py", "--target-batch", "2", "--memory", "80%", "--equal", "-q", "--world-size", "1"]
+    words += ["--batchnorm", "frozen"]
     result = CliRunner().invoke(main, words)
-    offered = "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --world-size 1 --equal -o plan.json"
-    assert f"  {offered}\n" in result.stdout
+    offered = "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --batchnorm frozen --world-size 1 --equal"
+    assert f"  {offered} -o plan.json\n" in result.stdout
+    assert planned["batchnorm"] == "frozen"
     assert (planned["workload"], planned["memory"], planned["equal"]) == ("my model.py", "80%", True)
     assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", 600.0, None)
 

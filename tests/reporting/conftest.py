@@ -44,6 +44,7 @@ def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) 
             "digest": "0123456789abcdef",
             "model": type(model).__name__,
             "precision": workload.precision,
+            "batchnorm": workload.batchnorm,
             "loss": "loss" if workload.criterion is None else "criterion",
             "recipe": describe_recipe(workload.objective, model, batch, terms),
         },

@@ -58,6 +58,10 @@ def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
     return dataclasses.replace(plan, workload=recorded)
 
 
+def frozen(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, workload={**plan.workload, "batchnorm": "frozen"})
+
+
 def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     """A name and the text of every kind of file there is."""
     for name, form in FORMS.items():
@@ -81,6 +85,12 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"terms {divisor} {len(weights)} {called}", emit_wrapper(with_recipe(plan, precision, **recipe))
     one = dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1)
     yield "one part", emit_wrapper(one)
+    for name, recipe in (
+        ("sample mean", {"divisor": "samples"}),
+        ("half", {"half": ["bfloat16"]}),
+        ("long inputs", {"batch": FORMS["nested"], "call": "one", "divisor": "samples"}),
+    ):
+        yield f"frozen {name}", emit_wrapper(frozen(with_recipe(plan, **recipe)))
     yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
     named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
@@ -229,6 +239,14 @@ def test_refuses_several_ranks(a_plan: Plan) -> None:
     with pytest.raises(UsageError, match="for 2 ranks"):
         check_emittable(world_size=2)
     check_emittable(world_size=1, precision="bf16", recipe=a_plan.workload["recipe"])
+
+
+def test_refuses_running_statistics_over_several_parts(a_plan: Plan) -> None:
+    running = dataclasses.replace(a_plan, workload={**a_plan.workload, "batchnorm": "running"})
+    with pytest.raises(UsageError, match='"running" takes more than that: plan with --batchnorm frozen or micro, or'):
+        emit_wrapper(running)
+    with pytest.raises(UsageError, match='"running" takes more'):
+        check_emittable(batchnorm="running")
 
 
 def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:

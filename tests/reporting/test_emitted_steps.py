@@ -375,6 +375,32 @@ def test_the_examples(name: str, emit: Any) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
+# --- BatchNorm -------------------------------------------------------------------------------------------------------
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 3)).double()
+    model(x_of(9))
+    return model
+
+
+def test_frozen_batchnorms(emit: Any) -> None:
+    work = workload("targets", model=normed, batchnorm="frozen")
+    module, model, batch = emit(work, target=18, ceiling=6), work.build_model(), work.build_batch(16)
+    model[1].eval()  # type: ignore[index]
+    full_batch(work, model, batch)
+    wanted, buffers = gradients(model), [buffer.clone() for buffer in model.buffers()]
+    model.train()
+    run(module, work, model, batch)
+    assert off_by(gradients(model), wanted) <= 1e-10
+    assert all(torch.equal(buffer, before) for buffer, before in zip(model.buffers(), buffers, strict=True))
+    assert all(part.training for part in model.modules())
+    with pytest.raises(IndexError):
+        run(module, work, model, (batch[0], batch[1] + 100))
+    assert all(part.training for part in model.modules())
+
+
 # --- precision -------------------------------------------------------------------------------------------------------
 
 

@@ -189,11 +189,19 @@ def test_what_a_user_wrote_is_no_markup() -> None:
         ({}, "micro_batch=86"),
         ({"weight": "the workload's weight()"}, "micro_batch=86, weight=weight"),
         ({"reduction": "sum", "precision": "bf16"}, 'micro_batch=86, reduction="sum", precision="bf16"'),
+        ({"batchnorm": "frozen"}, 'micro_batch=86, batchnorm="frozen"'),
+        ({"batchnorm": "micro"}, "micro_batch=86"),
     ],
 )
 def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
     line = accumulator_line(replace(make_plan(), workload=workload))
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
+
+
+def test_a_mode_of_batchnorm_is_shown_where_it_is_not_pytorch_s_own() -> None:
+    assert "batchnorm" not in draw(replace(make_plan(), workload={"batchnorm": "micro"}))
+    shown = draw(replace(make_plan(), workload={"batchnorm": "frozen"}))
+    assert "frozen: normalises by its running statistics" in shown
 
 
 def test_a_plan_that_is_kept_is_loaded() -> None:

@@ -287,6 +287,7 @@ def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path
         ({"optimizer": "SGD"}, "optimizer was 'AdamW', is 'SGD'"),
         ({"data": [(torch.ones(44, 5), torch.zeros(44, dtype=torch.long))]}, "data was"),
         ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
+        ({"batchnorm": "frozen"}, "batchnorm was 'micro', is 'frozen'"),
         ({"resume": "never"}, "holds a run already, and resume is never"),
     ],
 )

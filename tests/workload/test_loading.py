@@ -80,6 +80,12 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
     assert (workload.name, workload.path, len(workload.digest)) == ("model", path, 64)
 
 
+@pytest.mark.parametrize("line", ["def batchnorm(x): ...", "batchnorm = nn.BatchNorm1d(3)", "import math as batchnorm"])
+def test_a_batchnorm_of_the_file_s_own_is_no_mode(write: Write, line: str) -> None:
+    write(GOOD + f"\n    {line}\n")
+    assert load_workload("model.py").batchnorm == "micro"
+
+
 def test_takes_every_optional_name(write: Write) -> None:
     write(
         GOOD
@@ -88,11 +94,12 @@ def test_takes_every_optional_name(write: Write) -> None:
     precision = "bf16"
     def weight(batch): return len(batch[1])
     reduction = "mean"
+    batchnorm = "frozen"
     dataset = [1, 2]
 """
     )
     workload = load_workload("model.py")
-    assert workload.precision == "bf16"
+    assert (workload.precision, workload.batchnorm) == ("bf16", "frozen")
     assert workload.dataset == [1, 2]
     assert workload.objective.source == "the workload's weight()"
     assert isinstance(workload.build_optimizer(workload.build_model()), torch.optim.SGD)
@@ -233,6 +240,7 @@ BAD = {
     "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
     "neither loss nor criterion": (GOOD.replace("criterion = ", "other = "), r"neither loss nor criterion is given"),
     "both": (GOOD + "    def loss(model, batch): return 0\n", r"both loss and criterion are given"),
+    "unknown mode": (GOOD + "    batchnorm = 'exact'\n", r"there is no batchnorm mode 'exact'"),
     "unknown precision": (GOOD + "    precision = 'fp8'\n", r"the precision is 'fp8': use one of fp32, bf16, fp16"),
     "unknown reduction": (GOOD + "    reduction = 'max'\n", r"the reduction is 'max'"),
     "contradiction": (GOOD + "    reduction = 'sum'\n", r'the reduction is "sum", but CrossEntropyLoss averages'),

@@ -113,6 +113,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called with 1 argument"),
     "weight wants none": ({"weight": lambda: 1}, r"weight\(\) cannot be called with 1 argument"),
     "precision": ({"precision": "float16"}, r"the precision is 'float16': use one of fp32, bf16, fp16"),
+    "batchnorm": (
+        {"batchnorm": "exact"},
+        r"no batchnorm mode 'exact': take one of \"micro\", \"running\", \"frozen\"",
+    ),
     "reduction": ({"reduction": "none"}, r"the reduction is 'none': use \"mean\" or \"sum\""),
     "criterion and loss": ({"loss": nn.L1Loss()}, r"both loss and criterion are given"),
     "neither": ({"criterion": None}, r"neither loss nor criterion is given"),

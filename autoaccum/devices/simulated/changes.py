@@ -47,7 +47,7 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
     """
     return [
         *_precisions(workload, model, card),
-        *_checkpoints(model),
+        *_checkpoints(workload, model),
         *_optimizers(optimizer),
         *_companions(workload),
     ]
@@ -78,10 +78,10 @@ def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Of
         yield Offer(half, f"forward and backward in {half} by autocast (--precision {half})")
 
 
-def _checkpoints(model: nn.Module) -> Iterator[Offer]:
+def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[Offer]:
     names = _trained_blocks(model)
     if names:
-        norms = updated_twice(model, names)
+        norms = updated_twice(model, names) if workload.batchnorm == "micro" else []
         twice = f"; their BatchNorms {list_modules(norms)} then update running statistics twice" if norms else ""
         yield Offer(CHECKPOINT, f"run the {describe_blocks(names)} again in backward (torch.utils.checkpoint){twice}")
 

@@ -37,13 +37,13 @@ _UNHOOK = """\
         hook.remove()"""
 
 _FREEZE = """\
-norms = [m for m in model.modules() if isinstance(m, BATCHNORMS) and m.training]
-for norm in norms:
-    norm.training = False  # normalise by the running statistics, and leave them as they are"""
+frozen = [m for m in model.modules() if isinstance(m, BATCHNORMS) and m.training]
+for module in frozen:
+    module.training = False  # normalise by the running statistics, and leave them as they are"""
 
 _THAW = """\
-    for norm in norms:
-        norm.training = True"""
+    for module in frozen:
+        module.training = True"""
 
 _SETTLE = """\
 scale = 1.0

@@ -1,0 +1,43 @@
+"""BatchNorm's modes on a card that is not there: traced as they are, with what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.workload.modes import MODES
+
+CHANNELS = 64
+MODEL = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, {CHANNELS}), nn.Linear({CHANNELS}, 4)
+        self.norm = nn.BatchNorm1d({CHANNELS})
+    def forward(self, x):
+        x = self.first(x)
+        x = checkpoint(self.norm, x, use_reentrant=False) if self.training else self.norm(x)
+        return self.last(x)
+model = Net
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
+    ask = simulated(MODEL, batchnorm=mode)
+    seen = ask("inspect")
+    assert "failure" not in seen, seen["failure"]
+    assert seen["inspection"]["batchnorm"] == mode
+    assert seen["inspection"]["least_size"] == (1 if mode == "frozen" else 2)
+    reply = ask("trace", parts=[1, 1] if mode == "frozen" else [8, 8, 3])
+    assert "failure" not in reply, reply["failure"]
+    assert Trace.from_record(reply["trace"]).events
+
+
+def test_a_file_may_say_it_and_freezing_what_has_no_statistics_is_refused(simulated: Callable[..., Any]) -> None:
+    lines = MODEL.replace(f"nn.BatchNorm1d({CHANNELS})", f"nn.BatchNorm1d({CHANNELS}, track_running_stats=False)")
+    failure = simulated(lines + 'batchnorm = "frozen"\n')("inspect")["failure"]
+    assert 'batchnorm is "frozen", and norm keep no running statistics' in failure["message"]

@@ -1,0 +1,83 @@
+"""Plans under each mode of BatchNorm: trials are told of it and run it, and the plan records it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.devices.child_device import ChildDevice
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.errors import UsageError
+from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.units import MIB, MemorySize
+from autoaccum.workload.modes import MODES
+
+LIVE = dict.fromkeys(("model", "batch", "loss", "criterion", "weight", "evaluate"))
+LIMIT = MemorySize(bytes=256 * MIB)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randint(0, 4, (size,))
+
+
+def workload(**fields: Any) -> autoaccum.Workload:
+    return autoaccum.Workload(model=model, batch=batch, criterion=nn.CrossEntropyLoss(), **fields)
+
+
+def test_trials_in_processes_of_their_own_are_told_of_it() -> None:
+    with find_subject("model.py", LIVE, Settings(share=4, device="cpu", batchnorm="running")).device as device:
+        assert isinstance(device, ChildDevice)
+        assert device._settings.to_request()["batchnorm"] == "running"
+
+
+def test_an_unknown_mode_is_refused_before_anything_starts() -> None:
+    for subject in ("model.py", workload()):
+        with pytest.raises(UsageError, match='no batchnorm mode \'exact\': take one of "micro", "running", "frozen"'):
+            autoaccum.plan(subject, target_batch=8, batchnorm="exact")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> None:
+    live = model()
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    plan = autoaccum.plan(
+        model=live,
+        batch=batch,
+        loss=nn.CrossEntropyLoss(),
+        target_batch=8,
+        max_micro_batch=4,
+        memory=LIMIT,
+        batchnorm=mode,
+    )
+    assert plan.workload["batchnorm"] == mode
+    assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
+    said = " ".join(plan.warnings)
+    assert ("running statistics are updated once per micro-batch" in said) is (mode == "micro")
+    assert ("the gradient is not" in said) is (mode != "frozen")
+    assert ("never estimated" in said) is (mode == "frozen")
+
+
+def test_a_workload_s_own_mode_counts_unless_another_is_asked_for() -> None:
+    asked: dict[str, Any] = {"target_batch": 2, "memory": LIMIT}
+    assert autoaccum.plan(workload(batchnorm="frozen"), **asked).workload["batchnorm"] == "frozen"
+    assert autoaccum.plan(workload(batchnorm="frozen"), batchnorm="running", **asked).workload["batchnorm"] == "running"
+
+
+def test_only_frozen_takes_parts_of_one_sample() -> None:
+    sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in MODES}
+    assert sizes == {"micro": 2, "running": 2, "frozen": 1}
+
+
+def test_what_cannot_be_frozen_is_the_workload_s_fault() -> None:
+    stateless = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    frozen = autoaccum.Workload(model=stateless, batch=batch, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
+    with pytest.raises(UsageError, match='"frozen", and 1 keep no running statistics'):
+        autoaccum.plan(frozen, target_batch=8, memory=LIMIT)
