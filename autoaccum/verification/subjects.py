@@ -15,7 +15,10 @@ from autoaccum.verification.request import VerifyRequest
 from autoaccum.workload.adaptation import adapt, replace_given
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import check_optimizer
-from autoaccum.workload.spec import Workload
+from autoaccum.workload.spec import Workload, no_batch
+
+_SAMPLES_LOOKED_AT = 4
+"""For each of the batch."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,28 @@ def find_subject(request: VerifyRequest) -> Subject:
         share=request.target_batch,
         reduction=request.reduction,
         optimizer=request.optimizer,
-        worst_of=request.worst_of,
+        worst_of=_looked_at(request.workload, request),
         verb="verify",
     )
     way = choose_way(request.workload, request.parts, settings)
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     given: Any = way
     if isinstance(way, str):
-        asked: dict[str, Any] = {"worst_of": request.worst_of, "optimizer": request.optimizer}
-        given = adapt(load_workload(way), most=request.target_batch, **asked)
+        loaded = load_workload(way)
+        asked: dict[str, Any] = {"worst_of": _looked_at(loaded, request), "optimizer": request.optimizer}
+        given = adapt(loaded, most=request.target_batch, **asked)
     tried = prepare(given, "auto" if isinstance(given, LiveObjects) else "cpu")
     workload = replace_given(tried.workload, accumulate=request.accumulate, batchnorm=request.batchnorm)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     check_accumulate(workload)
     return Subject(workload, tried.optimizer, dataclasses.replace(tried, workload=workload), reference)
+
+
+def _looked_at(workload: Any, request: VerifyRequest) -> int | None:
+    """Of how many samples of its dataset the longest make the batch; some where a workload has no batch of its own."""
+    if request.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
+        return _SAMPLES_LOOKED_AT * request.target_batch
+    return request.worst_of
 
 
 def check_accumulate(workload: Workload) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +101,8 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
     beside = {key: value for key in _BESIDE if (value := getattr(module, key, None)) is not None}
     found |= {key: value for key, value in beside.items() if not isinstance(value, ModuleType)}
+    if found.get("accumulate") is itertools.accumulate:
+        del found["accumulate"]  # Imported for other ends.
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
