@@ -11,7 +11,7 @@ from torch import nn
 
 from autoaccum.accumulation.calls import Follower, Recorder, following
 from autoaccum.accumulation.calm import calm
-from autoaccum.accumulation.company import ITSELF
+from autoaccum.accumulation.company import ITSELF as ITSELF
 from autoaccum.accumulation.company import Coupling as Coupling
 from autoaccum.accumulation.divergence import Comparer, Divergence
 from autoaccum.accumulation.draws import DrawMismatch, Draws

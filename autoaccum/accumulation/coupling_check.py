@@ -59,13 +59,13 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
         return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
 
 
-def check_live(model: nn.Module, objective: Objective, make_batch: Callable[[int], Any], batchnorm: str) -> Coupling:
+def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
     """Find out whether the samples of a model that is to be trained are coupled; nothing of it is changed.
 
     Args:
         model: The model.
         objective: Its loss.
-        make_batch: `batch(size)`.
+        batch: Four samples.
         batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
     """
     if is_large(model):
@@ -76,7 +76,7 @@ def check_live(model: nn.Module, objective: Objective, make_batch: Callable[[int
             if not copied:
                 return _FIXED
             prepare(own)
-            return _check(own, objective, make_batch(SAMPLES), batchnorm)
+            return _check(own, objective, batch, batchnorm)
     except Exception as error:
         return Coupling(reason=f"{type(error).__name__}: {error}".partition("\n")[0])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints.keeping import Keeper
+from autoaccum.training.company import CompanyCheck
 from autoaccum.training.data.source import Source
 from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.evaluation.evaluation import Evaluation
@@ -100,6 +101,7 @@ def assemble(
         goal=Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch)),
         stopping=stopping,
         peaks=PeakMeter(trainee.device),
+        company=CompanyCheck(trainee if choice.plan is None else None, teller.tell),
         teller=teller,
     )
     return loop, state

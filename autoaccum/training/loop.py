@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.results import StepResult
 from autoaccum.training.checkpoints.keeping import Keeper
+from autoaccum.training.company import CompanyCheck
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.window import Window
 from autoaccum.training.evaluation.evaluating import Evaluator
@@ -31,6 +32,7 @@ class Loop:
         goal: When it is done.
         stopping: Whether it was asked to stop.
         peaks: The memory each update takes.
+        company: Looks whether samples are coupled.
         teller: Told of every event; a callback may end training through it.
     """
 
@@ -42,6 +44,7 @@ class Loop:
     goal: Goal
     stopping: Stopping
     peaks: PeakMeter
+    company: CompanyCheck
     teller: Teller
 
     def run(self) -> None:
@@ -64,6 +67,7 @@ class Loop:
             if window is None:
                 self._end_epoch()
             else:
+                self.company.look(window.parts)
                 self._update(window, began)
                 del window  # A whole effective batch: not to be held while the next one is read.
                 self.evaluator.run_if_due()
