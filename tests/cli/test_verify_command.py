@@ -1,0 +1,144 @@
+"""`autoaccum verify` as a person types it: verdict, exit code, JSON, files, and what the workload prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autoaccum.cli import main
+from autoaccum.verification.records import Verification
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import os
+import torch
+from torch import nn
+
+print("loading")
+os.write(1, b"from below\\n")
+
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+def batch(size):
+    return torch.randn(size, 4), torch.arange(size) % 3
+
+def loss(model, batch):
+    if "BREAK" in os.environ:
+        raise ValueError("row 3 is odd")
+    if "FULL" in os.environ:
+        raise MemoryError("std::bad_alloc")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, ["verify", *words])
+
+
+def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return subprocess.run(
+        [sys.executable, "-m", "autoaccum", "verify", *words],
+        cwd=folder,
+        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_equivalent_is_zero_and_offers_a_plan() -> None:
+    result = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "equivalent: the accumulated update is the full batch's, to rounding in float64"
+    assert lines[-1].endswith(" plan model.py --optimizer SGD --target-batch 16")
+    assert "model: Sequential, 51 parameters, SGD; compared in fp64 on cpu\n" in result.stderr
+    assert list(Path.cwd().iterdir()) == [Path.cwd() / "model.py"]
+
+
+def test_not_equivalent_is_one_and_names_the_cause(folder: Path) -> None:
+    done = run(folder, "model.py:normed", "--target-batch", "8", "-q")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("not equivalent: the gradients are off by ")
+    assert "cause        batchnorm: " in done.stdout
+    assert "\x1b" not in done.stdout
+    assert done.stderr.splitlines() == ["from below", "loading"] or set(done.stderr.splitlines()) == {
+        "from below",
+        "loading",
+    }
+
+
+def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
+    result = invoke("model.py", "--target-batch", "4", "--json", "-o", "found.json")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert (record["schema"], record["equivalent"], record["target_batch"], record["micro_batch"]) == (1, True, 4, 1)
+    assert Verification.from_json((folder / "found.json").read_text()).to_json() == result.stdout
+    again = invoke("model.py", "-o", "found.json")
+    assert again.exit_code == 2
+    assert "found.json is already there: add --force" in again.stderr
+    assert "loading" not in again.stderr, "it is refused before anything is loaded"
+    forced = invoke("model.py", "--target-batch", "4", "-o", "found.json", "--force")
+    assert forced.exit_code == 0
+    assert "kept in found.json" in forced.stdout
+    assert invoke("model.py", "-o", "model.py", "--force").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
+        (["model.py", "--micro-batch", "0"], "0 is too small, the least is 1"),
+        (["model.py", "--precision", "fp8"], "there is no precision 'fp8'"),
+        (["model.py", "--batchnorm", "exact"], "there is no batchnorm mode 'exact'"),
+        (["model.py", "--device", "auto"], "take cpu, cuda or cuda:N"),
+        (["modle.py"], "did you mean model.py?"),
+        (["model.py", "--optimizer", "Adm"], "did you mean Adam"),
+        (["model.py", "--worst-of", "9"], "dataset"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_two(words: list[str], told: str) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert told in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_an_exception_of_the_users_code_is_shown_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BREAK", "1")
+    result = invoke("model.py")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1].endswith("raised ValueError: row 3 is odd")
+    assert "Traceback" in result.stderr
+    assert "autoaccum/" not in result.stderr.replace(str(ROOT), "")
+
+
+def test_what_could_not_be_measured_is_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULL", "1")
+    result = invoke("model.py")
+    assert result.exit_code == 3
+    assert "ran out of memory" in result.stderr
+    assert "verify with a smaller --target-batch" in result.stderr
+    assert "Traceback" not in result.stderr

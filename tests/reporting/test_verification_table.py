@@ -1,0 +1,176 @@
+"""A verification on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+
+from autoaccum.errors import UsageError
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.verification_progress import VerificationProgress
+from autoaccum.reporting.verification_table import print_verification
+from autoaccum.verification.events import Begun, Compared
+from autoaccum.verification.records import Cause, Comparison, Difference, Quantity, Verification
+
+
+def _difference(quantity: Quantity, error: float, where: str | None, tolerance: float = 1e-10) -> Difference:
+    return Difference(
+        quantity=quantity,
+        compared=0 if where is None else 4,
+        error=error,
+        scale=1.0,
+        where=where,
+        tolerance=tolerance,
+        equal=error <= tolerance,
+    )
+
+
+EQUAL = Comparison(
+    method="accumulator",
+    window="whole",
+    micro_batches=(4, 4, 4, 4),
+    differences=(
+        _difference("loss", 0.0, "loss"),
+        _difference("gradients", 1.5e-16, "2.weight"),
+        _difference("buffers", 0.0, None),
+        _difference("update", 1e-19, "0.bias", 3e-18),
+    ),
+)
+FOUND = Verification(
+    equivalent=True,
+    target_batch=16,
+    micro_batch=4,
+    precision="fp64",
+    device="cpu",
+    batchnorm="micro",
+    rounding="1e-10 of the largest entry",
+    comparisons=(EQUAL,),
+    causes=(),
+    notes=("random draws were held",),
+    workload={"name": "small", "weight": "the samples", "sizes": (1, 2)},
+    environment={"torch": "2.13.0", "variables": {}},
+    seconds=1.25,
+)
+OTHER = Comparison(
+    method="accumulate",
+    window="last",
+    micro_batches=(4, 3),
+    differences=(
+        _difference("loss", 0.0, None),
+        _difference("gradients", 0.25, "2.weight"),
+        _difference("buffers", math.inf, "1.count", 0.0),
+        _difference("update", 1e-3, "0.bias", 3e-18),
+    ),
+)
+DIFFERENT = dataclasses.replace(
+    FOUND,
+    equivalent=False,
+    comparisons=(EQUAL, OTHER),
+    causes=(
+        Cause(
+            kind="last window",
+            found="the short window is divided by 4, it has 2 micro-batches",
+            change="scale = len(micro_batches)\nfor part in micro_batches:\n    (loss(model, part) / scale).backward()",
+            proved=True,
+        ),
+        Cause(
+            kind="batchnorm", found="normalises by the part", change='batchnorm="frozen"', where=("a", "b", "c", "d")
+        ),
+    ),
+    notes=(),
+)
+
+
+def drawn(found: Verification, width: int = 100) -> str:
+    text = io.StringIO()
+    console = make_console(file=text, width=width)
+    print_verification(console, found, command=["autoaccum", "plan", "my model.py", "--target-batch", "16"])
+    return text.getvalue()
+
+
+def test_equal_is_one_verdict_and_the_next_command() -> None:
+    lines = drawn(FOUND).splitlines()
+    assert lines[0] == "equivalent: the accumulated update is the full batch's, to rounding in float64"
+    assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16" or "4 x 4" in lines[2]
+    assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
+    assert lines[5].split() == ["gradients", "4", "1.5e-16", "1.0e-10", "2.weight"]
+    assert lines[6].split() == ["update", "4", "1.0e-19", "3.0e-18", "0.bias"]
+    assert "note         random draws were held" in lines
+    assert lines[-1] == "  autoaccum plan 'my model.py' --target-batch 16"
+
+
+def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
+    text = drawn(DIFFERENT)
+    lines = text.splitlines()
+    assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest entry, at 2.weight"
+    assert "accumulate() of the workload, shorter window, as at the end of an epoch: 4 + 3 = 7" in lines
+    assert next(line for line in lines if "1.count" in line).split() == [
+        *("buffers", "4", "infinite", "exact", "1.count", "differs")
+    ]
+    assert "cause 1      last window: the short window is divided by 4, it has 2 micro-batches" in lines
+    code = lines.index("  scale = len(micro_batches)")
+    assert lines[code + 2] == "      (loss(model, part) / scale).backward()"
+    assert "proved       with it, the same comparison is equal" in lines
+    assert "in           a, b, c and 1 more" in lines
+    assert 'change       batchnorm="frozen"' in lines
+    assert any(line.startswith("unproved") for line in lines)
+    assert "plan" not in text
+    assert lines[-1] == "make the change, and verify again"
+
+
+def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
+    lines = drawn(DIFFERENT, width=30).splitlines()
+    assert "      (loss(model, part) / scale).backward()" in lines
+    unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
+    assert "no cause was found by experiment" in unknown
+
+
+def test_names_cannot_command_a_terminal() -> None:
+    odd = dataclasses.replace(FOUND, notes=("a\x1b[31mred",))
+    assert "\x1b" not in drawn(odd)
+
+
+@pytest.mark.parametrize("found", [FOUND, DIFFERENT], ids=["equal", "different"])
+def test_json_goes_there_and_back(found: Verification) -> None:
+    record = json.loads(found.to_json())
+    assert next(iter(record)) == "schema"
+    assert Verification.from_json(found.to_json()) == found
+    assert Verification.from_json(json.dumps({**record, "added later": 1})) == found
+
+
+def test_json_has_no_infinity() -> None:
+    buffers = json.loads(DIFFERENT.to_json())["comparisons"][1]["differences"][2]
+    assert (buffers["error"], buffers["error_text"], buffers["tolerance"]) == (None, "infinite", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "is no verification"),
+        ("{}", "is no verification"),
+        ('{"schema": 1, "comparisons": []}', "is no verification ('equivalent' is missing)"),
+        ('{"schema": 9}', "is of schema 9, known is 1"),
+    ],
+)
+def test_what_is_no_verification_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Verification.from_json(text, source="found.json")
+    assert told in str(raised.value)
+    assert "found.json" in str(raised.value)
+    assert "verify again" in str(raised.value)
+
+
+def test_progress_tells_what_is_verified() -> None:
+    text, none = io.StringIO(), io.StringIO()
+    begun = Begun("small", "Sequential", 1234, "SGD", "fp64", "cpu")
+    for file, quiet in ((text, False), (none, True)):
+        with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
+            progress.tell(begun)
+            progress.tell(Compared(EQUAL))
+    assert text.getvalue() == "small: Sequential, 1,234 parameters, SGD; compared in fp64 on cpu\n"
+    assert none.getvalue() == ""
