@@ -1,0 +1,77 @@
+"""A training under each mode of BatchNorm."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.units import MIB, MemorySize
+from autoaccum.workload.modes import MODES
+
+X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)) * 2 + 1
+DATA = torch.utils.data.TensorDataset(X, torch.arange(24) % 3)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def fit(subject: Any, **options: Any) -> autoaccum.FitResult:
+    settings: dict[str, Any] = {"target_batch": 24, "micro_batch": 7, "steps": 1, "progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)
+        return autoaccum.fit(subject, **settings | options)
+
+
+def statistics(result: autoaccum.FitResult) -> tuple[torch.Tensor, torch.Tensor, int]:
+    norm = result.model[0]  # type: ignore[index]
+    return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
+    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)  # type: ignore[arg-type]
+    for result in (fit(workload), fit(model(), data=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)):
+        mean, variance, updates = statistics(result)
+        assert updates == {"micro": 4, "running": 1, "frozen": 0}[mode]
+        if mode == "running":
+            torch.testing.assert_close(mean, 0.1 * X.mean(0))
+            torch.testing.assert_close(variance, 0.9 + 0.1 * X.var(0))
+
+
+def test_an_argument_is_in_place_of_the_workload_s_and_a_plan_s_is_taken() -> None:
+    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
+    assert statistics(fit(workload, batchnorm="running"))[2] == 1
+    planned: dict[str, Any] = {"memory": MemorySize(bytes=256 * MIB), "micro_batch": None}
+    live: dict[str, Any] = {"data": DATA, "loss": nn.CrossEntropyLoss()}
+    result = fit(model(), batchnorm="frozen", **live, **planned)
+    assert result.plan is not None
+    assert result.plan.workload["batchnorm"] == "frozen"
+    assert statistics(fit(model(), plan=result.plan, micro_batch=None, **live))[2] == 0
+    with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm running"):
+        fit(model(), plan=result.plan, micro_batch=None, batchnorm="running", **live)
+
+
+def test_another_mode_is_another_training(tmp_path: Path) -> None:
+    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
+    fit(workload, run_dir=tmp_path)
+    with pytest.raises(UsageError, match="batchnorm was 'micro', is 'running'"):
+        fit(workload, run_dir=tmp_path, steps=2, batchnorm="running")
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    for subject, options in (
+        (model(), {"data": DATA, "loss": nn.CrossEntropyLoss()}),
+        (autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss()), {}),
+    ):
+        with pytest.raises(AutoaccumError, match="there is no batchnorm mode 'exact'") as caught:
+            fit(subject, batchnorm="exact", **options)
+        assert caught.value.exit_code == 2
