@@ -40,9 +40,23 @@ class Draw:
             raise DrawMismatch(f"{call.site} draws within its kernel, which does not give its draws out")
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The values for one random op of the whole batch.
+
+    Attributes:
+        values: One for each of its outputs.
+        is_sure: Whether shapes leave no doubt on whose is what: rows of a flattened dimension may go by samples or by
+            time, and ragged ones may be packed.
+    """
+
+    values: tuple[Tensor, ...]
+    is_sure: bool
+
+
 def join_draws(
     call: RandomCall, parts: Sequence[Draw | None], sizes: Sequence[int], *, innermost: bool
-) -> tuple[Tensor, ...] | None:
+) -> Joined | None:
     """The values for a call of the whole batch; None where any part's own serve all samples alike.
 
     Args:
@@ -69,12 +83,12 @@ def join_draws(
     for index, whole in enumerate(chance):
         drawn = [None if part is None else part.values[index] for part in parts]
         joined.append(_join(call, whole, drawn, sizes, innermost))
-    return tuple(joined)
+    return Joined(tuple(values for values, _ in joined), all(is_sure for _, is_sure in joined))
 
 
 def _join(
     call: RandomCall, whole: Tensor, drawn: Sequence[Tensor | None], sizes: Sequence[int], innermost: bool
-) -> Tensor:
+) -> tuple[Tensor, bool]:
     shapes = _known_shapes(list(whole.shape), [None if value is None else list(value.shape) for value in drawn], sizes)
     layouts = [] if shapes is None else find_layouts(whole.shape, shapes, sizes)
     if shapes is None or not layouts:
@@ -84,8 +98,11 @@ def _join(
             "no dimension is the samples'"
         )
     layout = next((layout for layout in layouts if innermost and layout.outer > 1), layouts[0])
-    own = layout.cut(whole, [shape[layout.dim] for shape in shapes])
-    return layout.join([mine if value is None else value.to(mine) for value, mine in zip(drawn, own, strict=True)])
+    lengths = [shape[layout.dim] for shape in shapes]
+    own = layout.cut(whole, lengths)
+    values = layout.join([mine if value is None else value.to(mine) for value, mine in zip(drawn, own, strict=True)])
+    is_even = all(length * sum(sizes) == size * sum(lengths) for length, size in zip(lengths, sizes, strict=True))
+    return values, len(layouts) == 1 and is_even
 
 
 def _known_shapes(whole: list[int], shapes: Sequence[list[int] | None], sizes: Sequence[int]) -> list[list[int]] | None:

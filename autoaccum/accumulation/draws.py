@@ -45,6 +45,7 @@ class Draws:
         self._innermost = innermost
         self._tracks: dict[int | None, list[Draw]] = {}
         self._shared: dict[int, DrawSite] = {}
+        self._unsure: dict[DrawSite, None] = {}
         self._rewind: Callable[[], None] | None = None
         self._part: int | None = None
         self._made = 0
@@ -59,6 +60,11 @@ class Draws:
     def shared(self) -> tuple[str, ...]:
         """The draws that serve all samples alike (one noise for all, a dropped layer), as the full run met them."""
         return tuple(dict.fromkeys(str(site) for site in self._shared.values()))
+
+    @property
+    def unsure(self) -> tuple[str, ...]:
+        """The draws of the full run whose shapes do not tell for certain whose is what; see `Joined`."""
+        return tuple(map(str, self._unsure))
 
     def begin_part(self, index: int) -> None:
         """Draws belong to this part from now on; those of an earlier attempt at it are forgotten.
@@ -96,7 +102,7 @@ class Draws:
         Raises:
             DrawMismatch: When the full run draws otherwise than the parts did, or shapes tell no samples.
         """
-        self._shared = {}
+        self._shared, self._unsure = {}, {}
         with self._giving(self._give_joined, self._count_joined):
             self.begin_part(0)
             yield
@@ -183,11 +189,14 @@ class Draws:
             self._give_own(call)
             return
         parts = [self._recorded(index, call.site) if index in self._tracks else None for index in self._indices]
-        values = join_draws(call, parts, self._sizes, innermost=self._innermost)
-        if values is None:
+        joined = join_draws(call, parts, self._sizes, innermost=self._innermost)
+        if joined is None:
             self._shared.update({self._made: call.site} if len(self._sizes) > 1 else {})
-            values = self._recorded(self._first, call.site).values
-        call.give(values)
+            call.give(self._recorded(self._first, call.site).values)
+            return
+        if not joined.is_sure:
+            self._unsure[call.site] = None
+        call.give(joined.values)
 
     def _give_own(self, call: RandomCall) -> None:
         is_shared = self._part is not None and self._made in self._shared

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.copies import StateCopy, is_own_object
-from autoaccum.accumulation.digest import Hasher, attribute_entries
+from autoaccum.accumulation.digest import Hasher
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set)
@@ -67,8 +67,14 @@ class HeldState:
 
     def _hash(self) -> dict[str, str]:
         hasher = Hasher(depth=_DEPTH)
-        found = attribute_entries(self._roots)
-        found.update({variable.name: hasher.hash(variable.now) for variable in self._variables})
+        found = {
+            f"{path}{'.' if path else ''}{name}": hasher.hash(_without_parameters(value))
+            for prefix, root in self._roots.items()
+            for path, module in root.named_modules(prefix=prefix)
+            if not type(module).__module__.startswith("torch.")
+            for name, value in _attributes(module).items()
+        }
+        found.update({variable.name: hasher.hash(_without_parameters(variable.now)) for variable in self._variables})
         return found
 
 
@@ -92,6 +98,17 @@ class _Variable:
             self._place.cell_contents = self.value
         else:
             self._place[self.name] = self.value
+
+
+def _without_parameters(value: Any) -> Any:
+    """Parameters, and modules, change by the update and not by what a run keeps."""
+    if isinstance(value, (nn.Parameter, nn.Module)):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_without_parameters(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_parameters(item) for key, item in value.items()}
+    return value
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

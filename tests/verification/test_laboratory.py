@@ -146,6 +146,57 @@ def test_draws_that_cannot_be_joined_are_held() -> None:
     assert "randperm" in str(made.mismatch)
 
 
+class TimeMajor(nn.Module):
+    """Drops entries of (time * samples, width), the samples innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = F.dropout(inputs.t().reshape(-1, 1), 0.5)
+        outputs: Tensor = self.linear(rows).unflatten(0, (inputs.shape[1], len(inputs))).mean(0)
+        return outputs
+
+
+class Packed(nn.Module):
+    """Drops entries of packed sequences, whose rows go by time among those that are that long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(1, 3, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        lengths = 1 + (inputs[:, 1:] > 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(inputs[..., None], lengths, batch_first=True, enforce_sorted=False)
+        outputs: Tensor = self.head(self.rnn(packed)[1][0][-1])
+        return outputs
+
+
+class Dropping(nn.Module):
+    """Leaves a layer out for all samples at once, which moves the draws behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            if float(torch.rand([])) > 0.5:
+                inputs = inputs + F.dropout(layer(inputs), 0.3)
+        outputs: Tensor = self.head(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("model", [TimeMajor, Packed, Dropping])
+def test_draws_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
+    made = lab(make(model=model))
+    assert distance(made.full(), made.accumulated()) < 1e-13
+    assert (made.mismatch is not None) == (model is Packed)
+    assert made.accumulated().state == ()
+
+
 def test_the_users_own_loop_draws_as_the_accumulator_does() -> None:
     def right(model: nn.Module, micro_batches: list[Any]) -> None:
         total = sum(len(targets) for _, targets in micro_batches)
