@@ -1,0 +1,78 @@
+"""Modules and losses that couple samples, told by running some of the samples in other company."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autoaccum.accumulation.coupling import Coupling, find_coupling
+from autoaccum.verification.causes.inquiry import Inquiry
+from autoaccum.verification.causes.words import listed
+from autoaccum.verification.records import Cause
+from autoaccum.workload.weights import Objective
+
+_LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
+
+
+def look_for_coupling(inquiry: Inquiry) -> Coupling:
+    """Which modules give a sample another output in other company, and whether the loss mixes samples."""
+    lab = inquiry.lab
+
+    def fresh() -> tuple[nn.Module, Objective]:
+        trained = lab.specimen.fresh()
+        return trained.model, trained.objective
+
+    sizes = inquiry.cuts[-1].sizes if inquiry.cuts else lab.sizes
+    with lab.specimen.running():
+        return find_coupling(fresh, lab.batch, sizes)
+
+
+def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
+    """What was seen to couple samples, where putting it out of the way was not enough."""
+    normalising = tuple(name for name in coupling.modules if name in inquiry.batchnorms)
+    others = tuple(name for name in coupling.modules if name not in normalising)
+    causes = [batchnorm_cause(normalising, proved=False)] if normalising else []
+    if others:
+        causes.append(module_cause(others, proved=False))
+    if coupling.loss:
+        causes.append(_loss_cause())
+    return tuple(causes)
+
+
+def batchnorm_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """BatchNorm, and what may be had instead."""
+    seen = ": with its statistics at rest, both are the same" if proved else ""
+    return Cause(
+        kind="batchnorm",
+        found=f"BatchNorm normalises by the part, not by the whole batch, in {listed(names)}{seen}",
+        change=(
+            'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
+            ' InstanceNorm instead; batchnorm="running" mends running statistics only'
+        ),
+        where=names,
+        proved=proved,
+    )
+
+
+def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """A module of another kind."""
+    rest = " or eval() on it, under which both are the same" if proved else ""
+    return Cause(
+        kind="coupled model",
+        found=f"a sample's output depends on the others of its part in {listed(names)}",
+        change=f"let it look at one sample at a time, as LayerNorm and GroupNorm do,{rest or ' or leave it out'};"
+        f" {_LARGER}",
+        where=names,
+        proved=proved,
+    )
+
+
+def _loss_cause() -> Cause:
+    return Cause(
+        kind="coupled loss",
+        found=(
+            "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a"
+            " part know nothing of the others"
+        ),
+        change=f"no weight mends that: {_LARGER}",
+        where=("the loss",),
+    )

@@ -1,0 +1,127 @@
+"""Why an accumulated update is not the full batch's: what is put out of the way, step by step, until it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoaccum.accumulation.company import ITSELF
+from autoaccum.accumulation.coupling import Coupling
+from autoaccum.verification.causes.couplings import batchnorm_cause, coupling_causes, look_for_coupling, module_cause
+from autoaccum.verification.causes.explanations import explain_parts
+from autoaccum.verification.causes.inquiry import Inquiry
+from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
+from autoaccum.verification.causes.loops import Loop
+from autoaccum.verification.causes.notes import find_notes
+from autoaccum.verification.causes.restlessness import find_restlessness
+from autoaccum.verification.causes.states import draw_cause, state_cause
+from autoaccum.verification.causes.words import listed
+from autoaccum.verification.comparing import Tolerances
+from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.outcomes import UNCHANGED, Change
+from autoaccum.verification.records import Cause, Comparison
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        causes: Why the two updates differ; none where they are equal.
+        notes: What is good to know, as sentences.
+    """
+
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+
+
+def find_causes(lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> Diagnosis:
+    """Find out by experiment why `comparison` is not equal.
+
+    What may couple parts (BatchNorm, state, random draws, modules seen to couple samples) is put out of the way, the
+    least first; after each, what is left may be arithmetic (`explain_parts`, or for a loop of the user's own `Loop`).
+    The first set that makes both updates equal is the cause, and that run its proof.
+
+    Args:
+        lab: Of the batch and the parts that were compared.
+        comparison: What came out.
+        tolerances: What it was judged by.
+    """
+    notes = find_notes(lab)
+    if comparison.equal:
+        return Diagnosis((), notes)
+    inquiry = Inquiry(lab, comparison, tolerances)
+    restless = find_restlessness(inquiry)
+    if restless is not None:
+        return Diagnosis((restless,), notes)
+    return Diagnosis(_search(inquiry), notes)
+
+
+def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
+    differing = set(inquiry.differences(UNCHANGED) or ())
+    if differing <= {"update"}:
+        return (_unknown(inquiry, "only the update differs, of equal gradients", Coupling()),)
+    suspected = suspect(inquiry)
+    found = find_least(inquiry, suspected, lambda change: _explain(inquiry, change))
+    if found is not None:
+        return _causes(inquiry, found)
+    coupling = look_for_coupling(inquiry)
+    others = tuple(name for name in coupling.modules if name != ITSELF and name not in inquiry.batchnorms)
+    if others:
+        module = Intervention("coupled model", others)
+        found = find_least(inquiry, suspected, lambda change: _explain(inquiry, change), always=module)
+        if found is not None:
+            return _causes(inquiry, found)
+    seen = coupling_causes(inquiry, coupling)
+    return seen or (_unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
+
+
+def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+    if inquiry.method == "accumulate":
+        return Loop(inquiry, change).explain()
+    return explain_parts(inquiry, change)
+
+
+def _causes(inquiry: Inquiry, found: Finding[tuple[Cause, ...]]) -> tuple[Cause, ...]:
+    explained = found.explanation or ()
+    proved = all(cause.proved for cause in explained)
+    return (*(_cause(inquiry, one, found.interventions, proved=proved) for one in found.interventions), *explained)
+
+
+def _cause(inquiry: Inquiry, one: Intervention, all_of_them: Sequence[Intervention], *, proved: bool) -> Cause:
+    if one.kind == "batchnorm":
+        return batchnorm_cause(one.where, proved=proved)
+    if one.kind == "coupled model":
+        return module_cause(one.where, proved=proved)
+    if one.kind == "randomness":
+        return draw_cause(proved=proved)
+    without = UNCHANGED
+    for other in all_of_them:
+        without = without if other == one else other.added(without)
+    return replace(state_cause(inquiry, one.where, without), proved=proved)
+
+
+def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
+    """What is honest where no experiment has told the cause."""
+    differing = inquiry.differences(UNCHANGED) or {}
+    where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
+    if coupling.loss is False and not coupling.modules and inquiry.method == "accumulator" and "loss" in differing:
+        return Cause(
+            kind="weight",
+            found=(
+                "neither model nor loss mixes samples, and no common weights of the parts give the full batch: the"
+                " loss adds up terms that divide by different counts"
+            ),
+            change="return the terms as a dict from loss, and from weight(batch) a dict of what each divides by",
+        )
+    tried = [one.kind for one in suspect(inquiry)]
+    told = f"; tried: {listed(tried)}, weights" if tried else ""
+    return Cause(
+        kind="unknown",
+        found=f"{why}{told}" + (f" ({coupling.reason})" if coupling.reason else ""),
+        change=f"look at {listed(where)} first: {_FIRST}" if where else _FIRST,
+        where=where,
+    )
+
+
+_FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"

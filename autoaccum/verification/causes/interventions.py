@@ -1,0 +1,85 @@
+"""What can be put out of the way of a comparison, and the least of it that makes the two updates equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Generic, Literal, TypeVar
+
+from autoaccum.verification.causes.inquiry import Inquiry
+from autoaccum.verification.outcomes import UNCHANGED, Change
+
+Explanation = TypeVar("Explanation")
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One thing that may be put out of the way.
+
+    Attributes:
+        kind: What is suspected.
+        where: Modules, attributes or buffers it lies in.
+    """
+
+    kind: Literal["batchnorm", "state", "randomness", "coupled model"]
+    where: tuple[str, ...] = ()
+
+    def added(self, change: Change) -> Change:
+        """`change`, with this out of the way as well."""
+        if self.kind == "state":
+            return replace(change, fresh_state=True)
+        if self.kind == "randomness":
+            return replace(change, calm=True)
+        return replace(change, rest=change.rest | frozenset(self.where))
+
+
+@dataclass(frozen=True)
+class Finding(Generic[Explanation]):
+    """The first set of interventions that helped.
+
+    Attributes:
+        interventions: All of them are needed.
+        change: All of them together.
+        explanation: What else there is to it; None where the updates are equal with them.
+    """
+
+    interventions: tuple[Intervention, ...]
+    change: Change
+    explanation: Explanation | None
+
+
+def suspect(inquiry: Inquiry) -> list[Intervention]:
+    """What there is to put out of the way, the likeliest first."""
+    found = [Intervention("batchnorm", inquiry.batchnorms)] if inquiry.batchnorms else []
+    if inquiry.state:
+        found.append(Intervention("state", inquiry.state))
+    return found if inquiry.lab.mismatch is not None else [*found, Intervention("randomness")]
+
+
+def find_least(
+    inquiry: Inquiry,
+    suspected: Sequence[Intervention],
+    explain: Callable[[Change], Explanation | None],
+    always: Intervention | None = None,
+) -> Finding[Explanation] | None:
+    """The smallest set after which both updates are equal, or `explain` knows why not; None where there is none.
+
+    Smaller sets are tried first, so that each member of the set is needed. `always` is in all of them.
+    """
+    for subset in _subsets(suspected):
+        chosen = subset if always is None else (*subset, always)
+        change = UNCHANGED
+        for intervention in chosen:
+            change = intervention.added(change)
+        if inquiry.is_equal(change):
+            return Finding(chosen, change, None)
+        explanation = explain(change) if inquiry.pair(change) is not None else None
+        if explanation is not None:
+            return Finding(chosen, change, explanation)
+    return None
+
+
+def _subsets(suspected: Sequence[Intervention]) -> Iterator[tuple[Intervention, ...]]:
+    for size in range(len(suspected) + 1):
+        yield from combinations(suspected, size)

@@ -1,0 +1,123 @@
+"""A loop of the user's own: what each of its parts counts for, and which line would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autoaccum.errors import AutoaccumError
+from autoaccum.verification.causes.decomposition import Decomposition
+from autoaccum.verification.causes.detachments import explain_detachment
+from autoaccum.verification.causes.factors import find_factors, flatten
+from autoaccum.verification.causes.inquiry import Inquiry
+from autoaccum.verification.causes.patterns import Cut, Fault, name_fault
+from autoaccum.verification.causes.weights import SUM, own_shares, share
+from autoaccum.verification.causes.words import numbers
+from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.outcomes import Change
+from autoaccum.verification.records import Cause, CauseKind
+from autoaccum.workload.candidates import count_candidates
+
+_SHARES = "they count for {factors}, their shares are {shares}"
+_FOUND: Mapping[Fault, str] = {
+    "zeroed": "only the last part counts: gradients are zeroed between the parts",
+    "left out": "some parts are left out: " + _SHARES,
+    "undivided": "the losses of the parts are added up undivided: " + _SHARES,
+    "divided twice": "the losses of the parts are divided twice: " + _SHARES,
+    "mean of means": (
+        "every part's mean counts for {factors}, though parts divide by different counts: their shares are {shares}"
+    ),
+    "constant": "the losses are divided by a fixed number, here of {parts} parts: " + _SHARES,
+    "scaled": "the parts are wrongly divided: " + _SHARES,
+    "uneven": "the parts are wrongly weighted: " + _SHARES,
+}
+_ZEROING = "call zero_grad() once, before the first part of a window"
+
+
+class Loop:
+    """The loop of a workload, under one change.
+
+    Args:
+        inquiry: What came out unequal.
+        change: What is otherwise in all runs.
+    """
+
+    def __init__(self, inquiry: Inquiry, change: Change) -> None:
+        self._inquiry, self._change = inquiry, change
+
+    def explain(self) -> tuple[Cause, ...] | None:
+        """What it does to its parts; None where the parts do not give the full batch's gradient in the first place."""
+        lab = self._inquiry.lab
+        try:
+            parts = Decomposition(lab, self._change, self._inquiry.rounding)
+            right = _find_shares(parts)
+            if right is None:
+                return None
+            shares, counted = right
+            cut = self._read(parts, shares)
+            if cut is None:
+                return explain_detachment(self._inquiry, self._change) or (self._other_loss(),)
+            fault = name_fault(cut, self._read_otherwise())
+        except AutoaccumError:
+            return None
+        return None if fault is None else (self._cause(fault, cut, counted),)
+
+    def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
+        """What each part counts for, beside what it should; None where its gradient is made of something else."""
+        rounding = self._inquiry.rounding
+        own = flatten(parts.lab.own(self._change).gradients, parts.whole.parameters)
+        found = find_factors(own, parts.gradients)
+        if found is None or found.residual > rounding:
+            return None
+        return Cut(tuple(0.0 if abs(one) < rounding else one for one in found.values), shares)
+
+    def _read_otherwise(self) -> Cut | None:
+        """The same of another number of parts."""
+        lab = next((one for one in self._inquiry.cuts if len(one.sizes) != len(self._inquiry.lab.sizes)), None)
+        if lab is None:
+            return None
+        parts = Decomposition(lab, self._change, self._inquiry.rounding)
+        right = _find_shares(parts)
+        return None if right is None else self._read(parts, right[0])
+
+    def _cause(self, fault: Fault, cut: Cut, counted: str) -> Cause:
+        kind: CauseKind = "last window" if fault == "constant" and self._inquiry.window == "last" else "accumulate"
+        found = _FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts)
+        change = _ZEROING if fault == "zeroed" else _right_line(self._inquiry.lab, counted)
+        return Cause(kind=kind, found=found, change=change, proved=True)
+
+    def _other_loss(self) -> Cause:
+        differences = self._inquiry.differences(self._change) or {}
+        where = tuple(one.where for name, one in differences.items() if name == "gradients" and one.where)
+        return Cause(
+            kind="accumulate",
+            found="the loop's gradient is made of something else than the gradients of loss(model, part)",
+            change="compute the loss of a part in the loop as loss(model, part) does",
+            where=where,
+        )
+
+
+def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
+    """What parts should count for, and what is counted, in words or as code; None where no one number is right."""
+    lab, objective = parts.lab, parts.lab.objective
+    own = own_shares(lab, list(parts.whole.terms))
+    if own is not None and parts.gives_gradient(own):
+        return own, SUM if objective.reduction == "sum" else objective.source
+    return next(((shares, code) for shares, code in _usual_shares(lab) if parts.gives_gradient(shares)), None)
+
+
+def _usual_shares(lab: Laboratory) -> Iterator[tuple[tuple[float, ...], str]]:
+    yield (1.0,) * len(lab.parts), SUM
+    for candidate in count_candidates(lab.batch, lab.parts):
+        yield share(candidate.counts), candidate.code
+
+
+def _right_line(lab: Laboratory, counted: str) -> str:
+    if counted == SUM:
+        return "loss(model, part).backward(), without dividing: the loss is a sum"
+    what = f"its {counted}" if counted == lab.objective.source else f"weight(batch): return {counted}"
+    if lab.objective.weight_function is not None and counted == lab.objective.source:
+        what = "weight(part)"
+    return (
+        f"(loss(model, part) * count / total).backward(), where count is a part's own ({what}) and total that of all"
+        " parts of the window"
+    )

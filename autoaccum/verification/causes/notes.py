@@ -1,0 +1,46 @@
+"""What is good to know of a comparison, also of an equal one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from autoaccum.verification.causes.words import listed
+from autoaccum.verification.laboratory import Laboratory
+from autoaccum.workload import nests
+from autoaccum.workload.candidates import count_candidates
+
+
+def find_notes(lab: Laboratory) -> tuple[str, ...]:
+    """Terms without a gradient, and a batch whose samples cannot tell a right weight from a wrong one."""
+    return tuple(_notes(lab))
+
+
+def _notes(lab: Laboratory) -> Iterator[str]:
+    full = lab.full()
+    loose = [name for name in full.terms if name not in full.connected]
+    if loose:
+        yield f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant"
+    if lab.objective.reduction == "mean" and _hides_weights(lab):
+        yield (
+            "all samples of this batch count alike, so that a wrong weight could not show: let batch(size) give"
+            " lengths that differ"
+        )
+
+
+def _hides_weights(lab: Laboratory) -> bool:
+    """Whether there are tokens or masks to count, and every way to count them gives the same shares."""
+    if len(lab.parts) < 2 or not any(map(_is_counted, nests.tensors(lab.batch))):
+        return False
+    candidates = [one for one in count_candidates(lab.batch, lab.parts) if _counts_entries(one.code)]
+    return len({candidate.shares(0) for candidate in candidates}) <= 1
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    return tensor.ndim > 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _counts_entries(code: str) -> bool:
+    """Whether it counts entries; sums of token ids always differ."""
+    return code.startswith("len(") or "!=" in code or "mask" in code.lower()

@@ -1,0 +1,105 @@
+"""What a loop of the user's own does to its parts, told from what each part counts for: pure numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Fault = Literal["zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"]
+
+_CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One window, cut and accumulated by the loop.
+
+    Attributes:
+        factors: What each part's gradient was multiplied by.
+        shares: What would have been right.
+    """
+
+    factors: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def parts(self) -> int:
+        """How many parts it has."""
+        return len(self.factors)
+
+    @property
+    def common(self) -> float | None:
+        """The factor, where all parts have the same."""
+        return _constant(self.factors)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times too large every part's factor is, where it is the same for all."""
+        pairs = zip(self.factors, self.shares, strict=True)
+        return _constant([factor / share for factor, share in pairs if share > 0])
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of parts that should count, and do not."""
+        pairs = enumerate(zip(self.factors, self.shares, strict=True))
+        return [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
+
+
+def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
+    """What is wrong with the factors; None where they are the shares.
+
+    Args:
+        cut: The window as it was accumulated.
+        other: The same window in another number of parts, which tells a divisor that is fixed from one that counts.
+
+    >>> name_fault(Cut((1.0, 1.0), (0.5, 0.5)))
+    'undivided'
+    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((1 / 9,) * 3, (1 / 3,) * 3))
+    'divided twice'
+    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((0.25,) * 3, (1 / 3,) * 3))
+    'constant'
+    """
+    if is_close(cut.ratio, 1.0):
+        return None
+    if cut.missing:
+        return "zeroed" if cut.missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
+    cuts = [cut] if other is None else [cut, other]
+    if cut.common is not None:
+        return _name_common(cut, other, cuts)
+    if cut.ratio is None:
+        return "uneven"
+    if _holds(cuts, lambda one: is_close(one.ratio, 1 / one.parts)):
+        return "divided twice"
+    if _holds(cuts, lambda one: is_close(one.ratio, float(one.parts))):
+        return "undivided"
+    return "constant" if cut.ratio < 1 and _is_fixed(cut, other) else "scaled"
+
+
+def is_close(one: float | None, two: float) -> bool:
+    """Whether `one` is `two` but for rounding."""
+    return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
+
+
+def _name_common(cut: Cut, other: Cut | None, cuts: list[Cut]) -> Fault:
+    if _holds(cuts, lambda one: is_close(one.common, 1.0)):
+        return "undivided"
+    if _holds(cuts, lambda one: is_close(one.common, 1 / one.parts)):
+        return "mean of means"
+    if _holds(cuts, lambda one: is_close(one.common, 1 / one.parts**2)):
+        return "divided twice"
+    return "constant" if other is not None and is_close(other.common, cut.common or 0.0) else "scaled"
+
+
+def _is_fixed(cut: Cut, other: Cut | None) -> bool:
+    return other is not None and is_close(other.ratio, cut.ratio or 0.0)
+
+
+def _holds(cuts: list[Cut], rule: Callable[[Cut], bool]) -> bool:
+    return all(rule(cut) for cut in cuts)
+
+
+def _constant(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return values[0] if all(is_close(value, values[0]) for value in values) else None

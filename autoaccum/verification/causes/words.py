@@ -1,0 +1,29 @@
+"""Lists in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 5
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed([f"layer{index}" for index in range(7)])
+    ('a and b', 'layer0, layer1, layer2, layer3, layer4 and 2 more')
+    """
+    shown, more = list(names[:_SHOWN]), len(names) - _SHOWN
+    if more > 0:
+        shown.append(f"{more} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Numbers, to four digits.
+
+    >>> numbers([0.5, 1 / 3])
+    '0.5 and 0.3333'
+    """
+    words = [f"{value:.4g}" for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,260 @@
+"""What is planted wrong into the models of `small_verified`: why their accumulated gradient is not the full batch's."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from small_verified import (
+    CLASSES,
+    FEATURES,
+    Gpt,
+    Mlp,
+    Recurrent,
+    class_loss,
+    penalty,
+    summed_loss,
+    token_loss,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+CALLS = [0]
+
+
+class Standardised(nn.Module):
+    """Normalises by the batch, and is no BatchNorm by class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1) if self.training else x
+
+
+def standardised() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 6), Standardised(), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class Stubborn(Standardised):
+    """Likewise in any mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1)
+
+
+def stubborn() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 6), Stubborn(), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class Keeping(Recurrent):
+    """Goes on from the state of the batch before."""
+
+    hidden: Tensor | None = None
+
+    def run(self, ids: Tensor) -> Tensor:
+        start = None if self.hidden is None else self.hidden.expand(1, len(ids), 6).contiguous()
+        outputs, hidden = self.cell(self.embed(ids), start)
+        self.hidden = hidden.mean(1, keepdim=True).detach()
+        return torch.as_tensor(outputs)
+
+
+class Remembering(Mlp):
+    """Moves by the mean of the batch before, which is kept in a buffer."""
+
+    before: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x + self.before
+        self.before = x.mean(0).detach()
+        return super().forward(moved)
+
+
+class Counting(Mlp):
+    """Counts its calls, and does nothing with the number."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Caching(Mlp):
+    """Computes a feature of its weights once, and keeps its value."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        feature = self.first.weight.square().sum(0) if self.kept is None else self.kept
+        self.kept = feature.detach()
+        return super().forward(x * feature)
+
+
+class KeepingNormalised(nn.Module):
+    """State and BatchNorm at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Remembering()
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(self.body(x)))
+
+
+class Mixing(Mlp):
+    """Mixes each sample with another of its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+
+class Shuffling(Mlp):
+    """Likewise, by the order of draws that are of one sample each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
+
+
+class ShufflingNormalised(nn.Module):
+    """Draws that mix, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Shuffling()
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(self.body(x)))
+
+
+class Restless(nn.Module):
+    """A factor that no seed decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.SystemRandom().random())
+
+
+def restless() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 6), Restless(), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+def normalised_gpt() -> nn.Module:
+    model = Gpt()
+    model.norm = Channels()
+    return model
+
+
+class Channels(nn.Module):
+    """BatchNorm over the channels of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def penalised_sum(model: nn.Module, batch: Any) -> Tensor:
+    return summed_loss(model, batch) + penalty(model)
+
+
+def penalised_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"classes": summed_loss(model, batch), "penalty": penalty(model)}
+
+
+def counted_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Grows with the calls of the function, which a variable of its module counts."""
+    CALLS[0] += 1
+    return class_loss(model, batch) * CALLS[0]
+
+
+def timed_loss(model: nn.Module, batch: Any) -> Tensor:
+    return class_loss(model, batch) * (time.perf_counter_ns() % 1009)
+
+
+def secret_loss(model: nn.Module, batch: Any) -> Tensor:
+    """A mean by weights that nothing in the batch counts."""
+    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    weights = batch[0][:, 0].square() + 1
+    return torch.as_tensor((each * weights).sum() / weights.sum())
+
+
+def one_more_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Divides by one sample more than there is."""
+    return summed_loss(model, batch) / (len(batch[0]) + 1)
+
+
+def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
+    image, text = model(batch["image"], batch["text"])
+    logits = torch.as_tensor(model.temperature).exp() * image @ text.T
+    return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def spread_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Holds outputs against their variance within the batch."""
+    outputs = model(batch[0])
+    return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + outputs.var(0, unbiased=False).mean())
+
+
+def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
+    """A mean over tokens and one over samples, added up."""
+    return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
+
+
+def undivided_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part))
+
+
+def twice_divided_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts) / len(parts))
+
+
+def mean_of_means_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(token_loss(model, part) / len(parts))
+
+
+def configured_loop(model: nn.Module, parts: Any) -> None:
+    """Divides by the number of parts of a whole window, however many there are."""
+    for part in parts:
+        backward(class_loss(model, part) / 4)
+
+
+def zeroing_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        model.zero_grad()
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def detaching_loop(model: Any, parts: Any) -> None:
+    """Learns of one of two losses only."""
+    for inputs, classes in parts:
+        hidden = model.hidden(inputs)
+        loss = functional.cross_entropy(model.last(hidden), classes)
+        loss = loss + functional.mse_loss(model.decoder(hidden), inputs).detach()
+        backward(loss * len(classes) / samples(parts))
+
+
+def right_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def samples(parts: Any) -> int:
+    return sum(len(parts_own[1]) for parts_own in list.__iter__(parts))
+
+
+def backward(loss: Tensor) -> None:
+    torch.autograd.backward(loss)

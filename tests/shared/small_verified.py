@@ -1,0 +1,214 @@
+"""Small models and losses of the kinds that are accumulated, well behaved: what `verify` has nothing to say against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FEATURES, CLASSES, WORDS, LENGTH = 5, 3, 11, 6
+LENGTHS = (6, 3, 5, 2, 4, 6, 2, 3)
+
+
+def pairs(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, FEATURES), torch.arange(size) % CLASSES
+
+
+def images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 2, 4, 4), torch.arange(size) % CLASSES
+
+
+def texts(size: int) -> dict[str, Tensor]:
+    lengths = torch.tensor([LENGTHS[index % len(LENGTHS)] for index in range(size)])
+    ids = torch.randint(1, WORDS, (size, LENGTH))
+    mask = torch.arange(LENGTH)[None] < lengths[:, None]
+    return {"input_ids": ids.masked_fill(~mask, 0), "labels": ids.masked_fill(~mask, -100)}
+
+
+def captions(size: int) -> dict[str, Tensor]:
+    return {"image": torch.randn(size, FEATURES), "text": torch.randn(size, FEATURES)}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 6)
+        self.last = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(self.hidden(x)))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+
+class Residual(nn.Module):
+    """A residual block, with the normalisation it is given."""
+
+    def __init__(self, normalisation: Any = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm1 = normalisation(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm2 = normalisation(4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.stem(x)))
+        x = torch.relu(x + self.norm2(self.conv(x)))
+        return torch.as_tensor(self.head(x.mean((2, 3))))
+
+
+def grouped() -> nn.Module:
+    return Residual(lambda channels: nn.GroupNorm(2, channels))
+
+
+def frozen() -> nn.Module:
+    model = Residual()
+    model.norm1.eval()
+    model.norm2.eval()
+    return model
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def normalised_after_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+class Gpt(nn.Module):
+    """One block that attends to what was before, and dropout."""
+
+    def __init__(self, *, tied: bool = False, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        self.place = nn.Parameter(torch.randn(LENGTH, 8) * 0.1)
+        self.norm: nn.Module = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(8, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place[: ids.shape[1]]
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.drop(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return torch.as_tensor(self.head(x))
+
+
+def tied() -> nn.Module:
+    return Gpt(tied=True)
+
+
+class HuggingFace(nn.Module):
+    """Takes the labels too, and gives the mean over the tokens that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Gpt(dropout=0.0)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(input_ids)
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class Clip(nn.Module):
+    """Two towers and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(FEATURES, 4)
+        self.text = nn.Linear(FEATURES, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.image(image), dim=-1), functional.normalize(self.text(text), dim=-1)
+
+
+class Recurrent(nn.Module):
+    """An RNN over the words; it begins anew with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 4)
+        self.cell = nn.GRU(4, 6, batch_first=True)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.run(ids)[:, -1]))
+
+    def run(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(self.cell(self.embed(ids))[0])
+
+
+class TwoHeads(Mlp):
+    """A second head that gives the inputs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(6, FEATURES)
+
+
+def sequences(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, WORDS, (size, LENGTH)), torch.arange(size) % CLASSES
+
+
+def token_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def token_weight(batch: Any) -> Any:
+    return (batch["labels"] != -100).sum()
+
+
+def huggingface_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(model(**batch)["loss"])
+
+
+def shifted_weight(batch: Any) -> Any:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def class_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def summed_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+def penalised_loss(model: nn.Module, batch: Any) -> Tensor:
+    return class_loss(model, batch) + penalty(model)
+
+
+def two_losses(model: Any, batch: Any) -> dict[str, Tensor]:
+    hidden = model.hidden(batch[0])
+    return {
+        "classes": functional.cross_entropy(model.last(hidden), batch[1]),
+        "inputs": functional.mse_loss(model.decoder(hidden), batch[0]),
+    }
+
+
+def text_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"tokens": token_loss(model, batch), "size": model(batch["input_ids"]).square().mean()}
+
+
+def text_weights(batch: Any) -> dict[str, Any]:
+    return {"tokens": token_weight(batch), "size": len(batch["labels"])}
+
+
+def matched_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Each image beside its own text only."""
+    image, text = model(batch["image"], batch["text"])
+    scale = torch.as_tensor(model.temperature).exp()
+    return functional.softplus(-scale * (image * text).sum(-1)).mean()

@@ -1,0 +1,222 @@
+"""The table: models, what is planted wrong, and the cause that is found. None is claimed where all is well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import planted_causes as planted
+import pytest
+import small_verified as small
+import torch
+from torch import nn
+
+from autoaccum import Workload, verify
+from autoaccum.verification.records import Verification
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+def classes(model: Any, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.pairs, criterion=CRITERION, **more)
+
+
+def pairs(loss: Any, model: Any = small.Mlp, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.pairs, loss=loss, **more)
+
+
+def pictures(model: Any, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.images, criterion=CRITERION, **more)
+
+
+def texts(loss: Any, model: Any = small.Gpt, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.texts, loss=loss, **more)
+
+
+def captions(loss: Any, **more: Any) -> Workload:
+    return Workload(model=small.Clip, batch=small.captions, loss=loss, **more)
+
+
+def sequences(model: Any, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.sequences, criterion=CRITERION, **more)
+
+
+def found(workload: Workload, **more: Any) -> Verification:
+    return verify(workload, target_batch=8, micro_batch=2, **more)
+
+
+WELL: dict[str, Workload] = {
+    "MLP, AdamW": classes(small.Mlp),
+    "MLP, SGD with momentum and weight decay": classes(
+        small.Mlp, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
+    ),
+    "MLP, a sum": pairs(small.summed_loss, reduction="sum"),
+    "MLP, a regulariser in a mean": pairs(small.penalised_loss),
+    "MLP with dropout": classes(small.dropped),
+    "ResNet with GroupNorm": pictures(small.grouped),
+    "ResNet with BatchNorm at rest": pictures(small.frozen),
+    "GPT with padding and dropout": texts(small.token_loss, weight=small.token_weight),
+    "GPT with tied weights": texts(small.token_loss, small.tied, weight=small.token_weight),
+    "GPT with two losses, of tokens and samples": texts(small.text_losses, weight=small.text_weights),
+    "Hugging Face, shifted tokens": texts(small.huggingface_loss, small.HuggingFace, weight=small.shifted_weight),
+    "CLIP with temperature, each pair by itself": captions(small.matched_loss),
+    "RNN": sequences(small.Recurrent),
+    "two losses": pairs(small.two_losses, small.TwoHeads),
+    "a loop of its own": classes(small.Mlp, accumulate=planted.right_loop),
+}
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_claims_no_cause_where_all_is_well(case: str) -> None:
+    verification = found(WELL[case])
+    assert verification.equivalent
+    assert verification.causes == ()
+
+
+TOKENS = '(batch["labels"] != -100).sum()'
+SHIFTED = '(batch["labels"][:, 1:] != -100).sum()'
+
+WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
+    # Workload, kind, where, what the change says.
+    "ResNet with BatchNorm": (pictures(small.Residual), "batchnorm", ("norm1", "norm2"), 'batchnorm="frozen"'),
+    "BatchNorm after dropout": (classes(small.normalised_after_dropout), "batchnorm", ("2",), "GroupNorm"),
+    "a norm of one's own": (classes(planted.standardised), "coupled model", ("1",), "eval()"),
+    "a norm of one's own in any mode": (classes(planted.stubborn), "coupled model", ("1",), "LayerNorm"),
+    "GPT without weight": (texts(small.token_loss), "weight", (), f"def weight(batch): return {TOKENS}"),
+    "GPT, tied, weighted by shifted tokens": (
+        texts(small.token_loss, small.tied, weight=small.shifted_weight),
+        "weight",
+        (),
+        f"def weight(batch): return {TOKENS}",
+    ),
+    "Hugging Face without weight": (
+        texts(small.huggingface_loss, small.HuggingFace),
+        "weight",
+        (),
+        f"def weight(batch): return {SHIFTED}",
+    ),
+    "Hugging Face, weighted by all tokens": (
+        texts(small.huggingface_loss, small.HuggingFace, weight=small.token_weight),
+        "weight",
+        (),
+        SHIFTED,
+    ),
+    "two losses of texts, one weight": (
+        texts(small.text_losses),
+        "weight",
+        ("tokens",),
+        f'return {{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}',
+    ),
+    "two losses with different divisors, added up": (texts(planted.mixed_counts), "weight", (), "dict"),
+    "a mean by what the batch does not tell": (pairs(planted.secret_loss), "weight", (), "no usual counting"),
+    "a mean that divides by one sample more": (pairs(planted.one_more_loss), "weight", (), "adds up over parts"),
+    "a sum, said to be a mean": (pairs(small.summed_loss), "reduction", (), 'reduction = "sum"'),
+    "a mean, said to be a sum": (
+        pairs(small.class_loss, reduction="sum"),
+        "reduction",
+        (),
+        'leave reduction = "sum" away',
+    ),
+    "a mean over tokens, said to be a sum": (texts(small.token_loss, reduction="sum"), "reduction", (), TOKENS),
+    "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "regulariser", (), "weight_decay"),
+    "a regulariser as a term of a sum": (
+        pairs(planted.penalised_terms, reduction="sum"),
+        "regulariser",
+        ("penalty",),
+        "weight_decay",
+    ),
+    "an RNN that keeps its state": (sequences(planted.Keeping), "state", ("hidden",), "reset it"),
+    "a buffer that moves the next batch": (classes(planted.Remembering), "state", ("before",), "reset it"),
+    "a buffer that counts calls": (classes(planted.Counting), "state", ("calls",), "once per update"),
+    "a variable that counts calls": (pairs(planted.counted_loss), "state", ("CALLS",), "reset it"),
+    "a feature that is cached without its graph": (classes(planted.Caching), "detached", ("kept",), "in every call"),
+    "samples mixed by the order of draws": (classes(planted.Shuffling), "randomness", (), "before it is cut"),
+    "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "entropy"),
+    "a factor from the clock": (pairs(planted.timed_loss), "non-determinism", (), "time"),
+    "CLIP with in-batch negatives": (captions(planted.contrastive_loss), "coupled loss", ("the loss",), "larger"),
+    "a variance of the batch in the loss": (pairs(planted.spread_loss), "coupled loss", ("the loss",), "larger"),
+    "a loop that does not divide": (
+        classes(small.Mlp, accumulate=planted.undivided_loop),
+        "accumulate",
+        (),
+        "count / total",
+    ),
+    "a loop that divides twice": (
+        classes(small.Mlp, accumulate=planted.twice_divided_loop),
+        "accumulate",
+        (),
+        "count / total",
+    ),
+    "a loop that averages means of tokens": (
+        texts(small.token_loss, weight=small.token_weight, accumulate=planted.mean_of_means_loop),
+        "accumulate",
+        (),
+        "weight(part)",
+    ),
+    "a loop that divides the last window as a whole one": (
+        classes(small.Mlp, accumulate=planted.configured_loop),
+        "last window",
+        (),
+        "of the window",
+    ),
+    "a loop that zeroes gradients between parts": (
+        classes(small.Mlp, accumulate=planted.zeroing_loop),
+        "accumulate",
+        (),
+        "zero_grad() once",
+    ),
+    "a loop that detaches a loss": (
+        pairs(small.two_losses, small.TwoHeads, accumulate=planted.detaching_loop),
+        "detached",
+        ("decoder.weight", "decoder.bias"),
+        "detach()",
+    ),
+}
+
+
+UNPROVED = {
+    "a norm of one's own in any mode",
+    "two losses with different divisors, added up",
+    "a mean that divides by one sample more",
+    "a factor from the system's entropy",
+    "a factor from the clock",
+    "CLIP with in-batch negatives",
+    "a variance of the batch in the loss",
+    "a loop that detaches a loss",
+}
+"""Where nothing can be put out of the way that would make both updates the same."""
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_finds_the_one_cause(case: str) -> None:
+    workload, kind, where, change = WRONG[case]
+    verification = found(workload)
+    assert not verification.equivalent
+    assert [(cause.kind, cause.where) for cause in verification.causes] == [(kind, where)]
+    assert change in verification.causes[0].change
+    assert verification.causes[0].proved is (case not in UNPROVED)
+
+
+TOGETHER: dict[str, tuple[Workload, set[str]]] = {
+    "BatchNorm and no weight": (texts(small.token_loss, planted.normalised_gpt), {"batchnorm", "weight"}),
+    "BatchNorm and a sum": (pairs(small.summed_loss, small.normalised_after_dropout), {"batchnorm", "reduction"}),
+    "state and BatchNorm": (classes(planted.KeepingNormalised), {"state", "batchnorm"}),
+    "state and a sum": (pairs(small.summed_loss, planted.Remembering), {"state", "reduction"}),
+    "mixed samples and BatchNorm": (classes(planted.ShufflingNormalised), {"randomness", "batchnorm"}),
+    "a norm of one's own and a sum": (pairs(small.summed_loss, planted.standardised), {"coupled model", "reduction"}),
+    "a sum and a regulariser, said to be a mean": (pairs(planted.penalised_sum), {"reduction", "regulariser"}),
+    "BatchNorm and a loop that does not divide": (
+        classes(small.normalised_after_dropout, accumulate=planted.undivided_loop),
+        {"batchnorm", "accumulate"},
+    ),
+    "BatchNorm and a variance in the loss": (
+        pairs(planted.spread_loss, small.normalised_after_dropout),
+        {"batchnorm", "coupled loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_finds_all_causes_that_are_needed(case: str) -> None:
+    workload, kinds = TOGETHER[case]
+    causes = found(workload).causes
+    assert sorted(cause.kind for cause in causes) == sorted(kinds)
