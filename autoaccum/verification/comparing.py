@@ -24,12 +24,15 @@ class Tolerances:
     Attributes:
         relative: Of loss terms, gradients and floating buffers, relative to their scale.
         update: How far each entry of a parameter may be off after the update, by name; those that are not named are
-            held to `relative` of the largest parameter.
+            held to `relative` of the scale.
+        largest_move: How far the full batch's update moves a parameter at most, which is the scale of errors of an
+            update; None: the largest parameter is.
         rounding: Where they come from, as a sentence.
     """
 
     relative: float
     update: Mapping[str, Tensor] = field(default_factory=dict)
+    largest_move: float | None = None
     rounding: str = ""
 
 
@@ -53,10 +56,10 @@ def compare(full: Outcome, other: Outcome, tolerances: Tolerances) -> tuple[Diff
 
     Errors are relative: of loss terms to the largest term, of gradients to the largest entry of the full batch's over
     the whole model, of a floating buffer to its own largest entry (or a thousandth of its module's), of parameters
-    after the update to the largest of the full batch's. Whole numbers and truth values must be the same. NaN and
-    infinities are equal where both have them. A gradient that is None is one of zeros: an optimizer that treats the
-    two differently (one with weight decay passes over None) shows it in the update. What only one of the two has, or
-    has in another shape, is infinitely far off; a loop that tells no loss has none to compare.
+    after the update to how far the full batch's moves one at most. Whole numbers and truth values must be the same.
+    NaN and infinities are equal where both have them. A gradient that is None is one of zeros: an optimizer that treats
+    the two differently (one with weight decay passes over None) shows it in the update. What only one of the two has,
+    or has in another shape, is infinitely far off; a loop that tells no loss has none to compare.
 
     Args:
         full: Of the full batch, which scales are taken of.
@@ -115,7 +118,7 @@ def _buffers(full: Outcome, other: Outcome, tolerance: float) -> Iterable[_Gap]:
 
 
 def _update(full: Outcome, other: Outcome, tolerances: Tolerances) -> Iterable[_Gap]:
-    scale = _scale(map(_largest, full.parameters.values()))
+    scale = tolerances.largest_move or _scale(map(_largest, full.parameters.values()))
     for name in _names(full.parameters, other.parameters):
         one, two = full.parameters.get(name), other.parameters.get(name)
         if one is None or two is None or one.shape != two.shape:

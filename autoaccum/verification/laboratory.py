@@ -118,6 +118,10 @@ class Laboratory:
         self._seed()
         return run_update(self.specimen, gradients)
 
+    def initial(self) -> Mapping[str, Tensor]:
+        """The parameters before any update."""
+        return {name: parameter.detach() for name, parameter in self.specimen.fresh().model.named_parameters()}
+
     def _pair(self, change: Change) -> _Pair:
         if change not in self._pairs:
             self._pairs[change] = self._calm(change) if change.calm or self.mismatch else self._joined(change)

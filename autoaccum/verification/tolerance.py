@@ -35,6 +35,9 @@ class Runs(Protocol):
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
         """Parameters after one update with these gradients."""
 
+    def initial(self) -> Mapping[str, Tensor]:
+        """Parameters before any."""
+
 
 def find_tolerances(runs: Runs, *, precision: str, samples: int, double: Runs | None = None) -> Tolerances:
     """How far rounding alone takes the runs of a batch apart.
@@ -59,12 +62,17 @@ def find_tolerances(runs: Runs, *, precision: str, samples: int, double: Runs | 
 def with_update(tolerances: Tolerances, runs: Runs, change: Change = UNCHANGED) -> Tolerances:
     """`tolerances`, with what the update of `runs` may be off.
 
-    That is 4 times how far it moves when each gradient entry is moved by its tolerance, up and down, and a few
-    roundoffs of the parameter. An optimizer that divides by the gradient's size (Adam) or takes its sign moves by its
-    whole learning rate where a gradient is truly zero, and one sum in another order decides which way.
+    That is the same share of the largest move of a parameter, 4 times how far the update moves when each gradient
+    entry is moved by its tolerance, up and down, and a few roundoffs of the parameter. An optimizer that divides by the
+    gradient's size (Adam) or takes its sign moves by its whole learning rate where a gradient is truly zero, and one
+    sum in another order decides which way.
     """
-    full = runs.full(change)
-    return dataclasses.replace(tolerances, update=_allowed(runs, full, tolerances.relative))
+    full, initial = runs.full(change), runs.initial()
+    moves = [_exact(after) - _exact(initial[name]) for name, after in full.parameters.items()]
+    largest = largest_entry(moves)
+    allowed = _allowed(runs, full, tolerances.relative)
+    update = {name: entries + tolerances.relative * largest for name, entries in allowed.items()}
+    return dataclasses.replace(tolerances, update=update, largest_move=largest)
 
 
 def _rounded(runs: Runs, precision: str, samples: int, double: Runs | None) -> tuple[float, str]:

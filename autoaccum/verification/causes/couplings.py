@@ -6,7 +6,7 @@ from torch import nn
 
 from autoaccum.accumulation.coupling import Coupling, find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import listed
+from autoaccum.verification.causes.words import modules
 from autoaccum.verification.records import Cause
 from autoaccum.workload.weights import Objective
 
@@ -38,12 +38,12 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     return tuple(causes)
 
 
-def batchnorm_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
-    """BatchNorm, and what may be had instead."""
-    seen = ": with its statistics at rest, both are the same" if proved else ""
+def batchnorm_cause(names: tuple[str, ...], *, proved: bool, alone: bool = False) -> Cause:
+    """BatchNorm, and what may be had instead; `alone` where nothing else is wrong."""
+    seen = ": with these at rest, both are the same" if proved and alone else ""
     return Cause(
         kind="batchnorm",
-        found=f"BatchNorm normalises by the part, not by the whole batch, in {listed(names)}{seen}",
+        found=f"BatchNorm normalises by the part, not by the whole batch, in {modules(names)}{seen}",
         change=(
             'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
             ' InstanceNorm instead; batchnorm="running" mends running statistics only'
@@ -58,7 +58,7 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     rest = " or eval() on it, under which both are the same" if proved else ""
     return Cause(
         kind="coupled model",
-        found=f"a sample's output depends on the others of its part in {listed(names)}",
+        found=f"a sample's output depends on the others of its part in {modules(names)}",
         change=f"let it look at one sample at a time, as LayerNorm and GroupNorm do,{rest or ' or leave it out'};"
         f" {_LARGER}",
         where=names,

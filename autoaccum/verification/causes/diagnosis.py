@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoaccum.accumulation.company import ITSELF
@@ -85,18 +84,19 @@ def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
 def _causes(inquiry: Inquiry, found: Finding[tuple[Cause, ...]]) -> tuple[Cause, ...]:
     explained = found.explanation or ()
     proved = all(cause.proved for cause in explained)
-    return (*(_cause(inquiry, one, found.interventions, proved=proved) for one in found.interventions), *explained)
+    return (*(_cause(inquiry, one, found, proved=proved) for one in found.interventions), *explained)
 
 
-def _cause(inquiry: Inquiry, one: Intervention, all_of_them: Sequence[Intervention], *, proved: bool) -> Cause:
+def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]], *, proved: bool) -> Cause:
     if one.kind == "batchnorm":
-        return batchnorm_cause(one.where, proved=proved)
+        alone = len(found.interventions) == 1 and found.explanation is None
+        return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "coupled model":
         return module_cause(one.where, proved=proved)
     if one.kind == "randomness":
         return draw_cause(proved=proved)
     without = UNCHANGED
-    for other in all_of_them:
+    for other in found.interventions:
         without = without if other == one else other.added(without)
     return replace(state_cause(inquiry, one.where, without), proved=proved)
 

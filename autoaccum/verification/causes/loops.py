@@ -114,10 +114,10 @@ def _usual_shares(lab: Laboratory) -> Iterator[tuple[tuple[float, ...], str]]:
 def _right_line(lab: Laboratory, counted: str) -> str:
     if counted == SUM:
         return "loss(model, part).backward(), without dividing: the loss is a sum"
-    what = f"its {counted}" if counted == lab.objective.source else f"weight(batch): return {counted}"
-    if lab.objective.weight_function is not None and counted == lab.objective.source:
-        what = "weight(part)"
+    what = f"weight(batch): return {counted}"
+    if counted == lab.objective.source:
+        what = "weight(part)" if lab.objective.weight_function else f"its {counted.partition(' (')[0]}"
     return (
-        f"(loss(model, part) * count / total).backward(), where count is a part's own ({what}) and total that of all"
+        f"(loss(model, part) * count / total).backward(), where count is a part's own ({what}), and total that of all"
         " parts of the window"
     )

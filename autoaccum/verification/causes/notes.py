@@ -22,10 +22,12 @@ def _notes(lab: Laboratory) -> Iterator[str]:
     loose = [name for name in full.terms if name not in full.connected]
     if loose:
         yield f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant"
-    if lab.objective.reduction == "mean" and _hides_weights(lab):
+    objective = lab.objective
+    is_known = objective.criterion is not None and objective.weight_function is None
+    if objective.reduction == "mean" and not is_known and _hides_weights(lab):
         yield (
-            "all samples of this batch count alike, so that a wrong weight could not show: let batch(size) give"
-            " lengths that differ"
+            "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in training,"
+            " let batch(size) give such a batch"
         )
 
 

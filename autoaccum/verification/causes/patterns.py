@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,15 +65,15 @@ def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
     if cut.missing:
         return "zeroed" if cut.missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
     cuts = [cut] if other is None else [cut, other]
-    if cut.common is not None:
-        return _name_common(cut, other, cuts)
-    if cut.ratio is None:
-        return "uneven"
-    if _holds(cuts, lambda one: is_close(one.ratio, 1 / one.parts)):
-        return "divided twice"
-    if _holds(cuts, lambda one: is_close(one.ratio, float(one.parts))):
+    if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in cuts):
         return "undivided"
-    return "constant" if cut.ratio < 1 and _is_fixed(cut, other) else "scaled"
+    if all(is_close(one.common, 1 / one.parts) for one in cuts):
+        return "mean of means"
+    if all(is_close(one.common, 1 / one.parts**2) or is_close(one.ratio, 1 / one.parts) for one in cuts):
+        return "divided twice"
+    if other is not None and _is_fixed(cut, other):
+        return "constant"
+    return "uneven" if cut.common is None and cut.ratio is None else "scaled"
 
 
 def is_close(one: float | None, two: float) -> bool:
@@ -81,22 +81,10 @@ def is_close(one: float | None, two: float) -> bool:
     return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
 
 
-def _name_common(cut: Cut, other: Cut | None, cuts: list[Cut]) -> Fault:
-    if _holds(cuts, lambda one: is_close(one.common, 1.0)):
-        return "undivided"
-    if _holds(cuts, lambda one: is_close(one.common, 1 / one.parts)):
-        return "mean of means"
-    if _holds(cuts, lambda one: is_close(one.common, 1 / one.parts**2)):
-        return "divided twice"
-    return "constant" if other is not None and is_close(other.common, cut.common or 0.0) else "scaled"
-
-
-def _is_fixed(cut: Cut, other: Cut | None) -> bool:
-    return other is not None and is_close(other.ratio, cut.ratio or 0.0)
-
-
-def _holds(cuts: list[Cut], rule: Callable[[Cut], bool]) -> bool:
-    return all(rule(cut) for cut in cuts)
+def _is_fixed(cut: Cut, other: Cut) -> bool:
+    """Whether parts are divided by the same number, however many there are."""
+    same_factor = cut.common is not None and is_close(other.common, cut.common)
+    return same_factor or (cut.ratio is not None and cut.ratio < 1 and is_close(other.ratio, cut.ratio))
 
 
 def _constant(values: Sequence[float]) -> float | None:

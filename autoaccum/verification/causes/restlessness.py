@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.company import ITSELF
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.causes.inquiry import Inquiry
+from autoaccum.verification.causes.words import modules
 from autoaccum.verification.outcomes import UNCHANGED
 from autoaccum.verification.records import Cause
 from autoaccum.workload import nests
@@ -27,7 +28,7 @@ def find_restlessness(inquiry: Inquiry) -> Cause | None:
     if inquiry.are_equal(lab.full(UNCHANGED), again):
         return None
     name = _first_restless(inquiry)
-    lies_in = "the loss" if name is None else name or ITSELF
+    lies_in = "the loss" if name is None else modules([name]) if name else ITSELF
     return Cause(
         kind="non-determinism",
         found=f"the full batch gives another result when it is run again, first in {lies_in}",

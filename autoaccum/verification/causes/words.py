@@ -19,6 +19,15 @@ def listed(names: Sequence[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
+def modules(names: Sequence[str]) -> str:
+    """Modules by name.
+
+    >>> modules(["0"]), modules(["0", "2"])
+    ('module 0', 'modules 0 and 2')
+    """
+    return f"module{'s' * (len(names) > 1)} {listed(names)}"
+
+
 def numbers(values: Sequence[float]) -> str:
     """Numbers, to four digits.
 
