@@ -11,6 +11,9 @@ from autoaccum.accumulation.randomness import RandomState
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
+from autoaccum.verification.causes.diagnosis import find_causes
+from autoaccum.verification.causes.notes import find_notes
+from autoaccum.verification.causes.notes import find_notes
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.laboratory import Laboratory
@@ -22,6 +25,7 @@ from autoaccum.verification.subjects import Subject
 from autoaccum.verification.tolerance import find_tolerances, with_update
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
+from autoaccum.workload.sampling import take_small_batch
 
 _ONE_VALUE = "more than 1 value per channel"
 """Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
@@ -51,17 +55,25 @@ class Verifier:
         """
         seed_everything()
         target, micro = self._request.target_batch, self._request.largest_part
-        with users_code(f"batch({target})"):
-            batch = self._subject.workload.build_batch(target)
+        batch = self._take_batch(target)
         self._random = RandomState()
         lab = self._first_laboratory(batch, whole_window(target, micro))
         self._tell(Begun(**self._describe(lab), precision=self._precision, device=str(lab.specimen.device)))
         tolerances = find_tolerances(lab, precision=self._precision, samples=target, double=self._double(lab, batch))
         self._compare_both(lab, "whole", tolerances)
+        self._note(find_notes(lab))
         short = last_window(target, micro)
         if short is not None:
             self._compare_last(lab.specimen, batch, short, tolerances)
         return self._record(lab, tolerances, began)
+
+    def _take_batch(self, target: int) -> Any:
+        """Real samples where there are some, since those of a worst case may all weigh the same."""
+        workload = self._subject.workload
+        if self._request.worst_of is None:
+            return take_small_batch(workload, target)
+        with users_code(f"batch({target})"):
+            return workload.build_batch(target)
 
     def _first_laboratory(self, batch: Any, sizes: tuple[int, ...]) -> Laboratory:
         """The whole window; in float32 where float64 was not asked for and does not run."""
@@ -117,9 +129,11 @@ class Verifier:
         try:
             lab.full()
         except WorkloadError as error:
-            if _ONE_VALUE not in error.message:
+            is_single = _ONE_VALUE in error.message
+            if not is_single and not self._causes:  # State that is kept has the size of the parts before.
                 raise
-            self._notes.append(f"the shorter window of {_words(sizes)} was left out: BatchNorm runs no single sample")
+            why = "BatchNorm runs no single sample" if is_single else first_line(error.message)
+            self._notes.append(f"the shorter window of {_words(sizes)} was left out: {why}")
             return
         self._compare_both(lab, "last", tolerances)
 
@@ -139,6 +153,7 @@ class Verifier:
         self._comparisons.append(found)
         self._tell(Compared(found))
         self._note_draws(lab)
+        self._note(find_notes(lab))
         if not found.equal and not known:
             self._diagnose(lab, found, tolerances)
 
@@ -148,8 +163,6 @@ class Verifier:
         return bool(whole and self._causes) and not whole[0].equal and all(cause.proved for cause in self._causes)
 
     def _diagnose(self, lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> None:
-        from autoaccum.verification.causes.diagnosis import find_causes
-
         self._tell(Diagnosing(comparison))
         try:
             diagnosis = find_causes(lab, comparison, tolerances)
