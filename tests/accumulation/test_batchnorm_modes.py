@@ -158,6 +158,17 @@ def test_a_batchnorm_with_a_forward_of_its_own() -> None:
 
 
 @FORGIVING
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+def test_a_synchronised_batchnorm_in_one_process_is_a_batchnorm(mode: str) -> None:
+    model, batch = small(), batch_of(8)
+    model(batch_of(9)[0])
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))  # type: ignore[no-untyped-call]
+    trained(model, batch, mode)
+    trained(synchronised, batch, mode)
+    assert not differing(model, synchronised)
+
+
+@FORGIVING
 def test_running_statistics_under_autocast_stay_in_float32() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
