@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +16,7 @@ from autoaccum.reporting.rows import row_lines
 from autoaccum.verification.records import Cause, Comparison, Difference, Verification
 
 _MOST_WORSE = 3
+_FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
 def print_verification(console: Console, found: Verification, *, command: Sequence[str]) -> None:
@@ -77,18 +79,16 @@ def comparison_lines(comparison: Comparison) -> Iterator[Text]:
 
 
 def cause_lines(console: Console, cause: Cause, *, number: int | None = None) -> Iterator[Text]:
-    """What was found, where, what makes it equal, and whether that was proved; code in lines of its own."""
+    """What was found, where, what makes it equal, and whether that was proved."""
     title = "cause" if number is None else f"cause {number}"
     yield from row_lines(console, title, Text(f"{cause.kind}: {cause.found}"))
     if cause.where:
         listed = ", ".join(cause.where[:_MOST_WORSE])
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
         yield from row_lines(console, "in", Text(f"{listed}{more}"))
-    if "\n" in cause.change:  # Lines of code, to be copied as they are.
-        yield Text("change", "bold")
-        yield from (Text(f"  {line}") for line in cause.change.splitlines())
-    else:
-        yield from row_lines(console, "change", Text(cause.change))
+    words, code = _split_code(cause.change)
+    yield from row_lines(console, "change", Text(words))
+    yield from (Text(f"  {line}") for line in code)
     proof = "with it, the same comparison is equal" if cause.proved else "not proved: the comparison was not made equal"
     yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
 
@@ -102,6 +102,15 @@ def next_lines(found: Verification, *, command: Sequence[str]) -> Iterator[Text]
         yield Text("make the change, and verify again")
     else:
         yield Text("no cause was found by experiment: please report it with the output of --json")
+
+
+def _split_code(change: str) -> tuple[str, list[str]]:
+    """The words of a change, and its lines of code, which are never wrapped, so that they can be copied."""
+    words, newline, code = change.partition("\n")
+    if newline:
+        return words, code.splitlines()
+    found = _FUNCTION.search(change)
+    return (change, []) if found is None else (change[: found.start()].rstrip(), [found[0]])
 
 
 def _remarks(found: Verification) -> Iterator[tuple[str, Text]]:
@@ -135,7 +144,7 @@ def _of(difference: Difference) -> str:
         "loss": " of the loss",
         "gradients": " of the largest entry",
         "buffers": " of its largest entry",
-        "update": " of the largest parameter",
+        "update": " of the largest move",
     }[difference.quantity]
 
 

@@ -113,6 +113,10 @@ class Laboratory:
         """The same batch cut otherwise."""
         return Laboratory(self.specimen, self._given, sizes)
 
+    def with_specimen(self, specimen: Specimen) -> Laboratory:
+        """The same batch, cut alike, of another specimen, such as one in float64."""
+        return Laboratory(specimen, self._given, self.sizes)
+
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
         """The parameters after one step of the optimizer with these gradients."""
         self._seed()

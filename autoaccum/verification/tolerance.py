@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import Tolerances as Tolerances
 from autoaccum.verification.comparing import compare, largest_entry
 from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
@@ -22,7 +23,6 @@ _ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 _LEAST_ROUNDOFFS = 8
 _MARGIN = 4
-_COARSEST = 0.25
 _CALM = Change(calm=True)
 
 
@@ -52,6 +52,9 @@ def find_tolerances(runs: Runs, *, precision: str, samples: int, double: Runs | 
         precision: `fp64`, `fp32`, `bf16` or `fp16`.
         samples: Of the batch.
         double: Of the same batch on the same device in float64; None where that does not run.
+
+    Raises:
+        NotMeasuredError: Rounding in that precision is as large as the gradient.
     """
     relative, rounding = (
         (DOUBLE, _double_words()) if precision == "fp64" else _rounded(runs, precision, samples, double)
@@ -85,11 +88,11 @@ def _rounded(runs: Runs, precision: str, samples: int, double: Runs | None) -> t
             f" the workload does not run in float64 here; {_blind(grown)}"
         )
     distance = _distance(runs.full(_CALM), double.full(_CALM))
-    if not distance <= _COARSEST:
-        return grown, (
-            f"8 unit roundoffs of {precision} ({roundoff:.1e}) times the root of {samples} samples: the full batch's"
-            f" own gradient is {distance:.0%} off that in float64, so that {precision} cannot tell much here;"
-            f" {_blind(grown)}"
+    if not _MARGIN * distance < 1:
+        raise NotMeasuredError(
+            f"the full batch's own gradient in {precision} is {distance:.0%} off that in float64: rounding hides"
+            " whatever accumulation does",
+            hint="verify with --precision fp64",
         )
     relative = max(_MARGIN * distance, least)
     return relative, (

@@ -13,7 +13,6 @@ from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
-from autoaccum.verification.causes.notes import find_notes
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.laboratory import Laboratory
@@ -46,6 +45,7 @@ class Verifier:
         self._causes: list[Cause] = []
         self._notes: list[str] = []
         self._random: RandomState | None = None
+        self._exact: Specimen | None = None
 
     def run(self, began: float) -> Verification:
         """Compare, and where something differs, find out why.
@@ -59,9 +59,10 @@ class Verifier:
         self._random = RandomState()
         lab = self._first_laboratory(batch, whole_window(target, micro))
         self._tell(Begun(**self._describe(lab), precision=self._precision, device=str(lab.specimen.device)))
-        tolerances = find_tolerances(lab, precision=self._precision, samples=target, double=self._double(lab, batch))
+        double = self._double(lab, batch)
+        self._exact = None if double is None else double.specimen
+        tolerances = find_tolerances(lab, precision=self._precision, samples=target, double=double)
         self._compare_both(lab, "whole", tolerances)
-        self._note(find_notes(lab))
         short = last_window(target, micro)
         if short is not None:
             self._compare_last(lab.specimen, batch, short, tolerances)
@@ -146,9 +147,7 @@ class Verifier:
 
     def _compare(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> None:
         tolerances = with_update(tolerances, lab)
-        other = lab.accumulated() if method == "accumulator" else lab.own()
-        differences = compare(lab.full(), other, tolerances)
-        found = Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
+        found = self._compared(lab, method, window, tolerances)
         known = self._is_explained(found)
         self._comparisons.append(found)
         self._tell(Compared(found))
@@ -165,13 +164,33 @@ class Verifier:
     def _diagnose(self, lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> None:
         self._tell(Diagnosing(comparison))
         try:
-            diagnosis = find_causes(lab, comparison, tolerances)
+            diagnosis = find_causes(*self._exactly(lab, comparison, tolerances))
         except WorkloadError as error:
             self._notes.append(f"the cause could not be sought: {first_line(error.message)}")
             return
         known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
         self._causes += [one for one in diagnosis.causes if (one.kind, one.where, one.change) not in known]
         self._note(diagnosis.notes)
+
+    def _exactly(
+        self, lab: Laboratory, comparison: Comparison, tolerances: Tolerances
+    ) -> tuple[Laboratory, Comparison, Tolerances]:
+        """The same in float64, where causes do not hide behind rounding; as it is where float64 tells no difference."""
+        if self._exact is None:
+            return lab, comparison, tolerances
+        exact = lab.with_specimen(self._exact)
+        bounds = find_tolerances(exact, precision="fp64", samples=sum(lab.sizes))
+        found = self._compared(exact, comparison.method, comparison.window, bounds)
+        if found.equal:
+            self._note([f"in float64 there is no such difference: it is of {self._precision} alone"])
+            return lab, comparison, tolerances
+        self._note(["causes were sought in float64"])
+        return exact, found, bounds
+
+    def _compared(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> Comparison:
+        other = lab.accumulated() if method == "accumulator" else lab.own()
+        differences = compare(lab.full(), other, tolerances)
+        return Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
 
     def _note_draws(self, lab: Laboratory) -> None:
         if lab.mismatch is not None:

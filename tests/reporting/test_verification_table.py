@@ -74,7 +74,8 @@ DIFFERENT = dataclasses.replace(
         Cause(
             kind="last window",
             found="the short window is divided by 4, it has 2 micro-batches",
-            change="scale = len(micro_batches)\nfor part in micro_batches:\n    (loss(model, part) / scale).backward()",
+            change="divide by as many as there are:\nscale = len(micro_batches)\n"
+            "for part in micro_batches:\n    (loss(model, part) / scale).backward()",
             proved=True,
         ),
         Cause(
@@ -125,8 +126,17 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
 def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
     lines = drawn(DIFFERENT, width=30).splitlines()
     assert "      (loss(model, part) / scale).backward()" in lines
+    assert "change       divide by as many as" in lines
     unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
     assert "no cause was found by experiment" in unknown
+
+
+def test_a_function_is_a_line_of_its_own() -> None:
+    change = 'The right weight: def weight(batch): return (batch["labels"][:, 1:] != -100).sum()'
+    causes = (Cause(kind="weight", found="x", change=change),)
+    lines = drawn(dataclasses.replace(DIFFERENT, causes=causes), width=40).splitlines()
+    assert "change       The right weight:" in lines
+    assert '  def weight(batch): return (batch["labels"][:, 1:] != -100).sum()' in lines
 
 
 def test_names_cannot_command_a_terminal() -> None:

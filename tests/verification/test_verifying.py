@@ -131,6 +131,13 @@ def test_other_precisions_tell_their_tolerance(precision: str) -> None:
     assert {"fp32": 1e-7, "bf16": 1e-2}[precision] < tolerances.pop() < {"fp32": 1e-5, "bf16": 0.2}[precision]
 
 
+def test_causes_are_sought_in_float64_where_rounding_would_hide_them() -> None:
+    found = verify(dataclasses.replace(WORKLOAD, model=_normed), target_batch=8, precision="fp32")
+    assert not found.equivalent
+    assert [cause.kind for cause in found.causes] == ["batchnorm"]
+    assert "causes were sought in float64" in found.notes
+
+
 def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
     table = torch.randn(4, 4)
 
