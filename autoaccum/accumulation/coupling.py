@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -43,11 +44,16 @@ def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
         every = zip(split_batch(batch, list(sizes)), sizes, strict=True)
         parts = [part for part, size in every if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
-        with own_randomness(), torch.compiler.set_stance("force_eager"):
+        with own_randomness(), _uncompiled():
             return _Trial(fresh, together, parts, filled).find()
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         return Coupling(reason=f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Hooks would have a compiled model compiled again. Asked of torch only where that is loaded: it takes a second."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Trial:

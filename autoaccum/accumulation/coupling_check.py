@@ -14,6 +14,7 @@ from torch import nn
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.calls import Call, following
 from autoaccum.accumulation.company import Coupling
 from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.workload.batches import move_batch
@@ -34,7 +35,7 @@ SAMPLES = 4
 _PARTS = (2, 2)
 """Not of one sample, which BatchNorm and contrastive losses cannot do."""
 
-_MOST_SECONDS = 0.4
+_MOST_SECONDS = 0.8
 """Of one forward; there are about a dozen, in float64 where one takes a quarter of this."""
 
 _LARGE = Coupling(reason="the model is too large for an experiment beside it")
@@ -89,7 +90,7 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     narrow = move_batch(cast_batch(batch, None), device)
     fresh = _copier(model, objective)
     seconds = _time(fresh, narrow)
-    if seconds > _MOST_SECONDS:
+    if seconds is None:
         return Coupling(reason="a forward of the model takes too long for an experiment")
     if seconds < _MOST_SECONDS / 4:
         wide = move_batch(cast_batch(batch, torch.float64), device)
@@ -99,23 +100,50 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     return find_coupling(fresh, narrow, _PARTS)
 
 
-def _time(fresh: Callable[[], tuple[nn.Module, Objective]], batch: Any) -> float:
-    """Seconds of one forward; what it raises is told by the experiment."""
+class _TooLong(BaseException):
+    """Ends a forward, whatever the user's code catches."""
+
+
+class _Deadline:
+    """Follows a forward and ends it where it takes too long: on a CPU, that of a language model may take a minute."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def entered(self, call: Call, arguments: Any) -> Any:
+        if self.seconds > _MOST_SECONDS:
+            raise _TooLong
+        return arguments
+
+    def left(self, call: Call, output: Any) -> Any:
+        return output
+
+
+def _time(fresh: Callable[[], tuple[nn.Module, Objective]], batch: Any) -> float | None:
+    """Seconds of one forward, None where they are too many; what it raises is told by the experiment."""
     model, objective = fresh()
-    began = time.perf_counter()
-    with suppress(Exception), torch.no_grad():
-        objective.terms(model, cast_batch(batch, None))
-    return time.perf_counter() - began
+    deadline = _Deadline()
+    try:
+        with suppress(Exception), torch.no_grad(), following(model, deadline):
+            objective.terms(model, cast_batch(batch, None))
+    except _TooLong:
+        return None
+    return deadline.seconds if deadline.seconds <= _MOST_SECONDS else None
 
 
 def _copier(model: nn.Module, objective: Objective) -> Callable[[], tuple[nn.Module, Objective]]:
-    """What makes equal copies of both: a criterion may keep state, too."""
+    """What makes equal copies of both: a criterion may keep state, too. Parameters are shared."""
 
     def fresh() -> tuple[nn.Module, Objective]:
+        own = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         criterion = objective.criterion
         if criterion is None or not isinstance(criterion.function, nn.Module):
-            return copy.deepcopy(model), objective
-        own = dataclasses.replace(criterion, function=copy.deepcopy(criterion.function))
-        return copy.deepcopy(model), dataclasses.replace(objective, criterion=own)
+            return own, objective
+        used = dataclasses.replace(criterion, function=copy.deepcopy(criterion.function))
+        return own, dataclasses.replace(objective, criterion=used)
 
     return fresh

@@ -1,0 +1,128 @@
+"""A plan says which modules couple samples, and whether the loss does, where a micro-batch is not all of a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import coupled_models as small
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.accumulation.company import ITSELF, Coupling
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.planning.records import Plan
+from autoaccum.units import MIB, MemorySize
+from autoaccum.workload.spec import Workload
+
+FILE = """
+import torch
+from torch import nn
+
+class Centring(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Centring(), nn.Linear(4, 2))
+
+def batch(size):
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+criterion = nn.MSELoss()
+"""
+
+
+def plan(model: nn.Module, loss: Any, **more: Any) -> Plan:
+    settings: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 4, "memory": MemorySize(bytes=256 * MIB)}
+    return autoaccum.plan(model=model, batch=small.rows, loss=loss, **settings | more)
+
+
+def inspect(model: Any, loss: Any = small.mean_square, **more: Any) -> Inspection:
+    return inspect_workload(Workload(model=model, batch=small.rows, loss=loss, **more), share=8)
+
+
+def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
+    model = small.normed_mlp(small.Normaliser())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = state_digest(model, optimizer)
+    made = plan(model, small.root_loss, optimizer=optimizer)
+    assert state_digest(model, optimizer) == before
+    assert made.coupling == Coupling(("1",), True, None)
+    assert sum("what 1 gives for a sample depends on the others" in said for said in made.warnings) == 1
+    assert sum("the loss mixes the samples of a batch, as" in said for said in made.warnings) == 1
+    weighting = next(said for said in made.warnings if said.startswith("The weighting"))
+    assert "No weight fits, since 1 couples the samples of a batch, and the loss mixes them: " in weighting
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_nothing_is_said_where_all_is_well_and_plans_of_before_still_load() -> None:
+    well = plan(small.mlp(), small.mean_square)
+    assert well.coupling == Coupling((), False, None)
+    assert not any("samples of a batch" in said or "depends on the others" in said for said in well.warnings)
+    record = json.loads(well.to_json())
+    del record["coupling"]
+    old = Plan.from_json(json.dumps(record))  # As plans of before.
+    assert old.coupling is None
+    assert old.digest() == well.digest()
+
+
+def test_nothing_is_said_where_one_micro_batch_is_the_batch() -> None:
+    whole = plan(small.Centring(), small.mean_square, target_batch=4)
+    assert whole.iter_size == 1
+    assert whole.coupling == Coupling((ITSELF,), False, None)
+    assert not any("depends on the others" in said for said in whole.warnings)
+
+
+def test_a_batchnorm_is_warned_of_once() -> None:
+    found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)))
+    assert found.coupling == Coupling(("1",), False, None)
+    (warning,) = found.accumulation_warnings
+    assert warning.startswith("BatchNorm normalises by the micro-batch")
+    assert found.warnings == ()
+
+
+def test_a_frozen_batchnorm_couples_nothing() -> None:
+    def trained() -> nn.Module:
+        model = small.normed_mlp(nn.BatchNorm1d(8))
+        model(torch.randn(8, small.WIDTH))
+        return model
+
+    found = inspect(trained, batchnorm="frozen")
+    assert found.coupling == Coupling((), False, None)
+    assert found.accumulation_warnings == ()
+
+
+@pytest.mark.parametrize("limit", ["_MOST_SECONDS", "_WIDE_PARAMETERS"])
+def test_what_takes_too_long_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("accumulation.coupling_check", "workload.experiments"):
+        monkeypatch.setattr(f"autoaccum.{module}.{limit}", 0, raising=False)
+    found = inspect(small.Centring)
+    assert found.coupling is not None
+    assert (found.coupling.found, found.coupling.reason is None) == (False, False)
+    assert found.accumulation_warnings == ()
+
+
+def test_a_model_that_cannot_be_copied_is_left_alone() -> None:
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("there is only one")
+
+    only = Single(small.WIDTH, 3)
+    found = inspect(lambda: only)
+    assert found.coupling == Coupling(reason="the model cannot be copied")
+
+
+def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "centred.py"
+    path.write_text(FILE)
+    with CpuDevice(TrialSettings(reference=str(path), share=8)) as device:
+        found = device.inspect()
+    assert found.coupling == Coupling(("1",), False, None)
+    assert any("what 1 gives" in said for said in found.accumulation_warnings)
