@@ -21,7 +21,7 @@ def look_for_coupling(inquiry: Inquiry) -> Coupling:
         trained = lab.specimen.fresh()
         return trained.model, trained.objective
 
-    sizes = inquiry.cuts[-1].sizes if inquiry.cuts else lab.sizes
+    sizes = inquiry.cuts[-1].sizes
     with lab.specimen.running():
         return find_coupling(fresh, lab.batch, sizes)
 

@@ -11,7 +11,6 @@ from autoaccum.verification.causes.explanations import explain_parts
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
 from autoaccum.verification.causes.loops import Loop
-from autoaccum.verification.causes.notes import find_notes
 from autoaccum.verification.causes.restlessness import find_restlessness
 from autoaccum.verification.causes.states import draw_cause, state_cause
 from autoaccum.verification.causes.words import listed
@@ -20,6 +19,10 @@ from autoaccum.verification.laboratory import Laboratory
 from autoaccum.verification.outcomes import UNCHANGED, Change
 from autoaccum.verification.records import Cause, Comparison
 
+_FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"
+_COARSE = 1e-2
+"""Of rounding: beyond it, as in half precision, any arithmetic seems to fit."""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -27,11 +30,11 @@ class Diagnosis:
 
     Attributes:
         causes: Why the two updates differ; none where they are equal.
-        notes: What is good to know, as sentences.
+        notes: What is good to know of that, as sentences.
     """
 
     causes: tuple[Cause, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def find_causes(lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> Diagnosis:
@@ -41,19 +44,20 @@ def find_causes(lab: Laboratory, comparison: Comparison, tolerances: Tolerances)
     least first; after each, what is left may be arithmetic (`explain_parts`, or for a loop of the user's own `Loop`).
     The first set that makes both updates equal is the cause, and that run its proof.
 
+    In half precision only what makes both equal is told, as arithmetic cannot be: give a laboratory in float64.
+
     Args:
         lab: Of the batch and the parts that were compared.
         comparison: What came out.
         tolerances: What it was judged by.
     """
-    notes = find_notes(lab)
     if comparison.equal:
-        return Diagnosis((), notes)
+        return Diagnosis(())
     inquiry = Inquiry(lab, comparison, tolerances)
     restless = find_restlessness(inquiry)
     if restless is not None:
-        return Diagnosis((restless,), notes)
-    return Diagnosis(_search(inquiry), notes)
+        return Diagnosis((restless,))
+    return Diagnosis(_search(inquiry))
 
 
 def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
@@ -76,6 +80,8 @@ def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
 
 
 def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+    if inquiry.rounding > _COARSE:
+        return None
     if inquiry.method == "accumulate":
         return Loop(inquiry, change).explain()
     return explain_parts(inquiry, change)
@@ -105,7 +111,8 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
     """What is honest where no experiment has told the cause."""
     differing = inquiry.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    if coupling.loss is False and not coupling.modules and inquiry.method == "accumulator" and "loss" in differing:
+    is_known = len(inquiry.cuts) > 1 and coupling.loss is False
+    if is_known and not coupling.modules and inquiry.method == "accumulator" and "loss" in differing:
         return Cause(
             kind="weight",
             found=(
@@ -122,6 +129,3 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
         change=f"look at {listed(where)} first: {_FIRST}" if where else _FIRST,
         where=where,
     )
-
-
-_FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"

@@ -21,6 +21,9 @@ from autoaccum.workload.comparisons import name_term
 from autoaccum.workload.weighting import advise
 from autoaccum.workload.weights import Objective
 
+_ALL = 1e-3
+"""Nearer to the full gradient, it is no regulariser that counts too often, but all of the loss."""
+
 _WAY_OUT = (
     "leave it to the optimizer (weight_decay), or make the loss a mean and leave the reduction away: of a mean, parts"
     " count it by their shares"
@@ -29,8 +32,6 @@ _WAY_OUT = (
 
 def explain_parts(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
     """Why the parts do not add up to the full batch under `change`, where that is arithmetic; None where it is not."""
-    if not inquiry.cuts:
-        return None
     try:
         weigher = Weigher(inquiry, change)
         weighed = _explain_weights(inquiry, change, weigher)
@@ -70,6 +71,8 @@ def weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Cau
 
 def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
     """A term that every part has whole: each part more adds it once more."""
+    if len(cuts) < 2:
+        return None
     two, three = cuts
     once, twice = _excess(two), _excess(three)
     losses = _excess_losses(two), _excess_losses(three)
@@ -79,6 +82,8 @@ def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomp
     ):
         return None
     constant = losses[0]
+    if find_residual(two.gradient, [once], (1.0,)) <= _ALL:
+        return None
     if abs(losses[1] - 2 * constant) > inquiry.rounding * max(abs(two.whole.loss), abs(constant), 1e-300):
         return None
     if not _is_mended(inquiry, replace(change, summed=True, weights=None), once):

@@ -45,7 +45,7 @@ class Inquiry:
 
     @cached_property
     def cuts(self) -> tuple[Laboratory, ...]:
-        """The same batch in two parts and in three, uneven ones where it can be; none for less than three samples."""
+        """The same batch in two parts and in three, uneven ones where it can be."""
         return tuple(map(self.lab.with_sizes, cut_twice(sum(self.lab.sizes))))
 
     @cached_property
@@ -107,15 +107,15 @@ class Inquiry:
 
 
 def cut_twice(total: int) -> tuple[tuple[int, ...], ...]:
-    """Two ways to cut a batch, into two parts and into three.
+    """Two ways to cut a batch, into two parts and into three; one way to cut two samples.
 
     They are uneven, and none has one sample, which some modules cannot run, wherever that can be.
 
     >>> cut_twice(16), cut_twice(8), cut_twice(5), cut_twice(3), cut_twice(2)
-    (((7, 9), (4, 4, 8)), ((3, 5), (2, 2, 4)), ((2, 3), (1, 1, 3)), ((1, 2), (1, 1, 1)), ())
+    (((7, 9), (4, 4, 8)), ((3, 5), (2, 2, 4)), ((2, 3), (1, 1, 3)), ((1, 2), (1, 1, 1)), ((1, 1),))
     """
     if total < 3:
-        return ()
+        return ((1,) * total,)
     half, quarter = (total - 1) // 2, max(1, total // 4)
     return (half, total - half), (quarter, quarter, total - 2 * quarter)
 

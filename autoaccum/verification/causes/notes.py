@@ -26,8 +26,8 @@ def _notes(lab: Laboratory) -> Iterator[str]:
     is_known = objective.criterion is not None and objective.weight_function is None
     if objective.reduction == "mean" and not is_known and _hides_weights(lab):
         yield (
-            "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in training,"
-            " let batch(size) give such a batch"
+            "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in"
+            " training, let batch(size) give such a batch"
         )
 
 
@@ -44,5 +44,5 @@ def _is_counted(tensor: Tensor) -> bool:
 
 
 def _counts_entries(code: str) -> bool:
-    """Whether it counts entries; sums of token ids always differ."""
-    return code.startswith("len(") or "!=" in code or "mask" in code.lower()
+    """Whether it counts entries that are not padding; other ids, and sums of ids, always differ."""
+    return code.startswith("len(") or "!= -100)" in code or "!= 0)" in code or "mask" in code.lower()
