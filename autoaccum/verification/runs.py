@@ -6,87 +6,25 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast
-from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
-from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.shares import has_weight
-from autoaccum.devices.in_place.reach import find_reachable
-from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.errors import WorkloadError
+from autoaccum.verification.bench import Bench, users_code
 from autoaccum.verification.held_state import HeldState
 from autoaccum.verification.outcomes import Change, Outcome
-from autoaccum.verification.specimen import Specimen, Trained
+from autoaccum.verification.specimen import Specimen
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.tracebacks import blame_workload
 from autoaccum.workload.weights import Objective, match_weights
-
-_LOSS_SCALE = 256.0
-"""Under fp16, in every run alike: enough for gradients of a loss near 1, and far from overflow."""
-
-
-class Bench:
-    """A fresh copy of the specimen as one run finds it, what it holds on to, and what it came to."""
-
-    def __init__(self, specimen: Specimen, change: Change) -> None:
-        self.change, self.precision, self.device = change, specimen.precision, specimen.device
-        self.trained: Trained = specimen.fresh()
-        for name, module in self.trained.model.named_modules():
-            if name in change.rest:
-                module.eval()
-        if specimen.workload.batchnorm == "frozen":
-            for norm in find_batchnorms(self.trained.model):
-                norm.training = False
-        self.scale = _LOSS_SCALE if specimen.precision == "fp16" else 1.0
-        objective, accumulate = self.trained.objective, specimen.workload.accumulate
-        functions = [objective.loss_function, objective.weight_function, accumulate]
-        if objective.criterion is not None:
-            functions.append(objective.criterion.function)
-        self.held = HeldState({**self.trained.roots, **_beside(functions, self.trained)}, functions)
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model, by name, tied ones once."""
-        return dict(self.trained.model.named_parameters())
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Copies of the gradients there are now, without the loss scale."""
-        found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
-
-    def outcome(
-        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
-    ) -> Outcome:
-        """What the run came to; what it changed outside of its copy is put back."""
-        roots = self.trained.roots
-        buffers = {
-            name: tensor.detach().clone()
-            for prefix, root in roots.items()
-            for name, tensor in root.named_buffers(prefix=prefix)
-        }
-        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        state = tuple(self.held.changed())
-        self.held.restore()
-        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back what a run that failed has changed outside of its copy."""
-        try:
-            yield
-        except BaseException:
-            self.held.restore()
-            raise
 
 
 def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable[[], None]) -> Outcome:
@@ -101,7 +39,7 @@ def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable
     bench = Bench(specimen, change)
     trained = bench.trained
     batch = copy.deepcopy(batch)
-    with bench.put_back(), specimen.running(), _users_code(f"an update from {batch_size(batch)} samples"):
+    with bench.put_back(), specimen.running(), users_code(f"an update from {batch_size(batch)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, batch)
         weights = match_weights(trained.objective.weight(batch), terms.keys())
@@ -111,7 +49,7 @@ def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable
         if not counted:
             return bench.outcome(math.nan, values, connected, bench.gradients())
         loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()
-        _backward(bench, loss)
+        bench.backward(loss)
         gradients = bench.gradients()
         end_parts()
         trained.optimizer.step()
@@ -144,7 +82,7 @@ def run_accumulated(
     watch = _Watch(begin_part, end_parts, counting, bench.held if change.fresh_state else None)
     seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
     trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
-    with bench.put_back(), specimen.running(), _users_code(f"an update in parts of {max(sizes)}"):
+    with bench.put_back(), specimen.running(), users_code(f"an update in parts of {max(sizes)}"):
         accumulator = Accumulator(
             trained.model,
             trained.optimizer,
@@ -174,7 +112,7 @@ def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts:
     if change.fresh_state:
         given = _Restoring(given, bench.held)
     before = {name: parameter.detach().clone() for name, parameter in bench.parameters.items()}
-    with bench.put_back(), specimen.running(), _users_code("accumulate()"):
+    with bench.put_back(), specimen.running(), users_code("accumulate()"):
         accumulate(trained.model, given)
         if not all(torch.equal(parameter, before[name]) for name, parameter in bench.parameters.items()):
             raise WorkloadError(
@@ -191,11 +129,11 @@ def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
     bench = Bench(specimen, change)
     trained = bench.trained
     part = copy.deepcopy(part)
-    with bench.put_back(), specimen.running(), _users_code(f"the loss of {batch_size(part)} samples"):
+    with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, part)
         loss = torch.stack(list(terms.values())).sum()
-        _backward(bench, loss)
+        bench.backward(loss)
         values = {name: float(term.detach()) for name, term in terms.items()}
         connected = frozenset(name for name, term in terms.items() if term.requires_grad)
         return bench.outcome(float(loss.detach()), values, connected, bench.gradients())
@@ -204,7 +142,7 @@ def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
 def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The parameters after one step of the optimizer with these gradients."""
     bench = Bench(specimen, Change())
-    with bench.put_back(), specimen.running(), _users_code("the optimizer's step"):
+    with bench.put_back(), specimen.running(), users_code("the optimizer's step"):
         for name, parameter in bench.parameters.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
@@ -212,32 +150,10 @@ def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> di
         return dict(bench.outcome(math.nan, {}, frozenset(), {}).parameters)
 
 
-@contextmanager
-def _users_code(doing: str) -> Iterator[None]:
-    """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
-    try:
-        yield
-    except (AutoaccumError, DrawMismatch):
-        raise
-    except Exception as error:
-        if find_shortage(error) is not None:
-            raise
-        raise blame_workload(error, doing) from error
-
-
-def _backward(bench: Bench, loss: Tensor) -> None:
-    if loss.requires_grad:
-        torch.autograd.backward(loss * bench.scale if bench.scale != 1.0 else loss)
-    if bench.scale != 1.0:
-        for parameter in bench.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.div_(bench.scale)
-
-
 def _scaler(bench: Bench) -> GradScaler | None:
     if bench.precision != "fp16":
         return None
-    return GradScaler(bench.device.type, init_scale=_LOSS_SCALE, growth_interval=2**31 - 1)
+    return GradScaler(bench.device.type, init_scale=bench.scale, growth_interval=2**31 - 1)
 
 
 def _weighed(objective: Objective, change: Change) -> Objective:
@@ -248,13 +164,6 @@ def _weighed(objective: Objective, change: Change) -> Objective:
         return objective
     given = iter([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
     return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
-
-
-def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
-    """Modules that the user's functions hold, as a loss does its teacher."""
-    known = {id(module) for root in trained.roots.values() for module in root.modules()}
-    modules, _ = find_reachable([function for function in functions if function is not None])
-    return {f"<{name}>": module for name, module in modules.items() if id(module) not in known}
 
 
 class _Watch(StepObserver):

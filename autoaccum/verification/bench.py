@@ -1,0 +1,106 @@
+"""A fresh copy of what is verified, as one run finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.draws import DrawMismatch
+from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.errors import AutoaccumError
+from autoaccum.verification.held_state import HeldState
+from autoaccum.verification.outcomes import Change, Outcome
+from autoaccum.verification.specimen import Specimen, Trained
+from autoaccum.workload.tracebacks import blame_workload
+
+LOSS_SCALE = 256.0
+"""Under fp16, in every run alike: enough for gradients of a loss near 1, and far from overflow."""
+
+
+class Bench:
+    """A fresh copy of the specimen as one run finds it, what it holds on to, and what it came to."""
+
+    def __init__(self, specimen: Specimen, change: Change) -> None:
+        self.change, self.precision, self.device = change, specimen.precision, specimen.device
+        self.trained: Trained = specimen.fresh()
+        for name, module in self.trained.model.named_modules():
+            if name in change.rest:
+                module.eval()
+        if specimen.workload.batchnorm == "frozen":
+            for norm in find_batchnorms(self.trained.model):
+                norm.training = False
+        self.scale = LOSS_SCALE if specimen.precision == "fp16" else 1.0
+        objective, accumulate = self.trained.objective, specimen.workload.accumulate
+        functions = [objective.loss_function, objective.weight_function, accumulate]
+        if objective.criterion is not None:
+            functions.append(objective.criterion.function)
+        self.held = HeldState({**self.trained.roots, **_beside(functions, self.trained)}, functions)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model, by name, tied ones once."""
+        return dict(self.trained.model.named_parameters())
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Copies of the gradients there are now, without the loss scale."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+
+    def outcome(
+        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
+    ) -> Outcome:
+        """What the run came to; what it changed outside of its copy is put back."""
+        roots = self.trained.roots
+        buffers = {
+            name: tensor.detach().clone()
+            for prefix, root in roots.items()
+            for name, tensor in root.named_buffers(prefix=prefix)
+        }
+        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        state = tuple(self.held.changed())
+        self.held.restore()
+        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+
+    def backward(self, loss: Tensor) -> None:
+        """Leave the gradient of `loss` in `.grad`, by way of the loss scale where there is one."""
+        if loss.requires_grad:
+            torch.autograd.backward(loss * self.scale if self.scale != 1.0 else loss)
+        if self.scale != 1.0:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.scale)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put back what a run that failed has changed outside of its copy."""
+        try:
+            yield
+        except BaseException:
+            self.held.restore()
+            raise
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
+    try:
+        yield
+    except (AutoaccumError, DrawMismatch):
+        raise
+    except Exception as error:
+        if find_shortage(error) is not None:
+            raise
+        raise blame_workload(error, doing) from error
+
+
+def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
+    """Modules that the user's functions hold, as a loss does its teacher."""
+    known = {id(module) for root in trained.roots.values() for module in root.modules()}
+    modules, _ = find_reachable([function for function in functions if function is not None])
+    return {f"<{name}>": module for name, module in modules.items() if id(module) not in known}
