@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +81,9 @@ class _Watched:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        module = self._module
-        self._hooks.append(module.register_forward_pre_hook(self._open, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
+        module, opens, closes = self._module, _uncompiled(self._open), _uncompiled(self._close)
+        self._hooks.append(module.register_forward_pre_hook(opens, prepend=True))
+        self._hooks.append(module.register_forward_hook(closes, with_kwargs=True, always_call=True))
 
     def __exit__(self, *_: object) -> None:
         self._put_back()
@@ -133,3 +134,10 @@ class _Watched:
     def _put_back(self) -> None:
         self._module.momentum = self._momentum
         self._module._buffers.update(self._own)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, which torch.compile does not look into: what it counts would have the model compiled for every part."""
+    if "torch._dynamo" not in sys.modules:  # Importing it takes a second, and only torch.compile needs it.
+        return hook
+    return cast("Callable[..., None]", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
