@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from autoaccum.verification.records import Verification
 
 _CODE_DIFFERENT = 1
-_OWN = ("as_json", "output", "force", "quiet", "micro_batch", "precision", "device", "target_batch")
+_OUTPUTS = ("as_json", "output", "force", "quiet")
+_OWN = (*_OUTPUTS, "micro_batch", "precision", "device", "target_batch")
 """What a plan has no use for, or is told anyway."""
 
 
@@ -61,7 +62,8 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        print_verification(make_console(), found, command=_plan_words(asked["target_batch"]))
+        offered = {"command": _plan_words(asked["target_batch"]), "again": running_words(without=_OUTPUTS)}
+        print_verification(make_console(), found, **offered)
     if output is not None:
         found.save(output, force=force)
         if not as_json:

@@ -19,13 +19,14 @@ _MOST_WORSE = 3
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
-def print_verification(console: Console, found: Verification, *, command: Sequence[str]) -> None:
+def print_verification(console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str]) -> None:
     """Draw a verification.
 
     Args:
         console: Where to.
         found: What it found.
         command: The words of the command that plans the same workload, offered where all is equal.
+        again: Those of the one that verified it, offered where not.
     """
     _print(console, verdict(found))
     for comparison in found.comparisons:
@@ -41,7 +42,7 @@ def print_verification(console: Console, found: Verification, *, command: Sequen
         for line in row_lines(console, title, text):
             _print(console, line)
     console.print()
-    for line in next_lines(found, command=command):
+    for line in next_lines(found, command=command, again=again):
         _print(console, line)
 
 
@@ -93,13 +94,15 @@ def cause_lines(console: Console, cause: Cause, *, number: int | None = None) ->
     yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
 
 
-def next_lines(found: Verification, *, command: Sequence[str]) -> Iterator[Text]:
+def next_lines(found: Verification, *, command: Sequence[str], again: Sequence[str]) -> Iterator[Text]:
     """What to do next, as lines to be copied."""
     if found.equivalent:
         yield Text("find the micro-batch that fits:")
         yield Text(f"  {shlex.join(command)}", "cyan")
     elif found.causes:
-        yield Text("make the change, and verify again")
+        at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
+        yield Text("see what remains with BatchNorm frozen:" if at_rest else "make the change, and verify again:")
+        yield Text(f"  {shlex.join([*again, *(('--batchnorm', 'frozen') if at_rest else ())])}", "cyan")
     else:
         yield Text("no cause was found by experiment: please report it with the output of --json")
 

@@ -103,8 +103,8 @@ def _rounded(runs: Runs, precision: str, samples: int, double: Runs | None) -> t
 
 def _double_words() -> str:
     return (
-        f"{DOUBLE:.0e} of the largest entry, in float64; the update may be off by what the optimizer makes of"
-        " gradients that are off by that"
+        f"{DOUBLE:.0e} of the largest entry, in float64; for the update also what the optimizer makes of gradients that"
+        " are off by so much"
     )
 
 

@@ -13,6 +13,7 @@ from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
+from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.laboratory import Laboratory
@@ -104,6 +105,8 @@ class Verifier:
         try:
             loss = lab.full().loss
         except WorkloadError as error:
+            if has_kept_state(lab):
+                raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
             raise _with_hint(error, max(sizes)) from error
         if not math.isfinite(loss):
             raise WorkloadError(
@@ -157,9 +160,10 @@ class Verifier:
             self._diagnose(lab, found, tolerances)
 
     def _is_explained(self, found: Comparison) -> bool:
-        """Whether the whole window differs too, for reasons that are proved: the shorter one has the same."""
+        """Whether the whole window differs too, for reasons that are known: the shorter one has the same."""
         whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
-        return bool(whole and self._causes) and not whole[0].equal and all(cause.proved for cause in self._causes)
+        known = [cause for cause in self._causes if cause.kind != "unknown"]
+        return bool(whole and known) and not whole[0].equal
 
     def _diagnose(self, lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> None:
         self._tell(Diagnosing(comparison))

@@ -89,7 +89,8 @@ DIFFERENT = dataclasses.replace(
 def drawn(found: Verification, width: int = 100) -> str:
     text = io.StringIO()
     console = make_console(file=text, width=width)
-    print_verification(console, found, command=["autoaccum", "plan", "my model.py", "--target-batch", "16"])
+    plan, again = ["autoaccum", "plan", "my model.py", "--target-batch", "16"], ["autoaccum", "verify", "my model.py"]
+    print_verification(console, found, command=plan, again=again)
     return text.getvalue()
 
 
@@ -120,7 +121,12 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert 'change       batchnorm="frozen"' in lines
     assert any(line.startswith("unproved") for line in lines)
     assert "plan" not in text
-    assert lines[-1] == "make the change, and verify again"
+    assert lines[-2:] == [
+        "see what remains with BatchNorm frozen:",
+        "  autoaccum verify 'my model.py' --batchnorm frozen",
+    ]
+    again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
+    assert again[-2:] == ["make the change, and verify again:", "  autoaccum verify 'my model.py'"]
 
 
 def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
