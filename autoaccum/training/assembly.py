@@ -101,7 +101,7 @@ def assemble(
         goal=Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch)),
         stopping=stopping,
         peaks=PeakMeter(trainee.device),
-        company=CompanyCheck(trainee if choice.plan is None else None, teller.tell),
+        company=CompanyCheck(trainee, None if choice.plan is None else choice.plan.coupling, teller.tell),
         teller=teller,
     )
     return loop, state

@@ -1,4 +1,4 @@
-"""Are samples coupled? A training that no plan has told looks for itself, before its first update."""
+"""Are samples coupled? A training says so before its first update; what no plan knows it finds out for itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.company import Coupling
 from autoaccum.accumulation.copies import StateCopy
 from autoaccum.accumulation.coupling_check import SAMPLES, check_live
 from autoaccum.accumulation.planned import unwrapped
@@ -25,23 +26,24 @@ class CompanyCheck:
     generators, and all of them are put back.
 
     Args:
-        trainee: What is trained; None: a plan has told already.
+        trainee: What is trained.
+        known: What its plan knows; None: there is no plan, or it was not looked.
         tell: Is told what was found, where several micro-batches make an update.
     """
 
-    def __init__(self, trainee: Trainee | None, tell: Callable[[Any], None]) -> None:
-        self._trainee, self._tell = trainee, tell
+    def __init__(self, trainee: Trainee, known: Coupling | None, tell: Callable[[Any], None]) -> None:
+        self._trainee, self._known, self._tell = trainee, known, tell
+        self._has_looked = False
 
     def look(self, parts: Sequence[Any]) -> None:
         """Look at the parts of an update; only the first that has several is looked at."""
-        trainee = self._trainee
-        if trainee is None or len(parts) < 2:
+        if self._has_looked or len(parts) < 2:
             return
-        self._trainee = None
-        batch = _take(parts)
-        if batch is None:
-            return
-        for sentence in _find_out(trainee, batch):
+        self._has_looked = True
+        found = self._known or _find_out(self._trainee, _take(parts))
+        # Of BatchNorms the Accumulator itself warns, and knows more.
+        told = () if self._trainee.batchnorm == "frozen" else batchnorm_names(self._trainee.model)
+        for sentence in found.warnings(told):
             self._tell(Noted(sentence))
 
 
@@ -57,20 +59,20 @@ def _take(parts: Sequence[Any]) -> Any:
         return None
 
 
-def _find_out(trainee: Trainee, batch: Any) -> tuple[str, ...]:
+def _find_out(trainee: Trainee, batch: Any) -> Coupling:
+    if batch is None:
+        return Coupling(reason="the first update has too few samples, or parts of several forms")
     model, objective = trainee.model, trainee.objective
     criterion = None if objective.criterion is None else objective.criterion.function
     held = find_held(unwrapped(model), trainee.optimizer)
     modules, generators = find_reachable((objective.loss_function, criterion), held)
     reached = [*model.modules(), *(inner for module in modules.values() for inner in module.modules())]
     if any(is_large(module) for module in (model, *modules.values())):
-        return ()
+        return Coupling(reason="what is to be copied is too large")
     chance = RandomState(seeded_devices(), [*generators, *own_generators(reached)])
     state = StateCopy([model, *modules.values()], on_host=True, inside=True)
     try:
-        found = check_live(model, objective, batch, trainee.batchnorm)
+        return check_live(model, objective, batch, trainee.batchnorm)
     finally:
         state.restore()
         chance.restore()
-    told = batchnorm_names(model) if trainee.batchnorm != "frozen" else ()
-    return found.warnings(told=told)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import coupled_models as small
 import pytest
@@ -11,11 +12,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
+from autoaccum.accumulation.company import Coupling
 from autoaccum.accumulation.digest import Hasher
+from autoaccum.training.company import CompanyCheck
 from autoaccum.training.events import Noted, Updated
 from autoaccum.training.results import FitResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
+
+
+@dataclass
+class Trained:
+    """As much of a trainee as a check needs that looks at nothing."""
+
+    model: nn.Module
+    batchnorm: str = "micro"
 
 
 def fit(model: nn.Module, loss: Any, *, micro_batch: int = 4, **more: Any) -> FitResult:
@@ -49,6 +60,17 @@ def test_leaves_batchnorm_to_the_accumulator() -> None:
     assert fit(small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square).warnings == ()
 
 
+def test_says_what_a_plan_knows() -> None:
+    told: list[Any] = []
+    check = CompanyCheck(cast("Any", Trained(small.mlp())), Coupling(("head",)), told.append)
+    check.look([small.rows(4)])
+    assert told == []
+    for _ in range(2):
+        check.look([small.rows(2), small.rows(2)])
+    (note,) = told
+    assert note.text.startswith("what head gives for a sample")
+
+
 def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the loss reaches the model, a teacher, or a generator by its own ways."""
 
@@ -65,5 +87,5 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
         return Hasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
 
     looked = train()
-    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: ())
+    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
     assert train() == looked
