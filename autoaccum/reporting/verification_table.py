@@ -102,7 +102,7 @@ def next_lines(found: Verification, *, command: Sequence[str], again: Sequence[s
     elif found.causes:
         at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
         yield Text("see what remains with BatchNorm frozen:" if at_rest else "make the change, and verify again:")
-        yield Text(f"  {shlex.join([*again, *(('--batchnorm', 'frozen') if at_rest else ())])}", "cyan")
+        yield Text(f"  {shlex.join(_frozen(again) if at_rest else again)}", "cyan")
     else:
         yield Text("no cause was found by experiment: please report it with the output of --json")
 
@@ -114,6 +114,14 @@ def _split_code(change: str) -> tuple[str, list[str]]:
         return words, code.splitlines()
     found = _FUNCTION.search(change)
     return (change, []) if found is None else (change[: found.start()].rstrip(), [found[0]])
+
+
+def _frozen(again: Sequence[str]) -> list[str]:
+    words = list(again)
+    if "--batchnorm" in words:
+        place = words.index("--batchnorm")
+        del words[place : place + 2]
+    return [*words, "--batchnorm", "frozen"]
 
 
 def _remarks(found: Verification) -> Iterator[tuple[str, Text]]:
