@@ -33,7 +33,11 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._watched = [_Watched(module) for module in find_batchnorms(model) if module.running_mean is not None]
+        self._watched = [
+            _Watched(module)
+            for module in find_batchnorms(model)
+            if module.running_mean is not None and module.track_running_stats  # else training leaves them alone
+        ]
         self._stack = ExitStack()
 
     def __enter__(self) -> RunningStatistics:
