@@ -139,7 +139,7 @@ def advise(
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
         return 'The loss is a sum; write: reduction = "sum"' + (", without weight" if objective.weight_function else "")
-    if "sum" in codes:
+    if "sum" in codes or (objective.reduction == "sum" and not complete):
         return "Some of its terms are sums and others are not: make all of them means."
     away = "" if objective.reduction == "mean" else ' without reduction = "sum"'
     if complete and len(codes) == 1:

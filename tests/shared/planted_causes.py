@@ -164,6 +164,27 @@ class Channels(nn.Module):
         return torch.as_tensor(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Watching(Mlp):
+    """A BatchNorm whose outputs are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.norm(x)
+        return super().forward(x)
+
+
+def numbers(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, FEATURES), torch.randn(size)
+
+
+def regressor() -> nn.Module:
+    return nn.Linear(FEATURES, 1)
+
+
 def penalised_sum(model: nn.Module, batch: Any) -> Tensor:
     return summed_loss(model, batch) + penalty(model)
 
@@ -211,6 +232,10 @@ def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
 
 
+def mixed_reductions(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"classes": class_loss(model, batch), "size": model(batch[0]).square().sum()}
+
+
 def undivided_loop(model: nn.Module, parts: Any) -> None:
     for part in parts:
         backward(class_loss(model, part))
@@ -230,6 +255,17 @@ def configured_loop(model: nn.Module, parts: Any) -> None:
     """Divides by the number of parts of a whole window, however many there are."""
     for part in parts:
         backward(class_loss(model, part) / 4)
+
+
+def clipping_loop(model: nn.Module, parts: Any) -> None:
+    right_loop(model, parts)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def forgetting_loop(model: nn.Module, parts: Any) -> None:
+    """Leaves out the last part."""
+    for part in list(parts)[:-1]:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
 
 
 def zeroing_loop(model: nn.Module, parts: Any) -> None:

@@ -79,6 +79,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
     # Workload, kind, where, what the change says.
     "ResNet with BatchNorm": (pictures(small.Residual), "batchnorm", ("norm1", "norm2"), 'batchnorm="frozen"'),
     "BatchNorm after dropout": (classes(small.normalised_after_dropout), "batchnorm", ("2",), "GroupNorm"),
+    "BatchNorm that only watches": (classes(planted.Watching), "batchnorm", ("norm",), 'batchnorm="running"'),
     "a norm of one's own": (classes(planted.standardised), "coupled model", ("1",), "eval()"),
     "a norm of one's own in any mode": (classes(planted.stubborn), "coupled model", ("1",), "LayerNorm"),
     "GPT without weight": (texts(small.token_loss), "weight", (), f"def weight(batch): return {TOKENS}"),
@@ -117,6 +118,13 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
         'leave reduction = "sum" away',
     ),
     "a mean over tokens, said to be a sum": (texts(small.token_loss, reduction="sum"), "reduction", (), TOKENS),
+    "a term that is a sum among means": (pairs(planted.mixed_reductions), "reduction", ("size",), "all of them means"),
+    "a term that is a mean among sums": (
+        pairs(planted.mixed_reductions, reduction="sum"),
+        "reduction",
+        ("classes",),
+        "all of them means",
+    ),
     "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "regulariser", (), "weight_decay"),
     "a regulariser as a term of a sum": (
         pairs(planted.penalised_terms, reduction="sum"),
@@ -133,6 +141,12 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
     "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "entropy"),
     "a factor from the clock": (pairs(planted.timed_loss), "non-determinism", (), "time"),
     "CLIP with in-batch negatives": (captions(planted.contrastive_loss), "coupled loss", ("the loss",), "larger"),
+    "outputs that are broadcast against targets": (
+        Workload(model=planted.regressor, batch=planted.numbers, criterion=nn.MSELoss()),
+        "coupled loss",
+        ("the loss",),
+        "the same shape",
+    ),
     "a variance of the batch in the loss": (pairs(planted.spread_loss), "coupled loss", ("the loss",), "larger"),
     "a loop that does not divide": (
         classes(small.Mlp, accumulate=planted.undivided_loop),
@@ -158,6 +172,13 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
         (),
         "of the window",
     ),
+    "a loop that clips": (classes(small.Mlp, accumulate=planted.clipping_loop), "accumulate", (), "once per update"),
+    "a loop that leaves out a part": (
+        classes(small.Mlp, accumulate=planted.forgetting_loop),
+        "accumulate",
+        (),
+        "every part",
+    ),
     "a loop that zeroes gradients between parts": (
         classes(small.Mlp, accumulate=planted.zeroing_loop),
         "accumulate",
@@ -179,7 +200,11 @@ UNPROVED = {
     "a mean that divides by one sample more",
     "a factor from the system's entropy",
     "a factor from the clock",
+    "a term that is a sum among means",
+    "a term that is a mean among sums",
     "CLIP with in-batch negatives",
+    "outputs that are broadcast against targets",
+    "a loop that clips",
     "a variance of the batch in the loss",
     "a loop that detaches a loss",
 }

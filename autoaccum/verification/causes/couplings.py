@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autoaccum.accumulation.coupling import Coupling, find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
@@ -33,9 +34,21 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     causes = [batchnorm_cause(normalising, proved=False)] if normalising else []
     if others:
         causes.append(module_cause(others, proved=False))
-    if coupling.loss:
-        causes.append(_loss_cause())
+    broadcast = _broadcast_cause(inquiry)
+    if broadcast is not None or coupling.loss:
+        causes.append(broadcast or _loss_cause())
     return tuple(causes)
+
+
+def statistics_cause(names: tuple[str, ...]) -> Cause:
+    """BatchNorm where only what it remembers differs."""
+    return Cause(
+        kind="batchnorm",
+        found=f"each part updates the running statistics of {modules(names)} by itself; gradients are the same",
+        change='batchnorm="running", which updates them as the full batch would',
+        where=names,
+        proved=True,
+    )
 
 
 def batchnorm_cause(names: tuple[str, ...], *, proved: bool, alone: bool = False) -> Cause:
@@ -63,6 +76,28 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
         f" {_LARGER}",
         where=names,
         proved=proved,
+    )
+
+
+def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
+    """The cause where an elementwise criterion holds every output against the targets of all samples."""
+    lab = inquiry.lab
+    trained = lab.specimen.fresh()
+    criterion = trained.objective.criterion
+    if criterion is None or not criterion.is_elementwise:
+        return None
+    with lab.specimen.running(), torch.no_grad():
+        outputs, targets = trained.objective.outputs(trained.model, lab.batch), lab.batch[1]
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.shape == targets.shape:
+        return None
+    return Cause(
+        kind="coupled loss",
+        found=(
+            f"{criterion.name} broadcasts outputs of shape {tuple(outputs.shape)} against targets of shape"
+            f" {tuple(targets.shape)}: every output is held against the targets of all samples"
+        ),
+        change="give both the same shape, as by .squeeze(-1) of the outputs",
+        where=("the loss",),
     )
 
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 
 from autoaccum.accumulation.company import ITSELF
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.verification.causes.couplings import batchnorm_cause, coupling_causes, look_for_coupling, module_cause
+from autoaccum.verification.causes.couplings import (
+    batchnorm_cause,
+    coupling_causes,
+    look_for_coupling,
+    module_cause,
+    statistics_cause,
+)
 from autoaccum.verification.causes.explanations import explain_parts
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
@@ -96,6 +102,8 @@ def _causes(inquiry: Inquiry, found: Finding[tuple[Cause, ...]]) -> tuple[Cause,
 def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]], *, proved: bool) -> Cause:
     if one.kind == "batchnorm":
         alone = len(found.interventions) == 1 and found.explanation is None
+        if alone and set(inquiry.differences(UNCHANGED) or ()) == {"buffers"}:
+            return statistics_cause(one.where)
         return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "coupled model":
         return module_cause(one.where, proved=proved)
@@ -117,7 +125,7 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
             kind="weight",
             found=(
                 "neither model nor loss mixes samples, and no common weights of the parts give the full batch: the"
-                " loss adds up terms that divide by different counts"
+                " loss adds up terms that divide by different counts, or by none"
             ),
             change="return the terms as a dict from loss, and from weight(batch) a dict of what each divides by",
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.detachments import explain_detachment
@@ -13,7 +15,7 @@ from autoaccum.verification.causes.patterns import Cut, Fault, name_fault
 from autoaccum.verification.causes.weights import SUM, own_shares, share
 from autoaccum.verification.causes.words import numbers
 from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.records import Cause, CauseKind
 from autoaccum.workload.candidates import count_candidates
 
@@ -30,7 +32,10 @@ _FOUND: Mapping[Fault, str] = {
     "scaled": "the parts are wrongly divided: " + _SHARES,
     "uneven": "the parts are wrongly weighted: " + _SHARES,
 }
-_ZEROING = "call zero_grad() once, before the first part of a window"
+_CHANGES: Mapping[Fault, str] = {
+    "zeroed": "call zero_grad() once, before the first part of a window",
+    "left out": "run every part of the window forward and backward",
+}
 
 
 class Loop:
@@ -59,6 +64,10 @@ class Loop:
             fault = name_fault(cut, self._read_otherwise())
         except AutoaccumError:
             return None
+        if fault in ("constant", "scaled"):
+            norm = _round_norm(lab.own(self._change))
+            if norm is not None:
+                return (_clip_cause(norm),)
         return None if fault is None else (self._cause(fault, cut, counted),)
 
     def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
@@ -82,7 +91,7 @@ class Loop:
     def _cause(self, fault: Fault, cut: Cut, counted: str) -> Cause:
         kind: CauseKind = "last window" if fault == "constant" and self._inquiry.window == "last" else "accumulate"
         found = _FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts)
-        change = _ZEROING if fault == "zeroed" else _right_line(self._inquiry.lab, counted)
+        change = _CHANGES.get(fault) or _right_line(self._inquiry.lab, counted)
         return Cause(kind=kind, found=found, change=change, proved=True)
 
     def _other_loss(self) -> Cause:
@@ -94,6 +103,25 @@ class Loop:
             change="compute the loss of a part in the loop as loss(model, part) does",
             where=where,
         )
+
+
+def _round_norm(own: Outcome) -> float | None:
+    """The norm of a gradient that was clipped; None where it is no number that a person would clip to.
+
+    `clip_grad_norm_` divides by the norm plus 1e-6 (torch/nn/utils/clip_grad.py).
+    """
+    rows = [gradient.norm() for gradient in own.gradients.values() if gradient is not None]
+    norm = float(torch.stack(rows).norm()) if rows else 0.0
+    rounded = float(f"{norm:.1g}")
+    return rounded if 0 <= rounded - norm <= 1e-4 * rounded else None
+
+
+def _clip_cause(norm: float) -> Cause:
+    return Cause(
+        kind="accumulate",
+        found=f"the loop clips the gradient: its norm is {norm:g}, and that of the full batch is not clipped here",
+        change="leave clipping out of accumulate(): clip once per update, after it",
+    )
 
 
 def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:

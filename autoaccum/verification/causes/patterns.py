@@ -73,7 +73,7 @@ def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
         return "divided twice"
     if other is not None and _is_fixed(cut, other):
         return "constant"
-    return "uneven" if cut.common is None and cut.ratio is None else "scaled"
+    return "uneven" if cut.ratio is None else "scaled"
 
 
 def is_close(one: float | None, two: float) -> bool:

@@ -28,7 +28,7 @@ def find_restlessness(inquiry: Inquiry) -> Cause | None:
     if inquiry.are_equal(lab.full(UNCHANGED), again):
         return None
     name = _first_restless(inquiry)
-    lies_in = "the loss" if name is None else modules([name]) if name else ITSELF
+    lies_in = "the loss" if name is None else modules([name or ITSELF])
     return Cause(
         kind="non-determinism",
         found=f"the full batch gives another result when it is run again, first in {lies_in}",

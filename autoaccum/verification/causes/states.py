@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import listed
+from autoaccum.verification.laboratory import Laboratory
 from autoaccum.verification.outcomes import Change
 from autoaccum.verification.records import Cause
+
+KEPT_STATE = (
+    "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
+    " each part"
+)
+"""The way out where `has_kept_state`."""
+
+
+def has_kept_state(lab: Laboratory) -> bool:
+    """Whether an accumulated update that raises would run if each part began with the state that the first began with.
+
+    So it is with an RNN that keeps its hidden state, whose first dimension is that of the part before.
+    """
+    try:
+        lab.full(Change(fresh_state=True))
+    except AutoaccumError:
+        return False
+    return True
 
 
 def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Cause:
@@ -21,7 +41,7 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
     if differing == {"buffers"}:
         return Cause(
             kind="state",
-            found=f"{listed(names)} changes with every call, {parts} times in an update; gradients are the same",
+            found=f"every call changes {listed(names)}, {parts} times in an update; gradients are the same",
             change="change it once per update, outside of forward, or count on it less",
             where=names,
         )
@@ -37,7 +57,7 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
         )
     return Cause(
         kind="state",
-        found=f"{listed(names)} is kept between calls: each part begins with what the one before has left",
+        found=f"state is kept between calls: each part begins with what the one before has left in {listed(names)}",
         change="reset it before each part, pass it in with the batch, or leave it alone while training",
         where=names,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoaccum.accumulation.company import ITSELF
+
 _SHOWN = 5
 
 
@@ -25,6 +27,8 @@ def modules(names: Sequence[str]) -> str:
     >>> modules(["0"]), modules(["0", "2"])
     ('module 0', 'modules 0 and 2')
     """
+    if list(names) == [ITSELF]:
+        return ITSELF
     return f"module{'s' * (len(names) > 1)} {listed(names)}"
 
 
