@@ -171,7 +171,7 @@ def test_a_synchronised_batchnorm_in_one_process_is_a_batchnorm(mode: str) -> No
 @FORGIVING
 def test_statistics_that_are_no_longer_tracked_stay_as_they_are() -> None:
     model = small()
-    model[0].track_running_stats = False
+    vars(model[0])["track_running_stats"] = False
     trained(model, batch_of(8), "running")
     assert not model[0].get_buffer("running_mean").any()
     assert (updates_of(model[0]), updates_of(model[2])) == (0, 1)
