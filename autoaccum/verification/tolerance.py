@@ -144,9 +144,9 @@ def _shift(tensor: Tensor | None, signs: Tensor | None, shift: float) -> Tensor 
     if tensor is None or signs is None:
         return tensor
     if tensor.layout == torch.sparse_coo:  # As SparseAdam takes it.
-        whole = tensor.coalesce()
-        values = whole.values() + (signs * shift).to(whole.dtype)
-        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True, check_invariants=False)
+        whole = tensor.coalesce().clone()
+        whole.values().add_((signs * shift).to(whole.dtype))
+        return whole
     return tensor + (signs * shift).to(tensor.dtype)
 
 

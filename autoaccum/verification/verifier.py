@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from autoaccum.accumulation.randomness import RandomState
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.rehearsal import seed_everything
@@ -27,6 +29,7 @@ from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.sampling import take_small_batch
 
+_NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
 _ONE_VALUE = "more than 1 value per channel"
 """Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
 
@@ -109,10 +112,10 @@ class Verifier:
                 raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
             raise _with_hint(error, max(sizes)) from error
         if not math.isfinite(loss):
-            raise WorkloadError(
-                f"the loss of batch({sum(sizes)}) is {loss}",
-                hint="there is nothing to compare: look for a division by zero, log(0), or a mean over nothing",
-            )
+            raise WorkloadError(f"the loss of batch({sum(sizes)}) is {loss}", hint=_NOT_FINITE)
+        odd = next((name for name, gradient in lab.full().gradients.items() if not _is_finite(gradient)), None)
+        if odd is not None:
+            raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         return lab
 
     def _double(self, lab: Laboratory, batch: Any) -> Laboratory | None:
@@ -248,6 +251,12 @@ class Verifier:
     def _tell(self, event: Any) -> None:
         if self._request.on_event is not None:
             self._request.on_event(event)
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(
+        gradient.coalesce().values().isfinite().all() if gradient.is_sparse else gradient.isfinite().all()
+    )
 
 
 def _with_hint(error: WorkloadError, largest: int) -> WorkloadError:

@@ -244,11 +244,15 @@ def test_out_of_memory_is_told_in_one_line() -> None:
             {"criterion": lambda outputs, targets: outputs.sum() * float("nan")},
             r"the loss of batch\(16\) is nan: there",
         ),
+        (
+            {"criterion": lambda outputs, targets: (outputs * 0).abs().sqrt().sum()},
+            "gradient of .* is not finite: there",
+        ),
         ({"model": lambda: nn.Identity()}, "has no parameters"),
         ({"accumulate": 3}, "accumulate is 3: write def accumulate"),
         ({"optimizer": lambda params: None}, "returned None, not an optimizer"),
     ],
-    ids=["size", "nan", "parameters", "accumulate", "optimizer"],
+    ids=["size", "nan", "infinite", "parameters", "accumulate", "optimizer"],
 )
 def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(WorkloadError, match=told):
