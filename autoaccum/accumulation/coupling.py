@@ -91,9 +91,8 @@ class _Trial:
             comparer.finish()
         blamed = divergence.coupled()
         names = tuple(call.name or ITSELF for call in blamed if call is not None)
-        loss = None in blamed or mixes_rows(
-            self._run_together, divergence, {call.name for call in blamed if call is not None}, self._dtype
-        )
+        coupled = {call.name for call in blamed if call is not None}
+        loss = None in blamed or mixes_rows(self._run_together, terms, divergence, coupled, self._dtype)
         return Coupling(names, loss, _reason(divergence, loss))
 
     def _learn_how_to_run(self) -> None:

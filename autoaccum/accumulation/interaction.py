@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from autoaccum.accumulation.divergence import Divergence
 
 Moves: TypeAlias = "dict[tuple[Call, int], Tensor]"
 Terms: TypeAlias = "Mapping[str, float]"
+_Move: TypeAlias = "Callable[[Tensor, int, int], Tensor]"
 
 _DEPTHS = 3
-_STYLES: tuple[Literal["mixed", "noise"], ...] = ("mixed", "noise")
 _LEVELS = {torch.float64: (1e-6, 1e-13), torch.float32: (2e-3, 1e-6)}
 _HALF_LEVEL = (1e-1, 2e-2)
 """What counts as an interaction: a share of the largest change, and rounding, a share of the loss."""
@@ -44,40 +44,42 @@ class Mover:
 
 
 def mixes_rows(
-    run: Callable[[Mover], Terms], divergence: Divergence, coupled: Iterable[str], dtype: torch.dtype
+    run: Callable[[Mover], Terms], still: Terms, divergence: Divergence, coupled: Collection[str], dtype: torch.dtype
 ) -> bool | None:
     """Whether the loss mixes the rows of the model's outputs; None: that could not be told.
 
-    What the outermost calls return is moved first. Where that does not change the loss, as where the model itself
-    computes it, what the calls within it return is moved.
+    What the outermost calls return is moved. Where that does not change the loss, as where the model itself computes
+    it, what the calls within those return is moved. A term that a model keeps as an attribute is not seen.
 
     Args:
         run: Gives the terms of the loss of the whole batch, followed by a `Mover`, draws held alike.
+        still: Those terms where nothing is moved.
         divergence: What tells where rows lie.
-        coupled: Modules known to couple samples, whose code is no longer the loss's.
+        coupled: Modules known to couple samples: below them, it is not the loss that would be seen.
         dtype: Of the loss.
     """
-    blamed = set(coupled)
     for depth in range(_DEPTHS):
         calls = [call for call in divergence.whole.outputs if call.depth == depth]
-        if depth and any(outer.name in blamed for call in calls for outer in call.callers):
+        if any(outer.name in coupled for call in calls for outer in call.callers):
             return None
         spots = [(call, index) for call in calls for index in range(len(divergence.whole.outputs[call]))]
-        for style in _STYLES:
-            told = _interacts(run, _moves(divergence, spots, style), dtype)
-            if told is not None:
-                return told
+        told = [_interacts(run, still, _moves(divergence, spots, move), dtype) for move in (_mixed, _noisy)]
+        if told != [None, None]:
+            return any(told)
     return None
 
 
-def _interacts(run: Callable[[Mover], Terms], moves: list[Moves], dtype: torch.dtype) -> bool | None:
+def _interacts(run: Callable[[Mover], Terms], still: Terms, moves: list[Moves], dtype: torch.dtype) -> bool | None:
     """Whether two moves together change a term by another amount than both alone; None where one changes nothing."""
     if not moves[0]:
         return None
-    still, one = run(Mover(moves[0])), run(Mover(moves[1]))
-    if not any(_changes(one[name], still[name], dtype) for name in still):
+    try:
+        one = run(Mover(moves[0]))
+        if not any(_changes(one[name], still[name], dtype) for name in still):
+            return None
+        other, both = run(Mover(moves[1])), run(Mover(moves[2]))
+    except Exception:  # Outside of the range that the loss takes.
         return None
-    other, both = run(Mover(moves[2])), run(Mover(moves[3]))
     seen = [name for name in still if all(_changes(moved[name], still[name], dtype) for moved in (one, other))]
     seen = [name for name in seen if math.isfinite(both[name])]
     if not seen:
@@ -96,16 +98,16 @@ def _changes(moved: float, still: float, dtype: torch.dtype) -> bool:
     return math.isfinite(moved) and math.isfinite(still) and abs(moved - still) > 10 * rounding * abs(still)
 
 
-def _moves(divergence: Divergence, spots: list[tuple[Call, int]], style: Literal["mixed", "noise"]) -> list[Moves]:
-    """What each tensor is to be where nothing, the first part's rows, the second's, or both are moved."""
-    moves: list[Moves] = [{}, {}, {}, {}]
+def _moves(divergence: Divergence, spots: list[tuple[Call, int]], move: _Move) -> list[Moves]:
+    """What each tensor is to be where the first part's rows, the second's, or both are moved."""
+    moves: list[Moves] = [{}, {}, {}]
     for order, (call, index) in enumerate(spots):
         rows = divergence.rows(call, index)
         if rows is None:
             continue
         whole, first, second = rows
-        moved = _mixed(whole, first.dim, order) if style == "mixed" else _noisy(whole, order)
-        for which, parts in enumerate(((), (first,), (second,), (first, second))):
+        moved = move(whole, first.dim, order)
+        for which, parts in enumerate(((first,), (second,), (first, second))):
             tensor = whole.clone()
             for part in parts:
                 assert part.positions is not None
@@ -121,9 +123,9 @@ def _mixed(whole: Tensor, dim: int, seed: int) -> Tensor:
     return torch.where(moved.isfinite(), moved, whole)
 
 
-def _noisy(whole: Tensor, seed: int) -> Tensor:
-    """Half a standard deviation beside it, where rows are all alike."""
+def _noisy(whole: Tensor, dim: int, seed: int) -> Tensor:
+    """Beside it by two standard deviations: far enough for another choice of the hardest samples."""
     noise = torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed))
     finite = whole[whole.isfinite()]
     scale = float(finite.std()) if finite.numel() > 1 else 0.0
-    return whole + 0.5 * (scale or 1.0) * noise.to(whole)
+    return whole + 2.0 * (scale or 1.0) * noise.to(whole)

@@ -85,6 +85,8 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
     "triplets": ((lambda: small.Towers(similarities=False), small.triplet_loss, small.pairs), (), True),
     "Barlow Twins": ((lambda: small.Towers(similarities=False), small.twins_loss, small.pairs), (), True),
     "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
+    "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
+    "dice": ((small.mlp, small.dice_loss, small.rows), (), True),
     "inputs centred": ((small.mlp, small.centred_inputs_loss, small.rows), (), True),
     "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
 }
