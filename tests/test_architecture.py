@@ -79,6 +79,7 @@ WITHOUT_TORCH = (
     "training/updates/noise_scale.py",
     "training/data/window.py",
     "training/stopping.py",
+    "verification/causes/patterns.py",
     "workload/companions.py",
     "workload/modes.py",
     "workload/module_names.py",

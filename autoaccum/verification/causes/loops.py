@@ -68,6 +68,8 @@ class Loop:
             norm = _round_norm(lab.own(self._change))
             if norm is not None:
                 return (_clip_cause(norm),)
+        if fault == "mean of means" and counted == SUM:
+            fault = "scaled"
         return None if fault is None else (self._cause(fault, cut, counted),)
 
     def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.verification.causes.patterns import Cut, Fault, name_fault
+
+COUNTS = ((3, 1, 2), (4, 2))
+EVEN = ((3, 3, 3, 3), (4, 4, 4))
+
+
+def cut(counts: tuple[int, ...], factor: Callable[[int, int, int], float]) -> Cut:
+    """A loop's factor of a part, given its count, all counts and the number of parts."""
+    total, parts = sum(counts), len(counts)
+    return Cut(tuple(factor(count, total, parts) for count in counts), tuple(count / total for count in counts))
+
+
+LOOPS: dict[str, tuple[Callable[[int, int, int], float], Fault]] = {
+    "adds means": (lambda count, total, parts: 1.0, "undivided"),
+    "adds shares, times the parts": (lambda count, total, parts: parts * count / total, "undivided"),
+    "divides means by the square": (lambda count, total, parts: 1 / parts**2, "divided twice"),
+    "divides shares by the parts": (lambda count, total, parts: count / total / parts, "divided twice"),
+    "averages means": (lambda count, total, parts: 1 / parts, "mean of means"),
+    "divides means by 8": (lambda count, total, parts: 1 / 8, "constant"),
+    "divides counts by 64": (lambda count, total, parts: count / 64, "constant"),
+    "multiplies shares by 3": (lambda count, total, parts: 3 * count / total, "scaled"),
+    "counts one more": (lambda count, total, parts: (count + 1) / total, "uneven"),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_names_what_is_wrong_with_uneven_parts(loop: str) -> None:
+    factor, fault = LOOPS[loop]
+    assert name_fault(cut(COUNTS[0], factor), cut(COUNTS[1], factor)) == fault
+
+
+EVENLY: dict[str, Fault | None] = {
+    "adds means": "undivided",
+    "adds shares, times the parts": "undivided",
+    "divides means by the square": "divided twice",
+    "divides shares by the parts": "divided twice",
+    "averages means": None,
+    "divides means by 8": "constant",
+    "divides counts by 64": "constant",
+    "multiplies shares by 3": "scaled",
+}
+
+
+@pytest.mark.parametrize("loop", EVENLY)
+def test_names_what_is_wrong_with_even_parts(loop: str) -> None:
+    factor, _ = LOOPS[loop]
+    assert name_fault(cut(EVEN[0], factor), cut(EVEN[1], factor)) == EVENLY[loop]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8))
+def test_finds_nothing_where_parts_count_for_their_shares(counts: list[int]) -> None:
+    assert name_fault(cut(tuple(counts), lambda count, total, parts: count / total)) is None
+
+
+def test_finds_nothing_wrong_with_a_sum() -> None:
+    assert name_fault(Cut((1.0, 1.0), (1.0, 1.0))) is None
+    assert name_fault(Cut((0.5, 0.5), (1.0, 1.0)), Cut((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
+
+
+def test_tells_zeroed_gradients_from_parts_left_out() -> None:
+    assert name_fault(Cut((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
+    assert name_fault(Cut((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
+
+
+def test_a_part_of_no_weight_is_not_missed() -> None:
+    assert name_fault(Cut((0.0, 1.0), (0.0, 1.0))) is None
+
+
+def test_a_divisor_is_fixed_only_where_another_cut_says_so() -> None:
+    one_part = Cut((0.5,), (1.0,))
+    assert name_fault(one_part, Cut((0.5, 0.5), (0.5, 0.5))) == "constant"
+    assert name_fault(one_part) == "scaled"
