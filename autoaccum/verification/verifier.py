@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from autoaccum.accumulation.randomness import RandomState
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
-from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.preparation import ONE_VALUE, Preparation
 from autoaccum.verification.records import Cause, Comparison, Verification
 from autoaccum.verification.request import VerifyRequest, last_window, loaded_window, whole_window
 from autoaccum.verification.specimen import Precision, Specimen
 from autoaccum.verification.subjects import Subject
 from autoaccum.verification.tolerance import find_tolerances, with_update
 from autoaccum.workload.batches import split_batch
-from autoaccum.workload.experiments import users_code
-from autoaccum.workload.sampling import take_small_batch
-
-_NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
-_ONE_VALUE = "more than 1 value per channel"
-"""Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
 
 
 class Verifier:
@@ -48,7 +36,6 @@ class Verifier:
         self._comparisons: list[Comparison] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
-        self._random: RandomState | None = None
         self._exact: Specimen | None = None
 
     def run(self, began: float) -> Verification:
@@ -57,77 +44,19 @@ class Verifier:
         Args:
             began: When the call came, of `time.monotonic`.
         """
-        seed_everything()
         target, micro = self._request.target_batch, self._request.largest_part
-        batch = self._take_batch(target)
-        self._random = RandomState()
-        lab = self._first_laboratory(batch, whole_window(target, micro))
+        preparation = Preparation(self._request, self._subject)
+        lab = preparation.whole_laboratory(whole_window(target, micro))
+        self._precision, self._notes = preparation.precision, list(preparation.notes)
         self._tell(Begun(**self._describe(lab), precision=self._precision, device=str(lab.specimen.device)))
-        double = self._double(lab, batch)
+        double = preparation.double_of(lab)
         self._exact = None if double is None else double.specimen
         tolerances = find_tolerances(lab, precision=self._precision, samples=target, double=double)
         self._compare_both(lab, "whole", tolerances)
         short = last_window(target, micro)
         if short is not None:
-            self._compare_last(lab.specimen, batch, short, tolerances)
+            self._compare_last(lab.specimen, preparation.batch, short, tolerances)
         return self._record(lab, tolerances, began)
-
-    def _take_batch(self, target: int) -> Any:
-        """Real samples where there are some, since those of a worst case may all weigh the same."""
-        workload = self._subject.workload
-        if self._request.worst_of is None:
-            return take_small_batch(workload, target)
-        with users_code(f"batch({target})"):
-            return workload.build_batch(target)
-
-    def _first_laboratory(self, batch: Any, sizes: tuple[int, ...]) -> Laboratory:
-        """The whole window; in float32 where float64 was not asked for and does not run."""
-        try:
-            return self._laboratory(self._precision, batch, sizes)
-        except WorkloadError as error:
-            if self._request.precision is not None:
-                raise
-            failure = error
-        self._precision = "fp32"
-        lab = self._laboratory(self._precision, batch, sizes)
-        self._notes.append(f"verified in float32: in float64 the workload does not run ({first_line(failure.message)})")
-        return lab
-
-    def _laboratory(self, precision: Precision, batch: Any, sizes: tuple[int, ...]) -> Laboratory:
-        """One whose full batch has run to a loss that is a number."""
-        assert self._random is not None
-        self._random.restore()  # Each precision begins with the same weights.
-        with users_code("model()"):
-            specimen = Specimen(
-                self._subject.workload,
-                precision=precision,
-                device=self._request.device,
-                optimizer=self._subject.optimizer,
-            )
-        lab = Laboratory(specimen, batch, sizes)
-        try:
-            loss = lab.full().loss
-        except WorkloadError as error:
-            if has_kept_state(lab):
-                raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
-            raise _with_hint(error, max(sizes)) from error
-        if not math.isfinite(loss):
-            raise WorkloadError(f"the loss of batch({sum(sizes)}) is {loss}", hint=_NOT_FINITE)
-        odd = next((name for name, gradient in lab.full().gradients.items() if not _is_finite(gradient)), None)
-        if odd is not None:
-            raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
-        return lab
-
-    def _double(self, lab: Laboratory, batch: Any) -> Laboratory | None:
-        """The same in float64, to tell rounding by; None where that is what it is, or does not run."""
-        if self._precision == "fp64":
-            return None
-        try:
-            double = self._laboratory("fp64", batch, lab.sizes)
-            double.full(Change(calm=True))
-        except WorkloadError:
-            return None
-        return double
 
     def _compare_last(self, specimen: Specimen, batch: Any, sizes: tuple[int, ...], tolerances: Tolerances) -> None:
         samples = sum(sizes)
@@ -136,7 +65,7 @@ class Verifier:
         try:
             lab.full()
         except WorkloadError as error:
-            is_single = _ONE_VALUE in error.message
+            is_single = ONE_VALUE in error.message
             if not is_single and not self._causes:  # State that is kept has the size of the parts before.
                 raise
             why = "BatchNorm runs no single sample" if is_single else first_line(error.message)
@@ -251,18 +180,6 @@ class Verifier:
     def _tell(self, event: Any) -> None:
         if self._request.on_event is not None:
             self._request.on_event(event)
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(
-        gradient.coalesce().values().isfinite().all() if gradient.is_sparse else gradient.isfinite().all()
-    )
-
-
-def _with_hint(error: WorkloadError, largest: int) -> WorkloadError:
-    if _ONE_VALUE not in error.message or largest > 1:
-        return error
-    return WorkloadError(error.message, hint="BatchNorm runs no single sample: give --micro-batch 2")
 
 
 def _words(sizes: tuple[int, ...]) -> str:
