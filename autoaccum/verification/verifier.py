@@ -150,7 +150,7 @@ class Verifier:
             micro_batch=self._request.largest_part,
             precision=self._precision,
             device=str(lab.specimen.device),
-            batchnorm=getattr(workload, "batchnorm", "micro"),
+            batchnorm=workload.batchnorm,
             rounding=tolerances.rounding,
             comparisons=tuple(self._comparisons),
             causes=tuple(self._causes),
