@@ -10,6 +10,8 @@ import torch
 from small_verified import (
     CLASSES,
     FEATURES,
+    LENGTH,
+    WORDS,
     Gpt,
     Mlp,
     Recurrent,
@@ -55,6 +57,15 @@ class Keeping(Recurrent):
         start = None if self.hidden is None else self.hidden.expand(1, len(ids), 6).contiguous()
         outputs, hidden = self.cell(self.embed(ids), start)
         self.hidden = hidden.mean(1, keepdim=True).detach()
+        return torch.as_tensor(outputs)
+
+
+class KeepingSize(Keeping):
+    """Likewise, for each sample its own, so that the next batch must be of the same size."""
+
+    def run(self, ids: Tensor) -> Tensor:
+        outputs, hidden = self.cell(self.embed(ids), self.hidden)
+        self.hidden = hidden.detach()
         return torch.as_tensor(outputs)
 
 
@@ -232,65 +243,14 @@ def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
 
 
+def constant_term(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"a": class_loss(model, batch), "b": torch.tensor(0.5)}
+
+
+def full_texts(size: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, WORDS, (size, LENGTH))
+    return {"input_ids": ids, "labels": ids}
+
+
 def mixed_reductions(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"classes": class_loss(model, batch), "size": model(batch[0]).square().sum()}
-
-
-def undivided_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(class_loss(model, part))
-
-
-def twice_divided_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(class_loss(model, part) * len(part[1]) / samples(parts) / len(parts))
-
-
-def mean_of_means_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(token_loss(model, part) / len(parts))
-
-
-def configured_loop(model: nn.Module, parts: Any) -> None:
-    """Divides by the number of parts of a whole window, however many there are."""
-    for part in parts:
-        backward(class_loss(model, part) / 4)
-
-
-def clipping_loop(model: nn.Module, parts: Any) -> None:
-    right_loop(model, parts)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-def forgetting_loop(model: nn.Module, parts: Any) -> None:
-    """Leaves out the last part."""
-    for part in list(parts)[:-1]:
-        backward(class_loss(model, part) * len(part[1]) / samples(parts))
-
-
-def zeroing_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        model.zero_grad()
-        backward(class_loss(model, part) * len(part[1]) / samples(parts))
-
-
-def detaching_loop(model: Any, parts: Any) -> None:
-    """Learns of one of two losses only."""
-    for inputs, classes in parts:
-        hidden = model.hidden(inputs)
-        loss = functional.cross_entropy(model.last(hidden), classes)
-        loss = loss + functional.mse_loss(model.decoder(hidden), inputs).detach()
-        backward(loss * len(classes) / samples(parts))
-
-
-def right_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(class_loss(model, part) * len(part[1]) / samples(parts))
-
-
-def samples(parts: Any) -> int:
-    return sum(len(parts_own[1]) for parts_own in list.__iter__(parts))
-
-
-def backward(loss: Tensor) -> None:
-    torch.autograd.backward(loss)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import planted_causes as planted
+import planted_loops as loops
 import pytest
 import small_verified as small
 import torch
 from torch import nn
 
 from autoaccum import Workload, verify
+from autoaccum.errors import WorkloadError
 from autoaccum.verification.records import Verification
 
 CRITERION = nn.CrossEntropyLoss()
@@ -61,7 +63,7 @@ WELL: dict[str, Workload] = {
     "CLIP with temperature, each pair by itself": captions(small.matched_loss),
     "RNN": sequences(small.Recurrent),
     "two losses": pairs(small.two_losses, small.TwoHeads),
-    "a loop of its own": classes(small.Mlp, accumulate=planted.right_loop),
+    "a loop of its own": classes(small.Mlp, accumulate=loops.right),
 }
 
 
@@ -149,44 +151,44 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
     ),
     "a variance of the batch in the loss": (pairs(planted.spread_loss), "coupled loss", ("the loss",), "larger"),
     "a loop that does not divide": (
-        classes(small.Mlp, accumulate=planted.undivided_loop),
+        classes(small.Mlp, accumulate=loops.undivided),
         "accumulate",
         (),
         "count / total",
     ),
     "a loop that divides twice": (
-        classes(small.Mlp, accumulate=planted.twice_divided_loop),
+        classes(small.Mlp, accumulate=loops.twice_divided),
         "accumulate",
         (),
         "count / total",
     ),
     "a loop that averages means of tokens": (
-        texts(small.token_loss, weight=small.token_weight, accumulate=planted.mean_of_means_loop),
+        texts(small.token_loss, weight=small.token_weight, accumulate=loops.mean_of_means),
         "accumulate",
         (),
         "weight(part)",
     ),
     "a loop that divides the last window as a whole one": (
-        classes(small.Mlp, accumulate=planted.configured_loop),
+        classes(small.Mlp, accumulate=loops.configured),
         "last window",
         (),
         "of the window",
     ),
-    "a loop that clips": (classes(small.Mlp, accumulate=planted.clipping_loop), "accumulate", (), "once per update"),
+    "a loop that clips": (classes(small.Mlp, accumulate=loops.clipping), "accumulate", (), "once per update"),
     "a loop that leaves out a part": (
-        classes(small.Mlp, accumulate=planted.forgetting_loop),
+        classes(small.Mlp, accumulate=loops.forgetting),
         "accumulate",
         (),
         "every part",
     ),
     "a loop that zeroes gradients between parts": (
-        classes(small.Mlp, accumulate=planted.zeroing_loop),
+        classes(small.Mlp, accumulate=loops.zeroing),
         "accumulate",
         (),
         "zero_grad() once",
     ),
     "a loop that detaches a loss": (
-        pairs(small.two_losses, small.TwoHeads, accumulate=planted.detaching_loop),
+        pairs(small.two_losses, small.TwoHeads, accumulate=loops.detaching),
         "detached",
         ("decoder.weight", "decoder.bias"),
         "detach()",
@@ -230,7 +232,7 @@ TOGETHER: dict[str, tuple[Workload, set[str]]] = {
     "a norm of one's own and a sum": (pairs(small.summed_loss, planted.standardised), {"coupled model", "reduction"}),
     "a sum and a regulariser, said to be a mean": (pairs(planted.penalised_sum), {"reduction", "regulariser"}),
     "BatchNorm and a loop that does not divide": (
-        classes(small.normalised_after_dropout, accumulate=planted.undivided_loop),
+        classes(small.normalised_after_dropout, accumulate=loops.undivided),
         {"batchnorm", "accumulate"},
     ),
     "BatchNorm and a variance in the loss": (
@@ -245,3 +247,59 @@ def test_finds_all_causes_that_are_needed(case: str) -> None:
     workload, kinds = TOGETHER[case]
     causes = found(workload).causes
     assert sorted(cause.kind for cause in causes) == sorted(kinds)
+
+
+def test_state_of_the_size_of_a_part_is_found_though_a_shorter_window_cannot_run() -> None:
+    verification = verify(sequences(planted.KeepingSize), target_batch=8, micro_batch=4)
+    assert [cause.kind for cause in verification.causes] == ["state"]
+    assert any("the shorter window of 4 + 3 was left out" in note for note in verification.notes)
+
+
+def test_state_is_the_hint_where_not_even_the_whole_window_runs() -> None:
+    with pytest.raises(WorkloadError, match="forward keeps state between calls, of the size of a batch"):
+        verify(sequences(planted.KeepingSize), target_batch=8, micro_batch=3)
+
+
+def test_a_permutation_is_held_and_said() -> None:
+    verification = found(classes(planted.Mixing))
+    assert verification.equivalent
+    assert any("randperm" in note for note in verification.notes)
+
+
+def test_notes_terms_without_a_gradient() -> None:
+    verification = found(pairs(planted.constant_term))
+    assert verification.equivalent
+    assert any("b of the loss has no gradient" in note for note in verification.notes)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_notes_where_a_wrong_weight_could_not_show(padded: bool) -> None:
+    batch = small.texts if padded else planted.full_texts
+    workload = Workload(model=small.Gpt, batch=batch, loss=small.token_loss, weight=small.token_weight)
+    assert any("count alike" in note for note in found(workload).notes) is not padded
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_finds_causes_behind_rounding(precision: str) -> None:
+    (cause,) = found(texts(small.token_loss), precision=precision).causes
+    assert cause.kind == "weight"
+    assert cause.change.endswith(TOKENS)
+
+
+def test_two_samples_are_enough() -> None:
+    (cause,) = verify(texts(small.token_loss), target_batch=2, micro_batch=1).causes
+    assert cause.change.endswith(TOKENS)
+
+
+@pytest.mark.parametrize("mode", ["micro", "running"])
+def test_running_statistics_do_not_mend_the_gradient(mode: str) -> None:
+    (cause,) = found(pictures(small.Residual), batchnorm=mode).causes
+    assert cause.kind == "batchnorm"
+    assert found(pictures(small.Residual), batchnorm="frozen").equivalent
+
+
+def test_what_is_advised_is_right() -> None:
+    for reduction in ("mean", "sum"):
+        (cause,) = found(texts(small.token_loss, reduction=reduction)).causes
+        code = cause.change.split("return ")[1]
+        assert found(texts(small.token_loss, weight=lambda batch, code=code: eval(code, {"batch": batch}))).equivalent

@@ -1,0 +1,70 @@
+"""Loops of a user's own, `accumulate(model, micro_batches)`: one that is right, and others that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from small_verified import class_loss, token_loss
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def undivided(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part))
+
+
+def twice_divided(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts) / len(parts))
+
+
+def mean_of_means(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(token_loss(model, part) / len(parts))
+
+
+def configured(model: nn.Module, parts: Any) -> None:
+    """Divides by the number of parts of a whole window, however many there are."""
+    for part in parts:
+        backward(class_loss(model, part) / 4)
+
+
+def clipping(model: nn.Module, parts: Any) -> None:
+    right(model, parts)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def forgetting(model: nn.Module, parts: Any) -> None:
+    """Leaves out the last part."""
+    for part in list(parts)[:-1]:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def zeroing(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        model.zero_grad()
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def detaching(model: Any, parts: Any) -> None:
+    """Learns of one of two losses only."""
+    for inputs, classes in parts:
+        hidden = model.hidden(inputs)
+        loss = functional.cross_entropy(model.last(hidden), classes)
+        loss = loss + functional.mse_loss(model.decoder(hidden), inputs).detach()
+        backward(loss * len(classes) / samples(parts))
+
+
+def right(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def samples(parts: Any) -> int:
+    return sum(len(part[1]) for part in list.__iter__(parts))
+
+
+def backward(loss: Tensor) -> None:
+    torch.autograd.backward(loss)
