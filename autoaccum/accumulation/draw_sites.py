@@ -9,6 +9,9 @@ from types import FrameType
 
 from autoaccum.workload.tracebacks import is_own_file, is_user_file
 
+_BETWEEN = "__torch_dispatch__"
+"""Another mode of ours, which the user's call comes through: that of float64."""
+
 
 @dataclass(frozen=True)
 class DrawSite:
@@ -32,7 +35,7 @@ def calling_line() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
+    while frame is not None and (not is_own_file(frame.f_code.co_filename) or frame.f_code.co_name == _BETWEEN):
         if is_user_file(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back

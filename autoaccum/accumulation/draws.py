@@ -62,6 +62,11 @@ class Draws:
         return tuple(dict.fromkeys(str(site) for site in self._shared.values()))
 
     @property
+    def sites(self) -> tuple[str, ...]:
+        """Where the recorded run has drawn; empty where nothing is random."""
+        return tuple(dict.fromkeys(str(draw.site) for track in self._tracks.values() for draw in track))
+
+    @property
     def unsure(self) -> tuple[str, ...]:
         """The draws of the full run whose shapes do not tell for certain whose is what; see `Joined`."""
         return tuple(map(str, self._unsure))

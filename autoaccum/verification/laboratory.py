@@ -76,6 +76,12 @@ class Laboratory:
         pair = self._pairs.get(UNCHANGED)
         return () if pair is None or pair.draws is None else pair.draws.shared
 
+    @property
+    def draw_sites(self) -> tuple[str, ...]:
+        """Where random numbers are drawn, and were joined for the full batch."""
+        draws = self._pair(UNCHANGED).draws
+        return () if draws is None else draws.sites
+
     def full(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the whole batch."""
         return self._pair(change).full

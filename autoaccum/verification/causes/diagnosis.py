@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoaccum.accumulation.company import ITSELF
@@ -81,8 +82,20 @@ def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
         found = find_least(inquiry, suspected, lambda change: _explain(inquiry, change), always=module)
         if found is not None:
             return _causes(inquiry, found)
-    seen = coupling_causes(inquiry, coupling)
-    return seen or (_unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
+    seen = (*coupling_causes(inquiry, coupling), *_state_seen(inquiry, suspected))
+    is_known = any(cause.kind in ("coupled loss", "coupled model") for cause in seen)
+    return seen if is_known else (*seen, *_remaining(inquiry, coupling))
+
+
+def _state_seen(inquiry: Inquiry, suspected: Sequence[Intervention]) -> tuple[Cause, ...]:
+    """State that changes the accumulated update, where something else does so too, and is not known."""
+    state = next((one for one in suspected if one.kind == "state"), None)
+    if state is None:
+        return ()
+    kept, fresh = inquiry.pair(UNCHANGED), inquiry.pair(state.added(UNCHANGED))
+    if kept is None or fresh is None or inquiry.are_equal(kept[1], fresh[1]):
+        return ()
+    return (state_cause(inquiry, state.where, UNCHANGED),)
 
 
 def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
@@ -108,27 +121,35 @@ def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]
     if one.kind == "coupled model":
         return module_cause(one.where, proved=proved)
     if one.kind == "randomness":
-        return draw_cause(proved=proved)
+        return draw_cause(one.where, proved=proved)
     without = UNCHANGED
     for other in found.interventions:
         without = without if other == one else other.added(without)
     return replace(state_cause(inquiry, one.where, without), proved=proved)
 
 
+def _remaining(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
+    """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
+    differing = inquiry.differences(UNCHANGED) or {}
+    is_told = len(inquiry.cuts) > 1 and coupling.loss is False and inquiry.method == "accumulator"
+    if not is_told or "loss" not in differing:
+        return (_unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
+    return (
+        Cause(
+            kind="weight",
+            found=(
+                "the loss mixes no samples, and no common weights of the parts give the full batch: it adds up terms"
+                " that divide by different counts, or by none"
+            ),
+            change="return the terms as a dict from loss, and from weight(batch) a dict of what each divides by",
+        ),
+    )
+
+
 def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
     """What is honest where no experiment has told the cause."""
     differing = inquiry.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    is_known = len(inquiry.cuts) > 1 and coupling.loss is False
-    if is_known and not coupling.modules and inquiry.method == "accumulator" and "loss" in differing:
-        return Cause(
-            kind="weight",
-            found=(
-                "neither model nor loss mixes samples, and no common weights of the parts give the full batch: the"
-                " loss adds up terms that divide by different counts, or by none"
-            ),
-            change="return the terms as a dict from loss, and from weight(batch) a dict of what each divides by",
-        )
     tried = [one.kind for one in suspect(inquiry)]
     told = f"; tried: {listed(tried)}, weights" if tried else ""
     return Cause(

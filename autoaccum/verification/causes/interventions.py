@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import combinations
 from typing import Generic, Literal, TypeVar
 
@@ -54,7 +55,9 @@ def suspect(inquiry: Inquiry) -> list[Intervention]:
     found = [Intervention("batchnorm", inquiry.batchnorms)] if inquiry.batchnorms else []
     if inquiry.state:
         found.append(Intervention("state", inquiry.state))
-    return found if inquiry.lab.mismatch is not None else [*found, Intervention("randomness")]
+    if inquiry.lab.mismatch is None and inquiry.lab.draw_sites:
+        found.append(Intervention("randomness", inquiry.lab.draw_sites))
+    return found
 
 
 def find_least(
@@ -65,21 +68,28 @@ def find_least(
 ) -> Finding[Explanation] | None:
     """The smallest set after which both updates are equal, or `explain` knows why not; None where there is none.
 
-    Smaller sets are tried first, so that each member of the set is needed. `always` is in all of them.
+    Smaller sets are tried first, so that each member of the set is needed. Of one size, explanations come after
+    equality under one member more, which costs less to ask: what is explained is not equal with more out of the way.
+
+    Args:
+        inquiry: What came out unequal.
+        suspected: What may be put out of the way.
+        explain: Why the updates differ under a change; None where it does not know.
+        always: What is in all sets.
     """
-    for subset in _subsets(suspected):
-        chosen = subset if always is None else (*subset, always)
-        change = UNCHANGED
-        for intervention in chosen:
-            change = intervention.added(change)
-        if inquiry.is_equal(change):
-            return Finding(chosen, change, None)
-        explanation = explain(change) if inquiry.pair(change) is not None else None
-        if explanation is not None:
-            return Finding(chosen, change, explanation)
+    sets = [[_joint(subset, always) for subset in combinations(suspected, n)] for n in range(len(suspected) + 1)]
+    for smaller, larger in zip([[], *sets], [*sets, []], strict=True):
+        for chosen, change in larger:
+            if inquiry.is_equal(change):
+                return Finding(chosen, change, None)
+        for chosen, change in smaller:
+            explanation = explain(change) if inquiry.pair(change) is not None else None
+            if explanation is not None:
+                return Finding(chosen, change, explanation)
     return None
 
 
-def _subsets(suspected: Sequence[Intervention]) -> Iterator[tuple[Intervention, ...]]:
-    for size in range(len(suspected) + 1):
-        yield from combinations(suspected, size)
+def _joint(subset: Sequence[Intervention], always: Intervention | None) -> tuple[tuple[Intervention, ...], Change]:
+    """A set of interventions, and the change that is all of them."""
+    chosen = tuple(subset) if always is None else (*subset, always)
+    return chosen, reduce(lambda change, one: one.added(change), chosen, UNCHANGED)

@@ -63,14 +63,15 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
     )
 
 
-def draw_cause(*, proved: bool) -> Cause:
+def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
     """Draws that differ in meaning between a part and the whole batch."""
     return Cause(
         kind="randomness",
         found=(
-            "a random draw is not of one sample each: it mixes samples of a part, as a permutation does; with draws"
-            " that do nothing, both are the same"
+            f"what is drawn is not of one sample each, in {listed(sites)}: it mixes samples, as an order does; with"
+            " draws that do nothing, both are the same"
         ),
         change="draw for each sample by itself, or mix samples where the batch is made, before it is cut",
+        where=sites,
         proved=proved,
     )
