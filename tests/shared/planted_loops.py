@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import class_loss, token_loss
+from small_verified import class_loss, text_losses, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,6 +55,12 @@ def detaching(model: Any, parts: Any) -> None:
         loss = functional.cross_entropy(model.last(hidden), classes)
         loss = loss + functional.mse_loss(model.decoder(hidden), inputs).detach()
         backward(loss * len(classes) / samples(parts))
+
+
+def terms_alike(model: nn.Module, parts: Any) -> None:
+    """Gives terms with divisors of their own the same share."""
+    for part in parts:
+        backward(torch.stack(list(text_losses(model, part).values())).sum() / len(parts))
 
 
 def right(model: nn.Module, parts: Any) -> None:

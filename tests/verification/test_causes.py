@@ -184,6 +184,12 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...], str]] = {
         (),
         "of the window",
     ),
+    "a loop that shares out two terms alike": (
+        texts(small.text_losses, weight=small.text_weights, accumulate=loops.terms_alike),
+        "accumulate",
+        (),
+        "total[name]",
+    ),
     "a loop that clips": (classes(small.Mlp, accumulate=loops.clipping), "accumulate", (), "once per update"),
     "a loop that leaves out a part": (
         classes(small.Mlp, accumulate=loops.forgetting),
@@ -216,6 +222,7 @@ UNPROVED = {
     "a term that is a mean among sums",
     "CLIP with in-batch negatives",
     "outputs that are broadcast against targets",
+    "a loop that shares out two terms alike",
     "a loop that clips",
     "a variance of the batch in the loss",
     "a loop that detaches a loss",
@@ -244,6 +251,10 @@ TOGETHER: dict[str, tuple[Workload, set[str]]] = {
     "BatchNorm and a loop that does not divide": (
         classes(small.normalised_after_dropout, accumulate=loops.undivided),
         {"batchnorm", "accumulate"},
+    ),
+    "state and a loop that does not divide": (
+        classes(planted.Remembering, accumulate=loops.undivided),
+        {"state", "accumulate"},
     ),
     "BatchNorm and losses with different divisors": (
         texts(planted.mixed_counts, planted.normalised_gpt),

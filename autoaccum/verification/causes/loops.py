@@ -9,7 +9,7 @@ import torch
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.detachments import explain_detachment
-from autoaccum.verification.causes.factors import find_factors, flatten
+from autoaccum.verification.causes.factors import find_factors, find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.patterns import Cut, Fault, name_fault
 from autoaccum.verification.causes.weights import SUM, own_shares, share
@@ -36,6 +36,17 @@ _CHANGES: Mapping[Fault, str] = {
     "zeroed": "call zero_grad() once, before the first part of a window",
     "left out": "run every part of the window forward and backward",
 }
+_TERMS = Cause(
+    kind="accumulate",
+    found=(
+        "the terms of the loss divide by different counts, and the loop does not give each its own share, by which the"
+        " Accumulator comes to the full batch's gradient"
+    ),
+    change=(
+        "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of the"
+        " window; then backward() of their sum"
+    ),
+)
 
 
 class Loop:
@@ -50,17 +61,15 @@ class Loop:
         self._inquiry, self._change = inquiry, change
 
     def explain(self) -> tuple[Cause, ...] | None:
-        """What it does to its parts; None where the parts do not give the full batch's gradient in the first place."""
+        """What it does to its parts; None where not even the Accumulator comes to the full batch's gradient."""
         lab = self._inquiry.lab
         try:
             parts = Decomposition(lab, self._change, self._inquiry.rounding)
             right = _find_shares(parts)
-            if right is None:
-                return None
-            shares, counted = right
-            cut = self._read(parts, shares)
+            shares, counted = right or ((), "")
+            cut = self._read(parts, shares) if shares else None
             if cut is None:
-                return explain_detachment(self._inquiry, self._change) or (self._other_loss(),)
+                return self._made_otherwise(parts)
             fault = name_fault(cut, self._read_otherwise())
         except AutoaccumError:
             return None
@@ -71,6 +80,16 @@ class Loop:
         if fault == "mean of means" and counted == SUM:
             fault = "scaled"
         return None if fault is None else (self._cause(fault, cut, counted),)
+
+    def _made_otherwise(self, parts: Decomposition) -> tuple[Cause, ...] | None:
+        """Why its gradient is made of something else, where the Accumulator's is the full batch's."""
+        accumulated = flatten(parts.lab.accumulated(self._change).gradients, parts.whole.parameters)
+        if find_residual(parts.gradient, [accumulated], (1.0,)) > self._inquiry.rounding:
+            return None
+        detached = explain_detachment(self._inquiry, self._change)
+        if detached is not None:
+            return detached
+        return (self._other_loss(),) if own_shares(parts.lab, list(parts.whole.terms)) else (_TERMS,)
 
     def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
         """What each part counts for, beside what it should; None where its gradient is made of something else."""
