@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +11,9 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.consoles import PlainConsole
-from autoaccum.verification.events import Begun, Compared, Diagnosing
+from autoaccum.verification.events import Begun, Compared, Diagnosing, Slow
+
+_FEW = 4
 
 
 class VerificationProgress:
@@ -36,7 +39,12 @@ class VerificationProgress:
 
     def tell(self, event: Any) -> None:
         """Draw one event."""
-        if isinstance(event, Begun):
+        if isinstance(event, Slow):
+            self._stop()
+            if not self._quiet:
+                self._console.print(slowness(event), soft_wrap=True)
+            self._show("comparing with the full batch ...")
+        elif isinstance(event, Begun):
             self._stop()
             if not self._quiet:
                 self._console.print(headline(event), soft_wrap=True)
@@ -56,6 +64,12 @@ class VerificationProgress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def slowness(event: Slow) -> Text:
+    """How long it will take, and how to have it sooner."""
+    fewer = "" if event.target_batch <= _FEW else f": {_FEW} samples tell the same, --target-batch {_FEW}"
+    return Text(f"note: this takes about {math.ceil(event.seconds / 60)} minutes{fewer}", "yellow")
 
 
 def headline(begun: Begun) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -11,15 +12,23 @@ from autoaccum.accumulation.randomness import RandomState
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
+from autoaccum.verification.events import Slow
 from autoaccum.verification.laboratory import Laboratory
 from autoaccum.verification.outcomes import Change
 from autoaccum.verification.request import VerifyRequest
+from autoaccum.verification.runs import time_forward
 from autoaccum.verification.specimen import Precision, Specimen
 from autoaccum.verification.subjects import Subject
+from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.sampling import take_small_batch
 
 _NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
+_TIMED = 2
+_FORWARDS = 9
+"""That each sample costs about: two updates of it, a third more for the shorter window, backward as two forwards."""
+
+_SLOW_SECONDS = 60.0
 ONE_VALUE = "more than 1 value per channel"
 """Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
 
@@ -91,6 +100,7 @@ class Preparation:
                 optimizer=self._subject.optimizer,
             )
         lab = Laboratory(specimen, self.batch, sizes)
+        self._tell_if_slow(lab)
         try:
             loss = lab.full().loss
         except WorkloadError as error:
@@ -103,6 +113,17 @@ class Preparation:
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         return lab
+
+    def _tell_if_slow(self, lab: Laboratory) -> None:
+        """By one forward of two samples, which is little beside all that follows; what it raises is told there."""
+        samples = sum(lab.sizes)
+        if self._request.on_event is None or samples <= _TIMED:
+            return
+        with suppress(WorkloadError):
+            seconds = time_forward(lab.specimen, split_batch(lab.batch, [_TIMED, samples - _TIMED])[0])
+            expected = seconds / _TIMED * _FORWARDS * samples
+            if expected > _SLOW_SECONDS:
+                self._request.on_event(Slow(expected, samples))
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

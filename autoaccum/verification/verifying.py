@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.failures import failure_error
+from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.interruptions import Interruptions
 from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.events import Event
@@ -100,14 +103,26 @@ def verify(
 def _verify(request: VerifyRequest, began: float) -> Verification:
     subject = find_subject(request)
     keeper = StateKeeper(subject.tried)
+    from_file = isinstance(request.workload, (str, os.PathLike))
 
     def work(interruptions: Interruptions) -> Verification:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with interruptions.window():
+            with interruptions.window(), _within_memory() if from_file else nullcontext():
                 return _run(Verifier(request, subject), began)
 
     return keeper.run(work)
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Have the allocator refuse what the machine does not have, before the kernel kills this process for it."""
+    try:
+        limit_bytes = read_process_memory().data_bytes + read_host_memory().free_bytes
+    except NotMeasuredError:
+        limit_bytes = None
+    with data_limit(limit_bytes):
+        yield
 
 
 def _run(verifier: Verifier, began: float) -> Verification:

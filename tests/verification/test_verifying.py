@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import resource
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.events import Begun, Compared, Diagnosing
+from autoaccum.verification.events import Begun, Compared, Diagnosing, Slow
 from autoaccum.verification.records import Verification
 from autoaccum.verification.verifying import verify
 from autoaccum.workload.spec import Workload
@@ -88,6 +90,34 @@ def test_a_file_is_verified(tmp_path: Path) -> None:
     assert found.workload["reference"] == str(path)
     assert [comparison.method for comparison in found.comparisons] == ["accumulator", "accumulator"]
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_file_may_take_the_memory_there_is_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "limited.py"
+    path.write_text(
+        "import resource\nimport torch\nfrom torch import nn\nmodel = nn.Linear(2, 1)\n"
+        "def batch(size): return torch.ones(size, 2)\n"
+        "def loss(model, batch):\n"
+        "    assert resource.getrlimit(resource.RLIMIT_DATA)[0] not in (-1, resource.RLIM_INFINITY)\n"
+        "    return model(batch).mean()\n"
+    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert verify(path, target_batch=4).equivalent
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_what_takes_long_is_told_before_it_begins() -> None:
+    class Slowly(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():  # the one forward that is timed
+                time.sleep(1)
+            return super().forward(inputs)
+
+    told: list[Any] = []
+    verify(Workload(model=lambda: Slowly(4, 3), batch=_batch, criterion=nn.CrossEntropyLoss()), on_event=told.append)
+    assert isinstance(told[0], Slow)
+    assert told[0].seconds == pytest.approx(72, rel=0.5)
+    assert isinstance(told[1], Begun)
 
 
 def test_a_dataset_gives_the_batch_where_there_is_none() -> None:
