@@ -34,7 +34,7 @@ class _Pair:
 
 
 class Laboratory:
-    """Runs experiments on one batch; every run begins with a fresh copy and the same seeds, and is made once.
+    """Runs experiments on one batch; every run begins with a fresh copy and the same seeds, and updates are made once.
 
     Random draws are recorded in the accumulated run and joined for the full one. Where their shapes forbid that, both
     runs are made with draws that do nothing, and `mismatch` says why.
@@ -58,7 +58,6 @@ class Laboratory:
         self.mismatch: DrawMismatch | None = None
         self._pairs: dict[Change, _Pair] = {}
         self._owns: dict[Change, Outcome] = {}
-        self._alone: dict[tuple[int, Change], Outcome] = {}
 
     @property
     def batch(self) -> Any:
@@ -107,13 +106,11 @@ class Laboratory:
         return self._owns[change]
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
-        """The loss and the gradient of one part alone, under its draws, multiplied by no share."""
-        if (index, change) not in self._alone:
-            draws = self._pair(change).draws
-            self._seed()
-            with calm() if draws is None else draws.of_part(index):
-                self._alone[index, change] = run_part(self.specimen, self.parts[index], change)
-        return self._alone[index, change]
+        """The loss and the gradient of one part alone, under its draws, multiplied by no share; run anew each time."""
+        draws = self._pair(change).draws
+        self._seed()
+        with calm() if draws is None else draws.of_part(index):
+            return run_part(self.specimen, self.parts[index], change)
 
     def with_sizes(self, sizes: Sequence[int]) -> Laboratory:
         """The same batch cut otherwise."""

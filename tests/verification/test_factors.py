@@ -63,7 +63,7 @@ def test_lines_gradients_up_by_name() -> None:
 
 
 def test_takes_every_nth_entry_of_very_many() -> None:
-    like = {"a": torch.zeros(3 * 2**20)}
-    flat = flatten({"a": torch.arange(3 * 2**20).float()}, like)
-    assert flat.numel() == 2**20
+    like = {"a": torch.zeros(3 * 2**18)}
+    flat = flatten({"a": torch.arange(3 * 2**18).float()}, like)
+    assert flat.numel() == 2**18
     assert flat[:3].tolist() == [0, 3, 6]

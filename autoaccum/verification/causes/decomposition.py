@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
@@ -18,7 +19,9 @@ class Decomposition:
     Attributes:
         lab: Where they were run.
         whole: The full batch's update.
-        parts: What each part gave alone.
+        gradient: Of the full batch, flat.
+        gradients: Of the parts, flat.
+        parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
 
     Args:
         lab: See there.
@@ -29,17 +32,13 @@ class Decomposition:
     def __init__(self, lab: Laboratory, change: Change, rounding: float) -> None:
         self.lab, self._rounding = lab, rounding
         self.whole: Outcome = lab.full(change)
-        self.parts: list[Outcome] = [lab.part(index, change) for index in range(len(lab.sizes))]
-
-    @cached_property
-    def gradient(self) -> Tensor:
-        """Of the full batch, flat."""
-        return flatten(self.whole.gradients, self.whole.parameters)
-
-    @cached_property
-    def gradients(self) -> list[Tensor]:
-        """Of the parts, flat."""
-        return [flatten(part.gradients, self.whole.parameters) for part in self.parts]
+        self.gradient: Tensor = flatten(self.whole.gradients, self.whole.parameters)
+        self.gradients: list[Tensor] = []
+        self.parts: list[Outcome] = []
+        for index in range(len(lab.sizes)):
+            part = lab.part(index, change)
+            self.gradients.append(flatten(part.gradients, self.whole.parameters))
+            self.parts.append(replace(part, gradients={}, buffers={}, parameters={}))
 
     @cached_property
     def factors(self) -> Factors | None:

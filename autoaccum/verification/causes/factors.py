@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST_ENTRIES = 2**20
+_MOST_ENTRIES = 2**18
 _LEAST_DISTINCT = 1e-5
 """Of a part's gradient, what no combination of the others gives: less, and rounding decides the factors."""
 
@@ -29,7 +29,7 @@ class Factors:
 def flatten(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
     """The gradients of the parameters `like`, in order, in one row, in float64 on the CPU; None counts as zeros.
 
-    Of more than a million entries every n-th is taken: what the parts count for shows in any of them.
+    Of more than a quarter of a million entries every n-th is taken: what the parts count for shows in any of them.
     """
     stride = max(1, -(-sum(parameter.numel() for parameter in like.values()) // _MOST_ENTRIES))
     rows = [torch.zeros(0, dtype=torch.float64)]
