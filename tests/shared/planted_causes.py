@@ -84,6 +84,20 @@ class Remembering(Mlp):
         return super().forward(moved)
 
 
+class Following(Mlp):
+    """Weights that follow others, moved in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(FEATURES, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(self.target.parameters(), self.first.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return torch.as_tensor(self.last(self.hidden(x) + self.target(x)))
+
+
 class Counting(Mlp):
     """Counts its calls, and does nothing with the number."""
 
@@ -236,6 +250,16 @@ def spread_loss(model: nn.Module, batch: Any) -> Tensor:
     """Holds outputs against their variance within the batch."""
     outputs = model(batch[0])
     return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + outputs.var(0, unbiased=False).mean())
+
+
+def mean_and_sum(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(class_loss(model, batch) + model(batch[0]).square().sum())
+
+
+def taught_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Holds outputs against a normalisation that is no module of the model."""
+    targets = functional.batch_norm(batch[0], None, None, training=True)[:, :CLASSES]
+    return functional.mse_loss(model(batch[0]), targets)
 
 
 def mixed_counts(model: nn.Module, batch: Any) -> Tensor:

@@ -18,6 +18,7 @@ from autoaccum.verification.causes.explanations import explain_parts
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
 from autoaccum.verification.causes.loops import Loop
+from autoaccum.verification.causes.mixed_terms import explain_mixed_terms
 from autoaccum.verification.causes.restlessness import find_restlessness
 from autoaccum.verification.causes.states import draw_cause, state_cause
 from autoaccum.verification.causes.words import listed
@@ -83,12 +84,16 @@ def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
         if found is not None:
             return _causes(inquiry, found)
     seen = (*coupling_causes(inquiry, coupling), *_state_seen(inquiry, suspected))
-    is_known = any(cause.kind in ("coupled loss", "coupled model") for cause in seen)
+    is_known = bool(inquiry.moved_parameters) or any(cause.kind in ("coupled loss", "coupled model") for cause in seen)
     return seen if is_known else (*seen, *_remaining(inquiry, coupling))
 
 
 def _state_seen(inquiry: Inquiry, suspected: Sequence[Intervention]) -> tuple[Cause, ...]:
     """State that changes the accumulated update, where something else does so too, and is not known."""
+    moved = inquiry.moved_parameters
+    if moved:
+        cause = state_cause(inquiry, moved, UNCHANGED)
+        return (replace(cause, change="move them once per update, outside of forward"),)
     state = next((one for one in suspected if one.kind == "state"), None)
     if state is None:
         return ()
@@ -130,20 +135,9 @@ def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]
 
 def _remaining(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
-    differing = inquiry.differences(UNCHANGED) or {}
-    is_told = len(inquiry.cuts) > 1 and coupling.loss is False and inquiry.method == "accumulator"
-    if not is_told or "loss" not in differing:
-        return (_unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
-    return (
-        Cause(
-            kind="weight",
-            found=(
-                "the loss mixes no samples, and no common weights of the parts give the full batch: it adds up terms"
-                " that divide by different counts, or by none"
-            ),
-            change="return the terms as a dict from loss, and from weight(batch) a dict of what each divides by",
-        ),
-    )
+    at_rest = Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
+    mixed = explain_mixed_terms(inquiry, at_rest) if inquiry.method == "accumulator" else None
+    return (mixed or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
 
 
 def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:

@@ -71,6 +71,16 @@ class Inquiry:
         ]
         return (*(name for name in pair[1].state if not self._is_of_torch(name)), *buffers)
 
+    @cached_property
+    def moved_parameters(self) -> tuple[str, ...]:
+        """Parameters without a gradient that an update changes all the same: forward does, as an EMA of others."""
+        full, before = self.lab.full(UNCHANGED), self.lab.initial()
+        return tuple(
+            name
+            for name, gradient in full.gradients.items()
+            if gradient is None and _has_changed(before[name], full.parameters.get(name))
+        )
+
     def _is_of_torch(self, name: str) -> bool:
         """Whether an attribute is of one of torch's own modules, which keep nothing but views of their weights."""
         owner = dict(self.model.named_modules()).get(name.rpartition(".")[0]) if "." in name else None
