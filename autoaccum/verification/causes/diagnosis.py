@@ -144,8 +144,10 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
     """What is honest where no experiment has told the cause."""
     differing = inquiry.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    tried = [one.kind for one in suspect(inquiry)]
-    told = f"; tried: {listed(tried)}, weights" if tried else ""
+    tried = [*(one.kind for one in suspect(inquiry)), "weights"]
+    told = f"; tried: {listed(tried)}"
+    if coupling.loss is False and not coupling.modules:
+        told += "; no module of the model was seen to mix samples, nor what the loss does with its outputs"
     return Cause(
         kind="unknown",
         found=f"{why}{told}" + (f" ({coupling.reason})" if coupling.reason else ""),
