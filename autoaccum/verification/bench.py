@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.in_place.reach import find_reachable
@@ -17,10 +18,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.verification.held_state import HeldState
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen, Trained
-from autoaccum.workload.tracebacks import blame_workload
-
-LOSS_SCALE = 256.0
-"""Under fp16, in every run alike: enough for gradients of a loss near 1, and far from overflow."""
+from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 
 
 class Bench:
@@ -35,7 +33,11 @@ class Bench:
         if specimen.workload.batchnorm == "frozen":
             for norm in find_batchnorms(self.trained.model):
                 norm.training = False
-        self.scale = LOSS_SCALE if specimen.precision == "fp16" else 1.0
+        if change.unhooked:
+            for parameter in self.trained.model.parameters():
+                for hooks in tensor_hooks(parameter):
+                    (hooks or {}).clear()
+        self.scale = specimen.loss_scale
         objective, accumulate = self.trained.objective, specimen.workload.accumulate
         functions = [objective.loss_function, objective.weight_function, accumulate]
         if objective.criterion is not None:
@@ -90,7 +92,8 @@ class Bench:
 def users_code(doing: str) -> Iterator[None]:
     """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
     try:
-        yield
+        with exit_blamed(doing):
+            yield
     except (AutoaccumError, DrawMismatch):
         raise
     except Exception as error:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.workload import nests
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @contextmanager
@@ -31,10 +33,27 @@ def in_double() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def double_module(module: nn.Module) -> nn.Module:
+    """`module` in float64 (complex128 of what is complex), and what it keeps beside its buffers: masks, tables."""
+    module = module.double()
+    for parameter in module.parameters():
+        if parameter.dtype == torch.complex64:
+            parameter.data = parameter.data.to(torch.complex128)
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and buffer.dtype == torch.complex64:
+                inner._buffers[name] = buffer.to(torch.complex128)
+        for name, value in list(vars(inner).items()):
+            if isinstance(value, Tensor):
+                setattr(inner, name, widened(value))
+    return module
+
+
 def widened(node: Any) -> Any:
-    """A nest with its floating tensors in float64 (copies), all else as it is."""
+    """A nest with its floating tensors in float64 and its complex ones in complex128 (copies), all else as it is."""
     if isinstance(node, Tensor):
-        return node.detach().to(torch.float64) if node.dtype in _NARROW else node
+        wide = _WIDE.get(node.dtype)
+        return node if wide is None else node.detach().to(wide)
     children = nests.children(node)
     if nests.is_leaf(node) or children is None:
         return node
@@ -46,6 +65,16 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") in _NARROW:
-            kwargs = {**kwargs, "dtype": torch.float64}
+        if func is _UNSCALE:
+            return _unscale(*args)
+        if kwargs.get("dtype") in _WIDE:
+            kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
         return func(*args, **kwargs)
+
+
+def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:
+    """What a GradScaler does to gradients: torch's own takes nothing but float32 for its scalars."""
+    for gradient in gradients:
+        if not bool(gradient.isfinite().all()):
+            found_infinite.fill_(1)
+        gradient.mul_(inverse_scale)

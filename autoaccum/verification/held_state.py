@@ -39,7 +39,7 @@ class HeldState:
         self._buffers = [(module._buffers, dict(module._buffers)) for module in self._modules]
         self._attributes = [(vars(module), _attributes(module)) for module in self._modules]
         self._modes = [(module, module.training) for module in self._modules]
-        self._variables = list(_variables(functions))
+        self._variables = [variable for variable in find_variables(functions) if _can_change(variable.value)]
         kept = [[held for _, held in self._buffers], [held for _, held in self._attributes]]
         self._copy = StateCopy([*kept, [one.value for one in self._variables]], on_host=False, inside=True)
         self._hashes = self._hash()
@@ -78,8 +78,8 @@ class HeldState:
         return found
 
 
-class _Variable:
-    """One variable of a function's module, or of its closure."""
+class Variable:
+    """One variable of a function's module, or of its closure, and the value it has now."""
 
     def __init__(self, name: str, place: MutableMapping[str, Any] | CellType) -> None:
         self.name = name
@@ -93,11 +93,21 @@ class _Variable:
             return self._place.cell_contents
         return self._place.get(self.name)
 
-    def restore(self) -> None:
+    def set(self, value: Any) -> None:
+        """Give it another value."""
         if isinstance(self._place, CellType):
-            self._place.cell_contents = self.value
+            self._place.cell_contents = value
         else:
-            self._place[self.name] = self.value
+            self._place[self.name] = value
+
+    def restore(self) -> None:
+        """Give it the value it began with."""
+        self.set(self.value)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What tells it from others."""
+        return id(self._place), self.name
 
 
 def _without_parameters(value: Any) -> Any:
@@ -115,8 +125,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
 
 
-def _variables(functions: Iterable[Any]) -> Iterator[_Variable]:
-    """The variables that `functions` may change, each once."""
+def find_variables(functions: Iterable[Any]) -> Iterator[Variable]:
+    """The variables that `functions`, and those of the user's own that they call, hold or name, each once."""
     seen: set[tuple[int, str]] = set()
     waiting = [(function, 0) for function in functions]
     while waiting:
@@ -124,17 +134,16 @@ def _variables(functions: Iterable[Any]) -> Iterator[_Variable]:
         if depth > _DEPTH:
             continue
         for variable in _within(function):
-            if (id(variable._place), variable.name) in seen:
+            if variable.key in seen:
                 continue
-            seen.add((id(variable._place), variable.name))
-            if isinstance(variable.value, FunctionType):
-                if _is_users(variable.value, function):
-                    waiting.append((variable.value, depth + 1))
-            elif _can_change(variable.value):
+            seen.add(variable.key)
+            if not isinstance(variable.value, FunctionType):
                 yield variable
+            elif _is_users(variable.value, function):
+                waiting.append((variable.value, depth + 1))
 
 
-def _within(function: Any) -> Iterator[_Variable]:
+def _within(function: Any) -> Iterator[Variable]:
     """Of a function what it names; of a method also, and of another object that can be called only, its attributes."""
     if isinstance(function, functools.partial):
         function = function.func
@@ -145,18 +154,18 @@ def _within(function: Any) -> Iterator[_Variable]:
         yield from _named(function)
     elif not isinstance(function, (type, nn.Module)):
         attributes = getattr(function, "__dict__", {})
-        yield from (_Variable(name, attributes) for name in list(attributes))
+        yield from (Variable(name, attributes) for name in list(attributes))
 
 
-def _named(function: FunctionType) -> Iterator[_Variable]:
+def _named(function: FunctionType) -> Iterator[Variable]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
-            yield _Variable(name, cell)
+            yield Variable(name, cell)
         except ValueError:  # not assigned yet
             continue
     for name in _names(function.__code__):
         if name in function.__globals__:
-            yield _Variable(name, function.__globals__)
+            yield Variable(name, function.__globals__)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -41,6 +41,7 @@ class Change:
         calm: Random draws are held at values that do nothing (all kept by dropout, no noise).
         weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
             number each, or pairs of a term and its number.
+        unhooked: Hooks on parameters' gradients are left out.
         summed: Losses of parts are added up, not averaged.
     """
 
@@ -49,6 +50,7 @@ class Change:
     calm: bool = False
     weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
     summed: bool = False
+    unhooked: bool = False
 
 
 UNCHANGED = Change()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
@@ -29,6 +30,9 @@ _FORWARDS = 9
 """That each sample costs about: two updates of it, a third more for the shorter window, backward as two forwards."""
 
 _SLOW_SECONDS = 60.0
+_LEAST_SCALE = 2.0**-10
+"""Of losses under fp16: below, what overflows does so by itself."""
+
 ONE_VALUE = "more than 1 value per channel"
 """Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
 
@@ -100,19 +104,41 @@ class Preparation:
                 optimizer=self._subject.optimizer,
             )
         lab = Laboratory(specimen, self.batch, sizes)
+        self._check_weight(lab)
         self._tell_if_slow(lab)
-        try:
-            loss = lab.full().loss
-        except WorkloadError as error:
-            if has_kept_state(lab):
-                raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
-            raise _with_hint(error, max(sizes)) from error
-        if not math.isfinite(loss):
-            raise WorkloadError(f"the loss of batch({sum(sizes)}) is {loss}", hint=_NOT_FINITE)
-        odd = next((name for name, gradient in lab.full().gradients.items() if not _is_finite(gradient)), None)
+        odd = self._odd_gradient(lab)
+        while odd is not None and specimen.loss_scale > _LEAST_SCALE:
+            specimen.loss_scale /= 16
+            lab = Laboratory(specimen, self.batch, sizes)
+            odd = self._odd_gradient(lab)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         return lab
+
+    def _check_weight(self, lab: Laboratory) -> None:
+        with users_code("weight(batch)"):
+            weight = lab.objective.weight(lab.batch)
+        if not has_weight(weight):
+            raise WorkloadError(
+                f"weight(batch) of {sum(lab.sizes)} samples is 0: nothing would be learnt",
+                hint="let batch(size) give samples that count",
+            )
+
+    def _odd_gradient(self, lab: Laboratory) -> str | None:
+        """The parameter whose gradient from the full batch is not finite.
+
+        Raises:
+            WorkloadError: The full batch does not run, or its loss is not finite.
+        """
+        try:
+            full = lab.full()
+        except WorkloadError as error:
+            if has_kept_state(lab):
+                raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
+            raise _with_hint(error, max(lab.sizes)) from error
+        if not math.isfinite(full.loss):
+            raise WorkloadError(f"the loss of batch({sum(lab.sizes)}) is {full.loss}", hint=_NOT_FINITE)
+        return next((name for name, gradient in full.gradients.items() if not _is_finite(gradient)), None)
 
     def _tell_if_slow(self, lab: Laboratory) -> None:
         """By one forward of two samples, which is little beside all that follows; what it raises is told there."""

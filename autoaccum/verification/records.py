@@ -29,6 +29,7 @@ CauseKind = Literal[
     "detached",
     "regulariser",
     "non-determinism",
+    "hook",
     "unknown",
 ]
 

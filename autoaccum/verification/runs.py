@@ -47,6 +47,11 @@ def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable
         counted = [term for name, term in terms.items() if weights[name] > 0]
         values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
         connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+        if not connected:
+            raise WorkloadError(
+                "no term of the loss is connected to a trainable parameter",
+                hint="compute it without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
+            )
         if not counted:
             return bench.outcome(math.nan, values, connected, bench.gradients())
         loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()

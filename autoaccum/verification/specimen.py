@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.doubles import in_double, widened
+from autoaccum.verification.doubles import double_module, in_double, widened
+from autoaccum.verification.surroundings import Surroundings
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+_LOSS_SCALE = 256.0
+"""Enough for gradients of a loss near 1, and far from overflow."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Specimen:
         precision: `fp64` runs all in float64, whatever the workload trains in; the others as the Accumulator does.
         device: Where.
         workload: As it was given.
+        loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
 
     Args:
         workload: What is verified.
@@ -78,19 +83,24 @@ class Specimen:
     ) -> None:
         self.workload, self.precision = workload, precision
         self.device = torch.device(device)
-        self._live = optimizer
-        model = workload.build_model()
+        self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
+        self._surroundings = surroundings_of(workload)
+        self._objective = workload.objective
+        model = unwrapped(workload.build_model())
         memo: dict[int, Any] = {}
-        self._model = self._placed(_copied(unwrapped(model), memo))
+        self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
+        self._model = self._placed(model if self._is_rebuilt else _copied(model, memo))
         self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._cast_state(self._optimizer)
-        self._objective = workload.objective
 
     def fresh(self) -> Trained:
-        """A copy as training begins with it."""
+        """A copy as training begins with it; what the user's functions name stands as it did, too."""
+        self._surroundings.put_back()
+        if self.precision == "fp64":
+            self._surroundings.widen()
         memo: dict[int, Any] = {}
-        model = _copied(self._model, memo)
+        model = self._rebuilt() if self._is_rebuilt else _copied(self._model, memo)
         objective = self._own_objective()
         if self._optimizer is not None:
             return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
@@ -110,13 +120,12 @@ class Specimen:
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
-        if self.precision != "fp64":
-            return model
-        model = model.double()
-        for module in model.modules():  # What a model keeps beside its buffers: masks, tables.
-            for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor):
-                    setattr(module, name, widened(value).to(self.device))
+        return double_module(model) if self.precision == "fp64" else model
+
+    def _rebuilt(self) -> nn.Module:
+        """Another model of the workload's, with the weights and buffers of the first."""
+        model = self._placed(unwrapped(self.workload.build_model()))
+        model.load_state_dict(self._model.state_dict())
         return model
 
     def _cast_state(self, optimizer: Optimizer) -> None:
@@ -137,14 +146,41 @@ class Specimen:
         return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
+def surroundings_of(workload: Workload) -> Surroundings:
+    """What the functions of a workload name outside of its model."""
+    objective = workload.objective
+    criterion = None if objective.criterion is None else objective.criterion.function
+    return Surroundings([objective.loss_function, objective.weight_function, criterion, workload.accumulate])
+
+
+def _can_be_copied(model: nn.Module) -> bool:
+    try:
+        copy.deepcopy(model)
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+    return True
+
+
+def _is_built_anew(workload: Workload, model: nn.Module) -> bool:
+    """Whether the workload's model is a function that makes another one each time."""
+    return not isinstance(workload.model, nn.Module) and unwrapped(workload.build_model()) is not model
+
+
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
-        return copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise WorkloadError(
             f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
             hint="verify compares runs of equal copies: keep locks, files and computed tensors out of the model",
         ) from error
+    for parameter, own in zip(model.parameters(), made.parameters(), strict=True):
+        gradient_hooks, accumulation_hooks = tensor_hooks(parameter)
+        for hook in list((gradient_hooks or {}).values()):  # `deepcopy` leaves them out.
+            own.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in list((accumulation_hooks or {}).values()):
+            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

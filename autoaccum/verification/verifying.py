@@ -20,8 +20,10 @@ from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.events import Event
 from autoaccum.verification.records import Verification
 from autoaccum.verification.request import VerifyRequest
+from autoaccum.verification.specimen import surroundings_of
 from autoaccum.verification.subjects import find_subject
 from autoaccum.verification.verifier import Verifier
+from autoaccum.workload.tracebacks import exit_blamed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +98,7 @@ def verify(
         worst_of=worst_of,
         on_event=on_event,
     )
-    with kept_randomness():
+    with kept_randomness(), exit_blamed("the workload"):
         return _verify(request, began)
 
 
@@ -111,7 +113,11 @@ def _verify(request: VerifyRequest, began: float) -> Verification:
             with interruptions.window(), _within_memory() if from_file else nullcontext():
                 return _run(Verifier(request, subject), began)
 
-    return keeper.run(work)
+    surroundings = surroundings_of(subject.workload)
+    try:
+        return keeper.run(work)
+    finally:
+        surroundings.put_back()
 
 
 @contextmanager

@@ -268,3 +268,36 @@ def test_what_the_users_code_raises_is_theirs() -> None:
         lab(make(criterion=None, loss=failing)).full()
     assert caught.value.user_traceback is not None
     assert "failing" in caught.value.user_traceback
+
+
+def test_a_loop_may_scale_its_loss() -> None:
+    def scaling(model: nn.Module, micro_batches: list[Any]) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        total = sum(len(targets) for _, targets in micro_batches)
+        for inputs, targets in micro_batches:
+            torch.autograd.backward(scaler.scale(F.cross_entropy(model(inputs), targets) * len(targets) / total))
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    made = lab(make(accumulate=scaling))
+    assert distance(made.full(), made.own()) < 1e-14
+
+
+def test_hooks_on_gradients_see_each_part_and_can_be_left_out() -> None:
+    def hooked() -> nn.Module:
+        model = Net()
+        model.first.weight.register_hook(lambda one: one.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+        return model
+
+    made = lab(make(model=hooked))
+    assert distance(made.full(), made.accumulated()) > 1e-4
+    bare = Change(unhooked=True)
+    assert distance(made.full(bare), made.accumulated(bare)) < 1e-14
+
+
+def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
+    def unrecorded(model: nn.Module, pair: Any) -> Tensor:
+        with torch.no_grad():
+            return F.cross_entropy(model(pair[0]), pair[1])
+
+    with pytest.raises(WorkloadError, match="connected to a"):
+        lab(make(criterion=None, loss=unrecorded)).full()

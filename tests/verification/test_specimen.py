@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.specimen import Specimen
+from autoaccum.verification.specimen import Specimen, surroundings_of
 
 
 class Tied(nn.Module):
@@ -102,11 +102,71 @@ def test_a_compiled_model_is_verified_as_written() -> None:
         assert trained.model(torch.ones(1, 2)).dtype == torch.float64
 
 
-def test_what_cannot_be_copied_is_told() -> None:
-    class Locked(nn.Module):
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_copied_is_built_again() -> None:
+    specimen = Specimen(make(Locked))
+    one, other = specimen.fresh().model, specimen.fresh().model
+    assert one is not other
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)
+        assert left.dtype == torch.float64
+
+
+def test_what_can_neither_be_copied_nor_built_again_is_told() -> None:
+    model = Locked()
+    with pytest.raises(WorkloadError, match="the model, a Locked, cannot be copied"):
+        Specimen(make(lambda: model))
+
+
+def test_hooks_on_gradients_come_along() -> None:
+    model = nn.Linear(2, 2)
+    seen: list[Tensor] = []
+    model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        copied = Specimen(make(lambda: model)).fresh().model
+        torch.autograd.backward(copied(torch.ones(1, 2, dtype=torch.float64)).sum())
+        assert isinstance(copied.weight, Tensor)
+        assert copied.weight.grad is not None
+        assert torch.equal(copied.weight.grad, torch.full((2, 2), 2.0, dtype=torch.float64))
+        assert seen[-1] is copied.weight
+
+
+def test_complex_parameters_are_widened() -> None:
+    class Rotating(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.lock = nn.Linear(1, 1), threading.Lock()
+            self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+            self.register_buffer("table", torch.ones(2, dtype=torch.complex64))
 
-    with pytest.raises(WorkloadError, match="the model, a Locked, cannot be copied"):
-        Specimen(make(Locked))
+    model = Specimen(make(Rotating)).fresh().model
+    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.complex128}
+
+
+TEACHER = nn.Linear(3, 2)
+WEIGHTS = torch.tensor([1.0, 2.0])
+
+
+def distil(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = (WEIGHTS * (model(batch[0]) - TEACHER(batch[0]))).square().mean()
+    return loss
+
+
+def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
+    teacher, weights = TEACHER, WEIGHTS
+    workload = make(lambda: nn.Linear(3, 2), loss=distil)
+    surroundings = surroundings_of(workload)
+    specimen = Specimen(workload)
+    specimen.fresh()
+    assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float64, torch.float64)
+    surroundings.put_back()
+    assert WEIGHTS is weights
+    assert TEACHER is teacher
+    assert TEACHER.weight.dtype == torch.float32
+    Specimen(workload, precision="fp32").fresh()
+    assert WEIGHTS is weights

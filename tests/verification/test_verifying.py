@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -318,7 +319,7 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     assert told in str(raised.value)
 
 
-def test_a_model_that_cannot_be_copied_is_said() -> None:
+def test_a_model_that_cannot_be_copied_is_built_again_or_said() -> None:
     class Locked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -330,8 +331,10 @@ def test_a_model_that_cannot_be_copied_is_said() -> None:
             result: Tensor = self.last(x)
             return result
 
+    assert verify(dataclasses.replace(WORKLOAD, model=Locked)).equivalent
+    model = Locked()
     with pytest.raises(WorkloadError, match="Locked, cannot be copied"):
-        verify(dataclasses.replace(WORKLOAD, model=Locked))
+        verify(dataclasses.replace(WORKLOAD, model=lambda: model))
 
 
 def test_the_record_goes_through_json(tmp_path: Path) -> None:
@@ -341,3 +344,78 @@ def test_the_record_goes_through_json(tmp_path: Path) -> None:
     assert Verification.from_json(path.read_text()) == found
     with pytest.raises(UsageError, match="already there"):
         found.save(path)
+
+
+CALLS = {"n": 0}
+HISTORY: list[float] = []
+
+
+def test_what_a_loss_counts_is_put_back_also_where_causes_are_sought() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        CALLS["n"] += 1
+        outputs = model(pair[0])
+        HISTORY.append(float(outputs.detach().mean()))
+        spread: Tensor = outputs.var(0).mean()
+        return spread
+
+    model = _model()
+    found = verify(model=model, batch=_batch, loss=loss)
+    assert not found.equivalent
+    assert (CALLS, HISTORY) == ({"n": 0}, [])
+
+
+def test_class_weights_and_a_teacher_of_the_loss_are_in_float64() -> None:
+    weights, teacher = torch.tensor([1.0, 2.0, 3.0]), _model().eval()
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        outputs = model(pair[0])
+        return functional.cross_entropy(outputs, pair[1], weight=weights) + (outputs - teacher(pair[0])).square().mean()
+
+    found = verify(Workload(model=_model, batch=_batch, loss=loss, name="taught"))
+    assert found.precision == "fp64"
+    assert weights.dtype == torch.float32
+    assert next(teacher.parameters()).dtype == torch.float32
+
+
+def test_hooks_on_gradients_are_found() -> None:
+    def model() -> nn.Module:
+        made = _model()
+        first = made.get_parameter("0.weight")
+        first.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+        return made
+
+    found = verify(dataclasses.replace(WORKLOAD, model=model))
+    assert [(cause.kind, cause.where, cause.proved) for cause in found.causes] == [("hook", ("0.weight",), True)]
+
+
+def test_large_losses_are_scaled_by_less_under_fp16() -> None:
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 4), torch.randn(size, 3) * 1000
+
+    workload = Workload(model=lambda: nn.Linear(4, 3), batch=batch, criterion=nn.MSELoss())
+    assert verify(workload, precision="fp16").equivalent
+
+
+def test_a_batch_without_weight_is_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0: nothing would be learnt"):
+        verify(Workload(model=_model, batch=_batch, loss=lambda m, b: m(b[0]).mean(), weight=lambda b: 0))
+
+
+def _exiting(*_: Any) -> Any:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "doing"),
+    [
+        ({"model": _exiting}, r"model\(\)"),
+        ({"batch": _exiting}, r"batch\(16\)"),
+        ({"criterion": None, "loss": _exiting}, "an update from 16 samples"),
+        ({"accumulate": _exiting}, r"accumulate\(\)"),
+        ({"optimizer": _exiting}, "the workload"),
+    ],
+    ids=["model", "batch", "loss", "accumulate", "optimizer"],
+)
+def test_a_sys_exit_of_the_users_verifies_nothing(changed: dict[str, Any], doing: str) -> None:
+    with pytest.raises(WorkloadError, match=rf"^{doing} called sys.exit\(0\)$"):
+        verify(dataclasses.replace(WORKLOAD, **changed))

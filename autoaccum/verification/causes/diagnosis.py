@@ -20,7 +20,7 @@ from autoaccum.verification.causes.interventions import Finding, Intervention, f
 from autoaccum.verification.causes.loops import Loop
 from autoaccum.verification.causes.mixed_terms import explain_mixed_terms
 from autoaccum.verification.causes.restlessness import find_restlessness
-from autoaccum.verification.causes.states import draw_cause, state_cause
+from autoaccum.verification.causes.states import draw_cause, hook_cause, state_cause
 from autoaccum.verification.causes.words import listed
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.laboratory import Laboratory
@@ -125,6 +125,8 @@ def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]
         return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "coupled model":
         return module_cause(one.where, proved=proved)
+    if one.kind == "hook":
+        return hook_cause(one.where, proved=proved)
     if one.kind == "randomness":
         return draw_cause(one.where, proved=proved)
     without = UNCHANGED

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.laboratory import Laboratory
@@ -70,6 +71,11 @@ class Inquiry:
             if name.rpartition(".")[0] not in self.batchnorms and _has_changed(buffer, after.get(name))
         ]
         return (*(name for name in pair[1].state if not self._is_of_torch(name)), *buffers)
+
+    @cached_property
+    def hooked(self) -> tuple[str, ...]:
+        """Parameters with hooks on their gradients."""
+        return tuple(name for name, parameter in self.model.named_parameters() if any(tensor_hooks(parameter)))
 
     @cached_property
     def moved_parameters(self) -> tuple[str, ...]:

@@ -23,13 +23,15 @@ class Intervention:
         where: Modules, attributes or buffers it lies in.
     """
 
-    kind: Literal["batchnorm", "state", "randomness", "coupled model"]
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model"]
     where: tuple[str, ...] = ()
 
     def added(self, change: Change) -> Change:
         """`change`, with this out of the way as well."""
         if self.kind == "state":
             return replace(change, fresh_state=True)
+        if self.kind == "hook":
+            return replace(change, unhooked=True)
         if self.kind == "randomness":
             return replace(change, calm=True)
         return replace(change, rest=change.rest | frozenset(self.where))
@@ -55,6 +57,8 @@ def suspect(inquiry: Inquiry) -> list[Intervention]:
     found = [Intervention("batchnorm", inquiry.batchnorms)] if inquiry.batchnorms else []
     if inquiry.state:
         found.append(Intervention("state", inquiry.state))
+    if inquiry.hooked:
+        found.append(Intervention("hook", inquiry.hooked))
     if inquiry.lab.mismatch is None and inquiry.lab.draw_sites:
         found.append(Intervention("randomness", inquiry.lab.draw_sites))
     return found

@@ -75,3 +75,14 @@ def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
         where=sites,
         proved=proved,
     )
+
+
+def hook_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """Hooks that change gradients, which see each part's own."""
+    return Cause(
+        kind="hook",
+        found=f"hooks on the gradient of {listed(names)} see that of each micro-batch, not that of the update",
+        change="change gradients once per update, after the last micro-batch and before optimizer.step()",
+        where=names,
+        proved=proved,
+    )
