@@ -47,10 +47,6 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
             traceback=whole,
             blames="measurement",
         )
-    if isinstance(error, SystemExit):
-        blamed = blame_workload(error, doing)
-        message = f"{doing} called sys.exit({'' if error.code is None else repr(error.code)})"
-        return Failure(outcome="error", message=message, traceback=blamed.user_traceback, blames="user")
     blamed = blame_workload(error, doing)
     return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, blames="user")
 

@@ -20,7 +20,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import blame_workload
+from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 from autoaccum.workload.weights import Objective
 
 _WIDE_SECONDS = 1.0
@@ -111,7 +111,8 @@ class Experiment:
 def users_code(doing: str) -> Iterator[None]:
     """Show what the user's code raises as theirs; running out of memory comes through as it is."""
     try:
-        yield
+        with exit_blamed(doing):
+            yield
     except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -61,9 +62,25 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
         shown = "".join([_TITLE, *_user_blocks(relayed["frames"]), relayed["raised"]]).rstrip()
         what = f"{relayed['raised'].partition(chr(10))[0]} (in a worker that reads data)"
         return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=shown)
+    return WorkloadError(f"{doing} {_what(error)}", hint=hint, user_traceback=format_user_traceback(error))
+
+
+@contextmanager
+def exit_blamed(doing: str) -> Iterator[None]:
+    """Show a `sys.exit()` of the user's as theirs; autoaccum's own, by which a signal ends it, comes through."""
+    try:
+        yield
+    except SystemExit as error:
+        if is_own(error):
+            raise
+        raise blame_workload(error, doing) from error
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     text = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=format_user_traceback(error))
+    return f"raised {type(error).__name__}: {text[0]}" if text else f"raised {type(error).__name__}"
 
 
 def _user_blocks(frames: str) -> list[str]:

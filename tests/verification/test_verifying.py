@@ -110,14 +110,17 @@ def test_a_file_may_take_the_memory_there_is_and_no_more(tmp_path: Path) -> None
 def test_what_takes_long_is_told_before_it_begins() -> None:
     class Slowly(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
-            if not torch.is_grad_enabled():  # the one forward that is timed
-                time.sleep(1)
+            if not torch.is_grad_enabled():  # the forwards that are timed
+                time.sleep(1 if len(timed) else 2)
+                timed.append(1)
             return super().forward(inputs)
 
+    timed: list[int] = []
     told: list[Any] = []
     verify(Workload(model=lambda: Slowly(4, 3), batch=_batch, criterion=nn.CrossEntropyLoss()), on_event=told.append)
     assert isinstance(told[0], Slow)
-    assert told[0].seconds == pytest.approx(72, rel=0.5)
+    assert 60 < told[0].seconds  # of the second forward: the first has much to load
+    assert len(timed) == 2
     assert isinstance(told[1], Begun)
 
 
@@ -369,7 +372,8 @@ def test_class_weights_and_a_teacher_of_the_loss_are_in_float64() -> None:
 
     def loss(model: nn.Module, pair: Any) -> Tensor:
         outputs = model(pair[0])
-        return functional.cross_entropy(outputs, pair[1], weight=weights) + (outputs - teacher(pair[0])).square().mean()
+        distance: Tensor = (outputs - teacher(pair[0])).square().mean()
+        return functional.cross_entropy(outputs, pair[1], weight=weights) + distance
 
     found = verify(Workload(model=_model, batch=_batch, loss=loss, name="taught"))
     assert found.precision == "fp64"
@@ -410,7 +414,7 @@ def _exiting(*_: Any) -> Any:
     [
         ({"model": _exiting}, r"model\(\)"),
         ({"batch": _exiting}, r"batch\(16\)"),
-        ({"criterion": None, "loss": _exiting}, "an update from 16 samples"),
+        ({"criterion": None, "loss": _exiting}, "an update in parts of 4"),
         ({"accumulate": _exiting}, r"accumulate\(\)"),
         ({"optimizer": _exiting}, "the workload"),
     ],

@@ -229,7 +229,7 @@ BAD = {
     "syntax error": ("def model(:\n", r"model\.py, line 1 is not valid Python"),
     "null byte": ("x = '\0'\n", r"is not valid Python"),
     "raises": ("def f(): return {}['k']\nf()\n", r"importing model\.py raised KeyError: 'k'"),
-    "exits": ("import sys\nsys.exit(1)\n", r"raised SystemExit: 1: put what runs as a script under"),
+    "exits": ("import sys\nsys.exit(1)\n", r"called sys.exit\(1\): put what runs as a script under"),
     "missing import": (
         "import no_such_module_at_all\n",
         r"raised ModuleNotFoundError: No module named 'no_such_module",
