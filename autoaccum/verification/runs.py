@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts:
     trained, accumulate = bench.trained, specimen.workload.accumulate
     assert accumulate is not None
     given: list[Any] = copy.deepcopy(list(parts))
-    if change.fresh_state:
-        given = _Restoring(given, bench.held)
+    if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
+        trained.model.register_forward_pre_hook(lambda *_: bench.held.restore(), prepend=True)
     before = {name: parameter.detach().clone() for name, parameter in bench.parameters.items()}
     with bench.put_back(), specimen.running(), users_code("accumulate()"):
         accumulate(trained.model, given)
@@ -185,7 +186,7 @@ def _weighed(objective: Objective, change: Change) -> Objective:
         return dataclasses.replace(objective, reduction="sum", weight_function=None)
     if change.weights is None:
         return objective
-    given = iter([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
+    given = itertools.cycle([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
     return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
 
 
@@ -200,7 +201,7 @@ class _Watch(StepObserver):
         held: HeldState | None,
     ) -> None:
         self._begin_part, self._end_parts, self._held = begin_part, end_parts, held
-        self._waiting = iter(counting)
+        self._waiting = itertools.cycle(counting)
 
     def phase(self, phase: StepPhase) -> None:
         if phase == "forward":
@@ -209,19 +210,3 @@ class _Watch(StepObserver):
             self._begin_part(next(self._waiting))
         elif phase == "clip":
             self._end_parts()
-
-
-class _Restoring(list[Any]):
-    """The micro-batches of a user's loop; when one is taken, state is put back to where the first one found it."""
-
-    def __init__(self, parts: list[Any], held: HeldState) -> None:
-        super().__init__(parts)
-        self._held = held
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(len(self)):
-            yield self[index]
-
-    def __getitem__(self, index: Any) -> Any:
-        self._held.restore()
-        return super().__getitem__(index)

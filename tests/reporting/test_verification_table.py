@@ -198,6 +198,6 @@ def test_progress_tells_how_long_it_takes_and_how_to_have_it_sooner() -> None:
         with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
             progress.tell(Slow(700.0, 16))
             progress.tell(Slow(70.0, 4))
-    lines = ["note: this takes about 12 minutes: 4 samples tell the same, --target-batch 4"]
+    lines = ["note: this takes about 12 minutes: --target-batch 4 --micro-batch 2 is quicker"]
     assert text.getvalue().splitlines() == [*lines, "note: this takes about 2 minutes"]
     assert none.getvalue() == ""

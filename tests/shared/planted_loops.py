@@ -69,7 +69,7 @@ def right(model: nn.Module, parts: Any) -> None:
 
 
 def samples(parts: Any) -> int:
-    return sum(len(part[1]) for part in list.__iter__(parts))
+    return sum(len(part[1]) for part in parts)
 
 
 def backward(loss: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -423,3 +424,17 @@ def _exiting(*_: Any) -> Any:
 def test_a_sys_exit_of_the_users_verifies_nothing(changed: dict[str, Any], doing: str) -> None:
     with pytest.raises(WorkloadError, match=rf"^{doing} called sys.exit\(0\)$"):
         verify(dataclasses.replace(WORKLOAD, **changed))
+
+
+def test_an_interruption_ends_it_within_a_part_of_an_update() -> None:
+    went_on: list[int] = []
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        if len(pair[0]) == 4:  # A part: within the Accumulator's step.
+            signal.raise_signal(signal.SIGINT)
+            went_on.append(1)
+        return nn.functional.cross_entropy(model(pair[0]), pair[1])
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(model=_model(), batch=_batch, loss=loss)
+    assert not went_on
