@@ -17,7 +17,8 @@ class HeldInterrupts:
     A KeyboardInterrupt strikes between any two bytecodes: half-way through an update, or within the `__exit__` of a
     context manager, after which gradients stay disabled or a hook stays registered. Only the main thread hears
     signals; elsewhere this does nothing. A handler that says `only_notes` is left in place: it raises nothing at the
-    first signal, and should know when the second comes. Not to be entered again within itself.
+    first signal, and should know when the second comes. So is one that is `at_once`, where copies run that nobody
+    needs afterwards. Not to be entered again within itself.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,8 @@ class HeldInterrupts:
             self._handlers = {
                 number: handler
                 for number, handler in handlers.items()
-                if callable(handler) and not getattr(handler, "only_notes", False)
+                if callable(handler)
+                and not (getattr(handler, "only_notes", False) or getattr(handler, "at_once", False))
             }
             for number in self._handlers:
                 signal.signal(number, self._hold)

@@ -76,7 +76,8 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
     except click.ClickException as error:
         return _report(_usage_error(error, asked))
     except (KeyboardInterrupt, click.Abort):
-        _say("interrupted: the trials were ended, nothing was written")
+        ended = "the comparison was" if asked.endswith(" verify") else "the trials were"
+        _say(f"interrupted: {ended} ended, nothing was written")
         return _CODE_INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()

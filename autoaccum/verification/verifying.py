@@ -104,7 +104,7 @@ def verify(
 
 def _verify(request: VerifyRequest, began: float) -> Verification:
     subject = find_subject(request)
-    keeper = StateKeeper(subject.tried)
+    keeper = StateKeeper(subject.tried, at_once=True)
     from_file = isinstance(request.workload, (str, os.PathLike))
 
     def work(interruptions: Interruptions) -> Verification:

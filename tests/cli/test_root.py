@@ -58,6 +58,11 @@ def test_errors_become_exit_codes(raising: type[click.Command], error: BaseExcep
     assert ("Traceback" in result.stderr) == isinstance(error, ZeroDivisionError)
 
 
+def test_an_interrupted_comparison_is_no_trial(raising: type[click.Command]) -> None:
+    raising.error = KeyboardInterrupt()  # type: ignore[attr-defined]
+    assert invoke("verify").stderr == "interrupted: the comparison was ended, nothing was written\n"
+
+
 def test_version() -> None:
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"autoaccum {autoaccum.__version__}\n")

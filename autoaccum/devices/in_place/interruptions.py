@@ -21,10 +21,12 @@ class Interruptions:
     being dealt with. Only the main thread hears signals; elsewhere this does nothing.
 
     Attributes:
+        at_once: For `accumulation.interrupts`: within a window signals strike in the middle of an update, too.
         delivered: Whether a signal has ended what ran: its handler did not return.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.delivered = False
         self._is_open = False
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -35,14 +37,14 @@ class Interruptions:
             handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
             self._handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
             for number in self._handlers:
-                signal.signal(number, self._receive)
+                signal.signal(number, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._receive:
+            if signal.getsignal(number) is self:
                 signal.signal(number, handler)
         self._deliver()
 
@@ -60,7 +62,8 @@ class Interruptions:
         finally:
             self._is_open = False
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Be the handler of a signal."""
         if not self._is_open:
             self._waiting[number] = frame
             return

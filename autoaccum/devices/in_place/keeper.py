@@ -19,14 +19,14 @@ _SHOWN = 8
 
 
 class StateKeeper:
-    """Keeps the state of what is tried.
+    """Keeps the state of what is tried; `at_once` see `Interruptions`.
 
     Attributes:
         warnings: Sentences on Python attributes that could not be put back.
     """
 
-    def __init__(self, tried: Tried) -> None:
-        self._tried = tried
+    def __init__(self, tried: Tried, *, at_once: bool = False) -> None:
+        self._tried, self._at_once = tried, at_once
         self.warnings: list[str] = []
 
     def run(self, job: Callable[[Interruptions], T]) -> T:
@@ -35,7 +35,7 @@ class StateKeeper:
         Raises:
             NotMeasuredError: Something could not be put back; where an interruption ended `job`, that is a warning.
         """
-        with Interruptions() as interruptions:
+        with Interruptions(at_once=self._at_once) as interruptions:
             state = LiveState(self._tried.roots, self._tried.optimizer, self._tried.generators)
             failure: BaseException | None = None
             try:
