@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws import DrawMismatch
+from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.in_place.reach import find_reachable
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.held_state import HeldState
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen, Trained
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed

@@ -16,13 +16,13 @@ from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast
+from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.bench import Bench, users_code
-from autoaccum.verification.held_state import HeldState
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen
 from autoaccum.workload.batches import batch_size

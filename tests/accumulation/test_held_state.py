@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.verification.held_state import HeldState
+from autoaccum.accumulation.held_state import HeldState
 
 COUNTED = {"calls": 0}
 TOTAL = 0.0
