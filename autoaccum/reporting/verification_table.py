@@ -35,7 +35,7 @@ def print_verification(console: Console, found: Verification, *, command: Sequen
             _print(console, line)
     for number, cause in enumerate(found.causes):
         console.print()
-        for line in cause_lines(console, cause, number=number + 1 if len(found.causes) > 1 else None):
+        for line in cause_lines(console, cause, number=number + 1, of=len(found.causes)):
             _print(console, line)
     console.print()
     for title, text in _remarks(found):
@@ -56,11 +56,9 @@ def verdict(found: Verification) -> Text:
     apart = [one for one in found.comparisons if not one.equal]
     worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
-    return Text.assemble(
-        ("not equivalent", "bold red"),
-        f": the {worst.quantity} {'is' if worst.quantity in ('loss', 'update') else 'are'} off by"
-        f" {_error(worst.error)}{_of(worst)}{where}",
-    )
+    verb = "is" if worst.quantity in ("loss", "update") else "are"
+    how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
+    return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[Text]:
@@ -79,18 +77,26 @@ def comparison_lines(comparison: Comparison) -> Iterator[Text]:
         yield line
 
 
-def cause_lines(console: Console, cause: Cause, *, number: int | None = None) -> Iterator[Text]:
-    """What was found, where, what makes it equal, and whether that was proved."""
-    title = "cause" if number is None else f"cause {number}"
+def cause_lines(console: Console, cause: Cause, *, number: int = 1, of: int = 1) -> Iterator[Text]:
+    """What was found, where, what makes it equal, and whether that was proved.
+
+    Args:
+        console: How wide.
+        cause: The cause.
+        number: Which of several it is, from 1.
+        of: How many there are.
+    """
+    title = "cause" if of == 1 else f"cause {number}"
     yield from row_lines(console, title, Text(f"{cause.kind}: {cause.found}"))
-    if cause.where:
+    if not all(name in cause.found for name in cause.where):
         listed = ", ".join(cause.where[:_MOST_WORSE])
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
         yield from row_lines(console, "in", Text(f"{listed}{more}"))
     words, code = _split_code(cause.change)
     yield from row_lines(console, "change", Text(words))
     yield from (Text(f"  {line}") for line in code)
-    proof = "with it, the same comparison is equal" if cause.proved else "not proved: the comparison was not made equal"
+    done = "with this done" if of == 1 else "with all of these done"
+    proof = f"{done}, the same comparison is equal" if cause.proved else "no experiment has made the comparison equal"
     yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
 
 

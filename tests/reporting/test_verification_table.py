@@ -116,7 +116,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert "cause 1      last window: the short window is divided by 4, it has 2 micro-batches" in lines
     code = lines.index("  scale = len(micro_batches)")
     assert lines[code + 2] == "      (loss(model, part) / scale).backward()"
-    assert "proved       with it, the same comparison is equal" in lines
+    assert "proved       with all of these done, the same comparison is equal" in lines
     assert "in           a, b, c and 1 more" in lines
     assert 'change       batchnorm="frozen"' in lines
     assert any(line.startswith("unproved") for line in lines)
