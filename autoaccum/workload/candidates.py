@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -57,6 +57,33 @@ def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
                 if all(value >= 0 for value in counts):
                     found.append(Candidate(code, counts))
     return found
+
+
+def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
+    """Sums of the weights of classes: what a mean over labels divides by where classes have weights.
+
+    Args:
+        batch: The whole batch, which tells which labels exist.
+        parts: The parts to count.
+        tables: Weights by the code that reaches them, an entry for each class.
+    """
+    size = batch_size(batch)
+    labels = [(path, leaf) for path, leaf in _leaves(batch, "batch", size, top=True) if _is_integer(leaf)]
+    of_parts = [dict(_leaves(part, "batch", batch_size(part), top=True)) for part in parts]
+    return [
+        Candidate(_looked_up(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
+        for path, leaf in sorted(labels, key=lambda item: _unlikeliness(item[0]))
+        for name, table in tables.items()
+        if leaf.numel() and int(leaf.max()) < len(table) and all(path in part for part in of_parts)
+    ]
+
+
+def _looked_up(name: str, path: str, labels: Tensor) -> str:
+    return f"{name}[{path}].sum()" if int(labels.min()) >= 0 else f"{name}[{path}[{path} >= 0]].sum()"
+
+
+def _sum_of_table(table: Tensor, labels: Tensor) -> float:
+    return float(table.detach().double().to(labels.device)[labels[labels >= 0].long()].sum())
 
 
 _Count: TypeAlias = Callable[[Any], float]

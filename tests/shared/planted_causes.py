@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 CALLS = [0]
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
 class Standardised(nn.Module):
@@ -278,3 +279,59 @@ def full_texts(size: int) -> dict[str, Tensor]:
 
 def mixed_reductions(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"classes": class_loss(model, batch), "size": model(batch[0]).square().sum()}
+
+
+class Masked(Gpt):
+    """Hides words at random, and gives the mean over those that are hidden."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.rand(ids.shape) < 0.4
+        return functional.cross_entropy(super().forward(ids.masked_fill(hidden, 0))[hidden], ids[hidden])
+
+
+def masked() -> nn.Module:
+    return Masked(dropout=0.0)
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(model(batch["input_ids"]))
+
+
+def root_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.sqrt(class_loss(model, batch))
+
+
+def largest_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(functional.cross_entropy(model(batch[0]), batch[1], reduction="none").max())
+
+
+def perplexity(model: nn.Module, batch: Any) -> Tensor:
+    return class_loss(model, batch).exp()
+
+
+def class_weighted_loss(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(batch[0])
+    return functional.cross_entropy(outputs, batch[1], weight=WEIGHTS.to(outputs))
+
+
+class Weighted(Mlp):
+    """Keeps the weights of classes for its loss."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", WEIGHTS.clone())
+
+
+def buffer_weighted_loss(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], weight=model.weights)
+
+
+def norm_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(model(batch[0]).norm())
+
+
+def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
+    """A mean that is multiplied by the root of the samples."""
+    return torch.as_tensor(class_loss(model, batch) * len(batch[0]) ** 0.5)

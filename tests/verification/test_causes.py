@@ -139,7 +139,35 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "once per update",
     ),
     "a mean by what the batch does not tell": (pairs(planted.secret_loss), "weight", (), "no usual counting"),
-    "a mean that divides by one sample more": (pairs(planted.one_more_loss), "weight", (), "adds up over parts"),
+    "a mean that divides by one sample more": (
+        pairs(planted.one_more_loss),
+        "coupled loss",
+        None,
+        "adds up over parts",
+    ),
+    "a mean over words that are hidden at random": (
+        texts(planted.own_loss, planted.masked),
+        "weight",
+        ("aten.rand (planted_causes.py)",),
+        'reduction = "sum"',
+    ),
+    "classes that have weights": (
+        pairs(planted.class_weighted_loss),
+        "weight",
+        (),
+        "def weight(batch): return WEIGHTS[batch[1]].sum()",
+    ),
+    "classes that have weights in a buffer": (
+        pairs(planted.buffer_weighted_loss, planted.Weighted),
+        "weight",
+        (),
+        "def weight(batch): return model.weights[batch[1]].sum()",
+    ),
+    "the root of a mean": (pairs(planted.root_loss), "coupled loss", ("the loss",), "no weight mends it"),
+    "the largest of losses": (pairs(planted.largest_loss), "coupled loss", ("the loss",), "no weight mends it"),
+    "the exponential of a mean": (pairs(planted.perplexity), "coupled loss", ("the loss",), "no weight mends it"),
+    "a norm as the loss": (pairs(planted.norm_loss), "coupled loss", ("the loss",), "no weight mends it"),
+    "a mean times a root of the samples": (pairs(planted.scaled_loss), "coupled loss", None, "adds up over parts"),
     "a sum, said to be a mean": (pairs(small.summed_loss), "reduction", (), 'reduction = "sum"'),
     "a mean, said to be a sum": (
         pairs(small.class_loss, reduction="sum"),
@@ -236,6 +264,11 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 
 
 UNPROVED = {
+    "the root of a mean",
+    "the largest of losses",
+    "the exponential of a mean",
+    "a norm as the loss",
+    "a mean times a root of the samples",
     "a norm of one's own in any mode",
     "two losses with different divisors, added up",
     "a mean that divides by one sample more",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
+from autoaccum.verification.causes.divisors import explain_factors
 from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.weights import SUM, Weigher, Weighting, own_shares
-from autoaccum.verification.causes.words import listed, numbers
-from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.causes.weights import SUM, Weigher, Weighting
+from autoaccum.verification.causes.words import listed
 from autoaccum.verification.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.comparisons import name_term
@@ -38,7 +38,7 @@ def explain_parts(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
         if weighed and weighed[0].proved:
             return weighed
         regularised = _explain_regulariser(inquiry, change, weigher.cuts)
-        return regularised or weighed or _explain_factors(inquiry, change, weigher.cuts)
+        return regularised or weighed or explain_factors(inquiry, change, weigher.cuts)
     except AutoaccumError:
         return None
 
@@ -106,39 +106,6 @@ def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomp
     terms = list(two.whole.terms)
     wrong = Weighting(dict.fromkeys(terms, SUM), dict.fromkeys(terms), SUM)
     return weight_cause(objective, wrong, proved=True), cause
-
-
-def _explain_factors(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
-    """A weighting that no usual counting gives: told in numbers."""
-    if any(cut.factors is None for cut in cuts) or len(cuts[0].whole.terms) > 1:
-        return None
-    own = Decomposition(inquiry.lab, change, inquiry.rounding)
-    if own.factors is None or not _is_as_weighted(own, change, inquiry.rounding):
-        return None
-    right = own.factors.values
-    is_mean = min(right) >= 0 and math.isclose(sum(right), 1.0, rel_tol=1e-6)
-    proved = is_mean and inquiry.is_equal(replace(change, weights=right))
-    return (_factors_cause(inquiry.lab, right, is_mean=is_mean, proved=proved),) if proved or not is_mean else None
-
-
-def _is_as_weighted(own: Decomposition, change: Change, rounding: float) -> bool:
-    """Whether the accumulated gradient is that of the parts by the workload's own shares, and nothing else is wrong."""
-    shares = own_shares(own.lab, list(own.whole.terms))
-    accumulated = flatten(own.lab.accumulated(change).gradients, own.whole.parameters)
-    return shares is not None and find_residual(accumulated, own.gradients, shares) <= rounding
-
-
-def _factors_cause(lab: Laboratory, right: Sequence[float], *, is_mean: bool, proved: bool) -> Cause:
-    how = "added up" if lab.objective.reduction == "sum" else f"weighted by {lab.objective.source}"
-    change = "def weight(batch): return what the mean divides by; no usual counting of the batch gives these shares"
-    if not is_mean:
-        change = "divide the loss by a count that adds up over parts, and return it from weight(batch)"
-    return Cause(
-        kind="weight",
-        found=f"parts of {numbers(lab.sizes)} samples are {how}; right were {numbers(right)} of each",
-        change=change,
-        proved=proved,
-    )
 
 
 def _excess(cut: Decomposition) -> Tensor:

@@ -74,6 +74,7 @@ def find_least(
 
     Smaller sets are tried first, so that each member of the set is needed. Of one size, explanations come after
     equality under one member more, which costs less to ask: what is explained is not equal with more out of the way.
+    Only draws that do nothing may make equal what is explained, as where a mean divides by a count that is drawn.
 
     Args:
         inquiry: What came out unequal.
@@ -83,13 +84,17 @@ def find_least(
     """
     sets = [[_joint(subset, always) for subset in combinations(suspected, n)] for n in range(len(suspected) + 1)]
     for smaller, larger in zip([[], *sets], [*sets, []], strict=True):
+        calm = [one for one in larger if one[1].calm]
         for chosen, change in larger:
-            if inquiry.is_equal(change):
+            if not change.calm and inquiry.is_equal(change):
                 return Finding(chosen, change, None)
         for chosen, change in smaller:
             explanation = explain(change) if inquiry.pair(change) is not None else None
             if explanation is not None:
                 return Finding(chosen, change, explanation)
+        for chosen, change in calm:
+            if inquiry.is_equal(change):
+                return Finding(chosen, change, None)
     return None
 
 

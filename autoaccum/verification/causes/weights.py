@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoaccum.accumulation.shares import make_shares
+from autoaccum.verification.causes.class_weights import count_class_weights
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.laboratory import Laboratory
@@ -68,7 +69,8 @@ class Weigher:
 
     def find(self) -> Weighting | None:
         """The weighting under which the parts give the whole batch's loss and gradient; None where none is found."""
-        usual = [Candidate(SUM, ()), *count_candidates(self._lab.batch, self._parts)]
+        counted = count_candidates(self._lab.batch, self._parts)
+        usual = [Candidate(SUM, ()), *counted, *count_class_weights(self._lab, self._parts)]
         found: dict[str, Candidate] = {}
         for name, own in self._own().items():
             fitting = next((one for one in [own, *usual] if self._fits(name, one)), None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autoaccum.accumulation.company import ITSELF
 
 _SHOWN = 5
+_ROUNDING = 1e-12
 
 
 def listed(names: Sequence[str]) -> str:
@@ -33,10 +34,11 @@ def modules(names: Sequence[str]) -> str:
 
 
 def numbers(values: Sequence[float]) -> str:
-    """Numbers, to four digits.
+    """Numbers, to four digits; rounding is zero.
 
-    >>> numbers([0.5, 1 / 3])
-    '0.5 and 0.3333'
+    >>> numbers([0.5, 1 / 3]), numbers([-2e-16, 1.0])
+    ('0.5 and 0.3333', '0 and 1')
     """
-    words = [f"{value:.4g}" for value in values]
+    least = _ROUNDING * max((abs(value) for value in values), default=0.0)
+    words = [f"{0.0 if abs(value) <= least else value:.4g}" for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
