@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from autoaccum.accumulation.allotment import TOO_LONG, TooLong
 from autoaccum.accumulation.calls import Follower, Recorder, following
 from autoaccum.accumulation.calm import calm
 from autoaccum.accumulation.company import ITSELF as ITSELF
@@ -46,9 +47,16 @@ def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
         with own_randomness(), _uncompiled():
             return _Trial(fresh, together, parts, filled).find()
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        return Coupling(reason=f"{type(error).__name__}: {said}" if said else type(error).__name__)
+    except TooLong:
+        return Coupling(reason=TOO_LONG)
+    except (Exception, SystemExit) as error:
+        return Coupling(reason=reason_of(error))
+
+
+def reason_of(error: BaseException) -> str:
+    """What was raised, in one line."""
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _uncompiled() -> AbstractContextManager[object]:
@@ -92,14 +100,17 @@ class _Trial:
         blamed = divergence.coupled()
         names = tuple(call.name or ITSELF for call in blamed if call is not None)
         coupled = {call.name for call in blamed if call is not None}
-        loss = None in blamed or mixes_rows(self._run_together, terms, divergence, coupled, self._dtype)
+        try:
+            loss = None in blamed or mixes_rows(self._run_together, terms, divergence, coupled, self._dtype)
+        except TooLong:
+            return Coupling(names, None, TOO_LONG)
         return Coupling(names, loss, _reason(divergence, loss))
 
     def _learn_how_to_run(self) -> None:
         """A model may take gradients within its forward."""
         try:
             self._run(self._together)
-        except Exception:
+        except (Exception, SystemExit):
             self._records_gradients = True
             self._run(self._together)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
+import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum.accumulation.allotment import TOO_LONG, Allotment, TooLong
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.calls import Call, following
+from autoaccum.accumulation.calls import following
 from autoaccum.accumulation.company import Coupling
-from autoaccum.accumulation.coupling import find_coupling
+from autoaccum.accumulation.coupling import Fresh, find_coupling, reason_of
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.experiments import (
     cast_batch,
@@ -35,29 +36,33 @@ SAMPLES = 4
 _PARTS = (2, 2)
 """Not of one sample, which BatchNorm and contrastive losses cannot do."""
 
-_MOST_SECONDS = 0.8
-"""Of one forward; there are about a dozen, in float64 where one takes a quarter of this."""
+_SECONDS = 1.5
+_MOST_SECONDS = 0.25
+_MOST_WIDE_SECONDS = 0.1
+"""Of the whole experiment, and of one forward: about ten follow. In float64 a convolution may be far slower."""
+
+_FIRST_SECONDS = 0.8
+"""Of the very first, which may load more than it runs."""
 
 _LARGE = Coupling(reason="the model is too large for an experiment beside it")
+_LONG = Coupling(reason=TOO_LONG)
 _FIXED = Coupling(reason="the model cannot be copied")
 
 
 def check_workload(workload: Workload, model: nn.Module) -> Coupling:
-    """Find out whether the workload's samples are coupled.
+    """Find out whether the workload's samples are coupled; whatever goes wrong is the reason of what is returned.
 
     Args:
         workload: The workload; its model is built once more.
         model: One that was built of it, to tell its size by.
-
-    Raises:
-        WorkloadError: `model` or `batch` raises. What else goes wrong is the reason of what is returned.
     """
-    if is_large(model):
-        return _LARGE
-    with own_randomness():
+
+    def look() -> Coupling:
         own, copied = make_copy(workload)
         batch = take_small_batch(workload, SAMPLES)
         return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
+
+    return _guarded(model, look)
 
 
 def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
@@ -69,17 +74,28 @@ def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: st
         batch: Four samples.
         batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
     """
+
+    def look() -> Coupling:
+        own, copied = copy_model(model)
+        if not copied:
+            return _FIXED
+        prepare(own)
+        return _check(own, objective, batch, batchnorm)
+
+    return _guarded(model, look)
+
+
+def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
+    """What `look` finds out; the user's code that fails within it must not end what can be done without."""
     if is_large(model):
         return _LARGE
     try:
         with own_randomness():
-            own, copied = copy_model(model)
-            if not copied:
-                return _FIXED
-            prepare(own)
-            return _check(own, objective, batch, batchnorm)
-    except Exception as error:
-        return Coupling(reason=f"{type(error).__name__}: {error}".partition("\n")[0])
+            return look()
+    except TooLong:
+        return _LONG
+    except (Exception, SystemExit) as error:
+        return Coupling(reason=reason_of(error))
 
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
@@ -89,53 +105,45 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     device = model_device(model)
     narrow = move_batch(cast_batch(batch, None), device)
     fresh = _copier(model, objective)
-    seconds = _time(fresh, narrow)
-    if seconds is None:
-        return Coupling(reason="a forward of the model takes too long for an experiment")
-    if seconds < _MOST_SECONDS / 4:
+    if not _is_quick(fresh, narrow, _MOST_SECONDS):
+        return _LONG
+    importlib.import_module("torch._dynamo")  # The first dispatch mode loads it: a second, and not the model's.
+    allotted = Allotment(_SECONDS)
+    with suppress(Exception, SystemExit):  # Whatever does not work in float64 may work as it is.
         wide = move_batch(cast_batch(batch, torch.float64), device)
-        found = find_coupling(_copier(copy.deepcopy(model).double(), widened(objective)), wide, _PARTS)
-        if found.reason is None:
-            return found  # Whatever does not work in float64 may work as it is.
-    return find_coupling(fresh, narrow, _PARTS)
+        widen = _copier(copy.deepcopy(model).double(), widened(objective))
+        if _is_quick(widen, wide, _MOST_WIDE_SECONDS):
+            found = find_coupling(_within(allotted, widen), wide, _PARTS)
+            if found.reason is None or found.found:
+                return found
+    return find_coupling(_within(allotted, fresh), narrow, _PARTS)
 
 
-class _TooLong(BaseException):
-    """Ends a forward, whatever the user's code catches."""
+def _is_quick(fresh: Fresh, batch: Any, most_seconds: float) -> bool:
+    """Whether a forward takes no longer than that: the first, which may load more than it runs, or one more."""
+    return any(_ends(fresh, batch, seconds, most_seconds) for seconds in (_FIRST_SECONDS, most_seconds))
 
 
-class _Deadline:
-    """Follows a forward and ends it where it takes too long: on a CPU, that of a language model may take a minute."""
-
-    def __init__(self) -> None:
-        self._began = time.thread_time()  # What else the machine does must not decide what a plan says.
-
-    @property
-    def seconds(self) -> float:
-        return time.thread_time() - self._began
-
-    def entered(self, call: Call, arguments: Any) -> Any:
-        if self.seconds > _MOST_SECONDS:
-            raise _TooLong
-        return arguments
-
-    def left(self, call: Call, output: Any) -> Any:
-        return output
-
-
-def _time(fresh: Callable[[], tuple[nn.Module, Objective]], batch: Any) -> float | None:
-    """Seconds of one forward, None where they are too many; what it raises is told by the experiment."""
+def _ends(fresh: Fresh, batch: Any, seconds: float, most_seconds: float) -> bool:
+    """Whether a forward, ended after `seconds`, took at most the other; what it raises is told by the experiment."""
     model, objective = fresh()
-    deadline = _Deadline()
-    try:
-        with suppress(Exception), torch.no_grad(), following(model, deadline):
-            objective.terms(model, cast_batch(batch, None))
-    except _TooLong:
-        return None
-    return deadline.seconds if deadline.seconds <= _MOST_SECONDS else None
+    allotted = Allotment(seconds)
+    with suppress(Exception, SystemExit, TooLong), torch.no_grad(), following(model, allotted):
+        objective.terms(model, cast_batch(batch, None))
+    return allotted.used <= most_seconds
 
 
-def _copier(model: nn.Module, objective: Objective) -> Callable[[], tuple[nn.Module, Objective]]:
+def _within(allotted: Allotment, fresh: Fresh) -> Fresh:
+    """The same, as long as there is time for another run."""
+
+    def timed() -> tuple[nn.Module, Objective]:
+        allotted.begin_run()
+        return fresh()
+
+    return timed
+
+
+def _copier(model: nn.Module, objective: Objective) -> Fresh:
     """What makes equal copies of both: a criterion may keep state, too. Parameters are shared."""
 
     def fresh() -> tuple[nn.Module, Objective]:

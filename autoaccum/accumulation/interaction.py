@@ -78,7 +78,7 @@ def _interacts(run: Callable[[Mover], Terms], still: Terms, moves: list[Moves], 
         if not any(_changes(one[name], still[name], dtype) for name in still):
             return None
         other, both = run(Mover(moves[1])), run(Mover(moves[2]))
-    except Exception:  # Outside of the range that the loss takes.
+    except (Exception, SystemExit):  # Outside of the range that the loss takes.
         return None
     seen = [name for name in still if all(_changes(moved[name], still[name], dtype) for moved in (one, other))]
     seen = [name for name in seen if math.isfinite(both[name])]

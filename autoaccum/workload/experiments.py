@@ -156,7 +156,7 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
     """A copy of `model` and True, or itself and False."""
     try:
         return copy.deepcopy(model), True
-    except (TypeError, RuntimeError, AttributeError):
+    except Exception:  # `__deepcopy__` may be the user's
         return model, False
 
 
