@@ -43,8 +43,8 @@ def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
         batch: The whole batch, which tells which countings exist.
         parts: The parts to count.
     """
-    leaves = dict(_leaves(batch, "batch", batch_size(batch), top=True))
-    of_parts = [dict(_leaves(part, "batch", batch_size(part), top=True)) for part in parts]
+    leaves = dict(find_leaves(batch))
+    of_parts = [dict(find_leaves(part)) for part in parts]
     shared = {path: leaf for path, leaf in leaves.items() if all(path in part for part in of_parts)}
     if not shared:
         return []
@@ -59,6 +59,11 @@ def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
     return found
 
 
+def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Tensors of a batch with rows, and sequences with an entry per sample, by the code that reaches them."""
+    return _leaves(batch, "batch", batch_size(batch), top=True)
+
+
 def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
     """Sums of the weights of classes: what a mean over labels divides by where classes have weights.
 
@@ -67,9 +72,8 @@ def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> 
         parts: The parts to count.
         tables: Weights by the code that reaches them, an entry for each class.
     """
-    size = batch_size(batch)
-    labels = [(path, leaf) for path, leaf in _leaves(batch, "batch", size, top=True) if _is_integer(leaf)]
-    of_parts = [dict(_leaves(part, "batch", batch_size(part), top=True)) for part in parts]
+    labels = [(path, leaf) for path, leaf in find_leaves(batch) if _is_integer(leaf)]
+    of_parts = [dict(find_leaves(part)) for part in parts]
     return [
         Candidate(_looked_up(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
         for path, leaf in sorted(labels, key=lambda item: _unlikeliness(item[0]))

@@ -328,6 +328,49 @@ def buffer_weighted_loss(model: Any, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1], weight=model.weights)
 
 
+class Experts(nn.Module):
+    """Two experts, and a term that has them called alike often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(FEATURES, 2)
+        self.experts = nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(x).softmax(-1)
+        called = functional.one_hot(shares.argmax(-1), 2).to(shares.dtype).mean(0)
+        outputs = [shares[:, index, None] * expert(x) for index, expert in enumerate(self.experts)]
+        return torch.stack(outputs).sum(0), (called * shares.mean(0)).sum()
+
+
+def balanced_loss(model: nn.Module, batch: Any) -> Tensor:
+    outputs, balance = model(batch[0])
+    return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + balance)
+
+
+def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Weighs samples by a column that it normalises by the batch."""
+    outputs, advantage = model(batch["image"]), batch["text"][:, 0]
+    return torch.as_tensor((outputs[:, 0] * (advantage - advantage.mean()) / advantage.std()).mean())
+
+
+def class_mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over classes of the means of their samples."""
+    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return torch.stack([each[batch[1] == index].mean() for index in batch[1].unique()]).mean()
+
+
+def counted_class_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Weighs one class by how rare it is in the batch."""
+    truth = (batch[1] == 0).to(batch[0])
+    weight = (1 - truth).sum() / (truth.sum() + 1)
+    return functional.binary_cross_entropy_with_logits(model(batch[0])[:, 0], truth, pos_weight=weight)
+
+
+def broadcast_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor((model(batch[0]) - batch[1]).square().mean())
+
+
 def norm_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0]).norm())
 

@@ -45,8 +45,8 @@ def texts(loss: Any, model: Any = small.Gpt, **more: Any) -> Workload:
     return Workload(model=model, batch=small.texts, loss=loss, **more)
 
 
-def captions(loss: Any, **more: Any) -> Workload:
-    return Workload(model=small.Clip, batch=small.captions, loss=loss, **more)
+def captions(loss: Any, model: Any = small.Clip, **more: Any) -> Workload:
+    return Workload(model=model, batch=small.captions, loss=loss, **more)
 
 
 def sequences(model: Any, **more: Any) -> Workload:
@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         f'{{"one": len(batch["input_ids"]), "other": {TOKENS}}}',
     ),
     "a mean and a sum, added up": (pairs(planted.mean_and_sum), "weight", (), "make the sum a mean"),
-    "a teacher that normalises by the batch": (pairs(planted.taught_loss), "unknown", None, "smaller model"),
+    "a teacher that normalises by the batch": (pairs(planted.taught_loss), "coupled loss", None, "before it is cut"),
     "weights that follow others in forward": (
         classes(planted.Following),
         "state",
@@ -162,6 +162,31 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "weight",
         (),
         "def weight(batch): return model.weights[batch[1]].sum()",
+    ),
+    "experts that are called alike often": (
+        pairs(planted.balanced_loss, planted.Experts),
+        "coupled loss",
+        ("the loss",),
+        "load-balancing",
+    ),
+    "a column that is normalised by the batch": (
+        captions(planted.advantage_loss, model=small.Mlp),
+        "coupled loss",
+        ("the loss",),
+        "before it is cut",
+    ),
+    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "counts of classes"),
+    "a class that its count weighs": (
+        pairs(planted.counted_class_loss),
+        "coupled loss",
+        None,
+        "before it is cut",
+    ),
+    "a loss that is broadcast": (
+        Workload(model=planted.regressor, batch=planted.numbers, loss=planted.broadcast_loss),
+        "coupled loss",
+        ("the loss",),
+        "the same shape",
     ),
     "the root of a mean": (pairs(planted.root_loss), "coupled loss", ("the loss",), "no weight mends it"),
     "the largest of losses": (pairs(planted.largest_loss), "coupled loss", ("the loss",), "no weight mends it"),
@@ -264,6 +289,11 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 
 
 UNPROVED = {
+    "experts that are called alike often",
+    "a column that is normalised by the batch",
+    "the mean of classes' means",
+    "a class that its count weighs",
+    "a loss that is broadcast",
     "the root of a mean",
     "the largest of losses",
     "the exponential of a mean",

@@ -21,6 +21,7 @@ from autoaccum.verification.causes.loops import Loop
 from autoaccum.verification.causes.mixed_terms import explain_mixed_terms
 from autoaccum.verification.causes.restlessness import find_restlessness
 from autoaccum.verification.causes.states import draw_cause, hook_cause, state_cause
+from autoaccum.verification.causes.wholes import explain_whole
 from autoaccum.verification.causes.words import listed
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.laboratory import Laboratory
@@ -138,8 +139,10 @@ def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]
 def _remaining(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
     at_rest = Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
-    mixed = explain_mixed_terms(inquiry, at_rest) if inquiry.method == "accumulator" else None
-    return (mixed or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
+    known = explain_mixed_terms(inquiry, at_rest) if inquiry.method == "accumulator" else None
+    if known is None and not coupling.modules and inquiry.rounding <= _COARSE:
+        known = explain_whole(inquiry, replace(at_rest, calm=bool(inquiry.lab.draw_sites)))
+    return (known or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
 
 
 def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:

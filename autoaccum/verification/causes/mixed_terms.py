@@ -38,7 +38,10 @@ def explain_mixed_terms(inquiry: Inquiry, change: Change) -> Cause | None:
     except AutoaccumError:
         return None
     gradients = torch.stack(rows)
-    for one, other in combinations(_candidates(inquiry.lab.batch, unions), 2):
+    candidates = _candidates(inquiry.lab.batch, unions)
+    if any(_leaves_nothing(gradients, one, one, inquiry.rounding) for one in candidates):
+        return None  # One count is enough for these parts, and what is wrong does not show in them.
+    for one, other in combinations(candidates, 2):
         if _leaves_nothing(gradients, one, other, inquiry.rounding):
             return _cause(one.code, other.code)
     return None

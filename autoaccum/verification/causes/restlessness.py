@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.company import ITSELF
-from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import modules
 from autoaccum.verification.outcomes import UNCHANGED
@@ -53,7 +52,7 @@ def _outputs(inquiry: Inquiry) -> list[tuple[str, list[Tensor]]]:
     found: list[tuple[str, list[Tensor]]] = []
     for name, module in trained.model.named_modules():
         module.register_forward_hook(_recorder(name, found))
-    seed_everything()
+    inquiry.lab.seed()
     with specimen.running(), torch.no_grad():
         trained.objective.terms(trained.model, inquiry.lab.batch)
     return found
