@@ -38,7 +38,14 @@ class Match:
     right: Tensor | None = None
 
 
-def match(whole: Tensor, part: Tensor, index: int, sizes: Sequence[int], known: Mapping[int, Tensor]) -> Match:
+def match(
+    whole: Tensor,
+    part: Tensor,
+    index: int,
+    sizes: Sequence[int],
+    known: Mapping[int, Tensor],
+    other: Sequence[int] | None = None,
+) -> Match:
     """Hold the tensor of one of two parts against the whole's.
 
     Rows may lie one sample after the other, or time first, or in any other order: a batch that is sorted by length is
@@ -51,6 +58,8 @@ def match(whole: Tensor, part: Tensor, index: int, sizes: Sequence[int], known: 
         index: Which part: 0 or 1.
         sizes: Samples of both.
         known: Positions that are known from what went in, by the whole's number of rows.
+        other: The shape in the other part, where that is known: samples are where both add up to the whole, and
+            padding is where one is as long as that.
     """
     shape, own = tuple(whole.shape), tuple(part.shape)
     if len(shape) != len(own) or any(few > many for few, many in zip(own, shape, strict=True)):
@@ -60,14 +69,13 @@ def match(whole: Tensor, part: Tensor, index: int, sizes: Sequence[int], known: 
     growing = [dim for dim in range(len(shape)) if own[dim] < shape[dim]]
     if not growing:
         return Match("alike") if is_close(whole, part) else Match("differ", right=whole)
-    per_part = [dim for dim in growing if own[dim] * sum(sizes) == shape[dim] * sizes[index]]
+    adding = growing
+    if other is not None and len(other) == len(shape):
+        adding = [dim for dim in growing if own[dim] + other[dim] == shape[dim]] or growing
+    per_part = [dim for dim in adding if own[dim] * sum(sizes) == shape[dim] * sizes[index]]
     if len(per_part) > 1:
-        start = 0 if index == 0 else 1
-        right = whole
-        for dim in per_part:
-            right = right.narrow(dim, start * (shape[dim] - own[dim]), own[dim])
-        return Match("square", right=right if right.shape == part.shape else None)
-    return _match_rows(whole, part, index, sizes, growing, known)
+        return _match_square(whole, part, per_part, 0 if index == 0 else 1)
+    return _match_rows(whole, part, index, sizes, adding, known, is_cut=len(growing) > len(adding))
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
@@ -78,8 +86,27 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * usual, equal_nan=True)
 
 
+def _match_square(whole: Tensor, part: Tensor, dims: Sequence[int], start: int) -> Match:
+    """Hold it against the part's own block; `alike` where all beside that is one value, as masks leave it."""
+    right = whole
+    for dim in dims:
+        rows, right = right, right.narrow(dim, start * (whole.shape[dim] - part.shape[dim]), part.shape[dim])
+    if right.shape != part.shape:
+        return Match("square")
+    beside = rows.narrow(dims[-1], (1 - start) * part.shape[dims[-1]], whole.shape[dims[-1]] - part.shape[dims[-1]])
+    is_blank = bool((beside == beside.flatten()[:1]).all())
+    return Match("alike") if is_blank and is_close(right, part) else Match("square", right=right)
+
+
 def _match_rows(
-    whole: Tensor, part: Tensor, index: int, sizes: Sequence[int], growing: list[int], known: Mapping[int, Tensor]
+    whole: Tensor,
+    part: Tensor,
+    index: int,
+    sizes: Sequence[int],
+    growing: list[int],
+    known: Mapping[int, Tensor],
+    *,
+    is_cut: bool,
 ) -> Match:
     first: Match | None = None
     for dim in growing:
@@ -93,7 +120,7 @@ def _match_rows(
         positions_found = _look_for_rows(_cut_beside(whole, part, dim), part, dim)
         if positions_found is not None:
             return Match("agree", dim, positions_found)
-    return first if first is not None and len(growing) == 1 else Match("untold")
+    return first if first is not None and len(growing) == 1 and not is_cut else Match("untold")
 
 
 def _cut_beside(whole: Tensor, part: Tensor, dim: int) -> Tensor:

@@ -102,6 +102,29 @@ class Recorder:
         return Counter(call.name for call in self.inputs)
 
 
+class Measurer:
+    """Keeps the shapes of what a `Recorder` copies.
+
+    Attributes:
+        inputs: The shapes of the floating tensors of its arguments, by call.
+        outputs: Those of its output.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[Call, list[tuple[int, ...]]] = {}
+        self.outputs: dict[Call, list[tuple[int, ...]]] = {}
+
+    def entered(self, call: Call, arguments: Any) -> Any:
+        """Measure the arguments."""
+        self.inputs[call] = [tuple(tensor.shape) for tensor in floating(arguments)]
+        return arguments
+
+    def left(self, call: Call, output: Any) -> Any:
+        """Measure the output."""
+        self.outputs[call] = [tuple(tensor.shape) for tensor in floating(output)]
+        return output
+
+
 def standing_in(values: Tensor) -> Tensor:
     """A copy of `values`; a leaf that requires a gradient where gradients are recorded, as a loss is to have one."""
     return values.clone().requires_grad_(torch.is_grad_enabled())

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.allotment import TOO_LONG, TooLong
-from autoaccum.accumulation.calls import Follower, Recorder, following
+from autoaccum.accumulation.calls import Follower, Measurer, Recorder, following
 from autoaccum.accumulation.calm import calm
 from autoaccum.accumulation.company import ITSELF as ITSELF
 from autoaccum.accumulation.company import Coupling as Coupling
 from autoaccum.accumulation.divergence import Comparer, Divergence
+from autoaccum.accumulation.draw_joins import IndexMismatch
 from autoaccum.accumulation.draws import DrawMismatch, Draws
 from autoaccum.accumulation.interaction import mixes_rows
 from autoaccum.workload.batches import split_batch
@@ -72,23 +73,28 @@ class _Trial:
         self._records_gradients = False
         self._dtype = torch.float32
         self._draws: Draws | None = None
+        self._alone = Measurer(), Measurer()
 
     def find(self) -> Coupling:
         self._learn_how_to_run()
+        draws = Draws(self._sizes)
         try:
-            draws = Draws(self._sizes)
             with draws.recording():
                 for index, part in enumerate(self._parts):
                     draws.begin_part(index)
-                    self._run(part)
+                    self._run(part, self._alone[index])
             self._draws = draws
-            return self._compare()
-        except DrawMismatch:
+            found = self._compare()
+        except DrawMismatch as mismatch:
             self._draws = None
-            return self._compare()
+            return _unsure_of(self._compare(), mismatch)
+        if not (found.found and draws.sites):
+            return found
+        self._draws = None  # What is whose is guessed where draws are joined: what is due to that ends without chance.
+        return _seen_in_both(found, self._compare())
 
     def _compare(self) -> Coupling:
-        divergence = Divergence(Recorder(), self._sizes)
+        divergence = Divergence(Recorder(), self._sizes, self._alone)
         terms, again = self._run_together(divergence.whole), self._run_together()
         if any(abs(again[name] - term) > _ROUNDING * abs(term) for name, term in terms.items()):
             return Coupling(reason="the loss differs from run to run")
@@ -128,6 +134,21 @@ class _Trial:
             terms = objective.terms(model, own)
         self._dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
+
+
+def _seen_in_both(joined: Coupling, calmed: Coupling) -> Coupling:
+    """What is found under the draws of the parts, and without chance as well."""
+    names = tuple(name for name in joined.modules if name in calmed.modules)
+    is_kept = names == joined.modules and joined.loss is not True
+    loss, reason = (joined.loss, joined.reason) if is_kept else (calmed.loss, calmed.reason)
+    return Coupling(names, loss, reason)
+
+
+def _unsure_of(calmed: Coupling, mismatch: DrawMismatch) -> Coupling:
+    """Without chance, nothing is known of a loss that mixes samples by chance."""
+    if calmed.loss is not False or not isinstance(mismatch, IndexMismatch):
+        return calmed
+    return Coupling(calmed.modules, None, calmed.reason or str(mismatch))
 
 
 def _reason(divergence: Divergence, loss: bool | None) -> str | None:

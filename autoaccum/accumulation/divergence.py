@@ -6,14 +6,14 @@ is given what it was given in the whole run, and only that is found whose own co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from autoaccum.accumulation.agreement import Match, match
-from autoaccum.accumulation.calls import Call, Recorder, exchange, floating, standing_in
+from autoaccum.accumulation.calls import Call, Measurer, Recorder, exchange, floating, standing_in
 
 Spot = tuple[Call, Literal["in", "out"], int]
 """A tensor of a run: the n-th that went into a call, or came out of it."""
@@ -26,12 +26,14 @@ class Divergence:
     Attributes:
         whole: What was recorded of the whole run.
         sizes: Samples of the two parts.
+        alone: The shapes in each part's own run.
         matches: What was found in each part, by spot.
         unmatched: Modules that were called another number of times, so that their calls cannot be told apart.
     """
 
     whole: Recorder
     sizes: Sequence[int]
+    alone: tuple[Measurer, Measurer] = field(default_factory=lambda: (Measurer(), Measurer()))
     matches: tuple[dict[Spot, Match], dict[Spot, Match]] = field(default_factory=lambda: ({}, {}))
     unmatched: set[str] = field(default_factory=set)
 
@@ -81,6 +83,7 @@ class Comparer:
 
     def __init__(self, divergence: Divergence, index: int) -> None:
         self._whole, self._sizes, self._index = divergence.whole, divergence.sizes, index
+        self._other = divergence.alone[1 - index]
         self._found = divergence.matches[index]
         self._seen: dict[Call, dict[int, Tensor]] = {}
         self._counting = Recorder()
@@ -89,19 +92,26 @@ class Comparer:
     def entered(self, call: Call, arguments: Any) -> Any:
         """Compare the arguments."""
         self._counting.inputs[call] = []
-        return self._compare(call, "in", arguments, self._whole.inputs)
+        return self._compare(call, "in", arguments, self._whole.inputs, self._other.inputs)
 
     def left(self, call: Call, output: Any) -> Any:
         """Compare the output."""
-        return self._compare(call, "out", output, self._whole.outputs)
+        return self._compare(call, "out", output, self._whole.outputs, self._other.outputs)
 
     def finish(self) -> None:
         """Find the modules that were called more or less often than in the whole run."""
         own, all_counts = self._counting.counts(), self._whole.counts()
         self._unmatched.update(name for name in own.keys() | all_counts.keys() if own[name] != all_counts[name])
 
-    def _compare(self, call: Call, slot: Literal["in", "out"], nest: Any, recorded: dict[Call, list[Tensor]]) -> Any:
-        expected = recorded.get(call, [])
+    def _compare(
+        self,
+        call: Call,
+        slot: Literal["in", "out"],
+        nest: Any,
+        recorded: Mapping[Call, list[Tensor]],
+        measured: Mapping[Call, list[tuple[int, ...]]],
+    ) -> Any:
+        expected, shapes = recorded.get(call, []), measured.get(call, [])
         if len(expected) != len(floating(nest)):
             return nest
         remaining = iter(enumerate(expected))
@@ -109,7 +119,8 @@ class Comparer:
         def compare(tensor: Tensor) -> Tensor:
             index, whole = next(remaining)
             known = self._seen.setdefault(call, {})
-            found = match(whole, tensor.detach(), self._index, self._sizes, known)
+            other = shapes[index] if len(shapes) == len(expected) else None
+            found = match(whole, tensor.detach(), self._index, self._sizes, known, other)
             self._found[call, slot, index] = found
             if found.positions is not None:
                 known.setdefault(whole.shape[found.dim], found.positions)

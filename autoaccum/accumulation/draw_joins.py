@@ -16,6 +16,10 @@ class DrawMismatch(Exception):  # noqa: N818 -- no error of a command: whoever c
     """The draws of one run cannot be given to another; says which, in which line, and why."""
 
 
+class IndexMismatch(DrawMismatch):
+    """What is drawn are indices of the samples themselves: chance mixes them."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """What one random op drew.
@@ -75,7 +79,7 @@ def join_draws(
     for part in run:
         part.check(call)
         if part.rows != call.rows:
-            raise DrawMismatch(f"{call.site} draws indices of {part.rows} rows in a part, of {call.rows} in the whole")
+            raise IndexMismatch(f"{call.site} draws indices of {part.rows} rows in a part, of {call.rows} in the whole")
     chance = call.chance
     if all(_shapes(part.values) == _shapes(chance) for part in run):
         return None

@@ -40,6 +40,14 @@ WELL: dict[str, Case] = {
     "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
     "regulariser": (small.mlp, small.regularised_loss, small.rows),
     "probabilities": (small.Likely, small.likely_loss, small.rows),
+    "padding trimmed": (small.Trimmed, small.lengthy_loss, small.lengthy),
+    "attention over trimmed padding": (small.Attending, small.lengthy_loss, small.lengthy),
+    "all in one row": (small.InOneRow, small.mean_square, small.sequences),
+    "dropout of two views": (lambda: small.dropped_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
+    "R-Drop": (lambda: small.dropped_mlp(nn.Dropout(0.3)), small.twice_loss, small.rows),
+    "dropout of what is sorted": (small.Sorting, small.lengthy_loss, small.lengthy),
+    "time times batch, dropped": (lambda: small.TimeFirst(drop=0.3), small.mean_square, small.sequences),
+    "LSTM of packed tokens, dropped": (lambda: small.Packed(drop=0.3), small.packed_loss, small.text),
 }
 
 COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
@@ -162,6 +170,13 @@ def test_what_a_model_raises_is_the_reason() -> None:
     found = look((small.mlp, raising, small.rows))
     assert found == Coupling(reason="ValueError: no such thing")
     assert not found.found
+
+
+def test_what_chance_mixes_is_not_told() -> None:
+    found = look((small.mlp, small.mixup_loss, small.rows))
+    assert (found.modules, found.loss) == ((), None)
+    assert found.reason is not None
+    assert "draws indices of 2 rows in a part, of 4 in the whole" in found.reason
 
 
 def test_one_part_has_no_company() -> None:

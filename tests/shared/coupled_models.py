@@ -155,9 +155,10 @@ class Stateful(nn.Module):
 class Packed(nn.Module):
     """Sorts its batch by length, packs it, and pads to the longest of the batch."""
 
-    def __init__(self, *, norm: bool = False) -> None:
+    def __init__(self, *, norm: bool = False, drop: float = 0.0) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(WORDS, 8), nn.LSTM(8, 7, batch_first=True), nn.Linear(7, WORDS)
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(7, WORDS)
+        self.lstm = nn.LSTM(8, 7, num_layers=2 if drop else 1, dropout=drop, batch_first=True)
         self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -179,13 +180,13 @@ def packed_loss(model: nn.Module, batch: Any) -> Tensor:
 class TimeFirst(nn.Module):
     """Flattens to (time * batch, features) on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+        self.first, self.last, self.drop = nn.Linear(WIDTH, 8), nn.Linear(8, 3), nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         size, time = x.shape[:2]
-        hidden = self.first(x.transpose(0, 1).reshape(time * size, -1)).tanh()
+        hidden = self.drop(self.first(x.transpose(0, 1).reshape(time * size, -1)).tanh())
         return self.last(hidden).view(time, size, -1).mean(0)  # type: ignore[no-any-return]
 
 
@@ -313,3 +314,94 @@ def hardest_loss(model: nn.Module, batch: Any) -> Tensor:
 def dice_loss(model: nn.Module, batch: Any) -> Tensor:
     likely, true = model(batch[0]).sigmoid(), (batch[1] > 0).float()
     return torch.as_tensor(1 - 2 * (likely * true).sum() / (likely.sum() + true.sum()))
+
+
+def lengthy(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, of which 8, 5, 4 and 3 count, and classes."""
+    return torch.randint(1, 20, (size, 8)), torch.tensor(([8, 5, 4, 3] * size)[:size]), torch.arange(size) % 3
+
+
+def lengthy_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+
+class Trimmed(nn.Module):
+    """Sums what counts, and cuts padding to the longest of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(lengths.max())
+        counts = torch.arange(longest)[None] < lengths[:, None]
+        out: Tensor = self.head((self.words(tokens[:, :longest]) * counts[..., None]).sum(1))
+        return out
+
+
+class Attending(nn.Module):
+    """As `Trimmed`, with attention that looks at no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(lengths.max())
+        is_padding = torch.arange(longest)[None] >= lengths[:, None]
+        hidden = self.layer(self.words(tokens[:, :longest]), src_key_padding_mask=is_padding)
+        out: Tensor = self.head(hidden.masked_fill(is_padding[..., None], 0.0).sum(1))
+        return out
+
+
+class Sorting(nn.Module):
+    """Drops from the batch sorted by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        order = (-lengths).argsort()
+        out: Tensor = self.head(self.drop(self.words(tokens[order])).sum(1))
+        return out[order.argsort()]
+
+
+class InOneRow(nn.Module):
+    """Packs all samples into one row, and keeps them apart by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+        self.entry = nn.Linear(WIDTH, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        size, length, _ = inputs.shape
+        hidden = self.entry(inputs).reshape(1, size * length, 8)
+        sample = torch.arange(size).repeat_interleave(length)
+        mask = sample[:, None] != sample[None]
+        out: Tensor = self.head(self.attention(hidden, hidden, hidden, attn_mask=mask)[0])
+        return out.view(size, length, 3).mean(1)
+
+
+def dropped_mlp(drop: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), drop, nn.Linear(8, 3))
+
+
+def two_views_loss(model: nn.Module, batch: Any) -> Tensor:
+    outputs: Tensor = model(torch.cat([batch[0], batch[0] + 1]))
+    return functional.mse_loss(outputs, batch[1].repeat(2, 1))
+
+
+def twice_loss(model: nn.Module, batch: Any) -> Tensor:
+    """That of R-Drop: each sample is run twice, and both outputs are held against each other."""
+    one, other = model(torch.cat([batch[0], batch[0]])).chunk(2)
+    apart = functional.kl_div(one.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+    return functional.mse_loss(one, batch[1]) + apart
+
+
+def mixup_loss(model: nn.Module, batch: Any) -> Tensor:
+    order = torch.randperm(len(batch[0]))
+    inputs, targets = (0.5 * tensor + 0.5 * tensor[order] for tensor in batch)
+    return functional.mse_loss(model(inputs), targets)
