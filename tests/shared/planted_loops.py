@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import class_loss, text_losses, token_loss
+from small_verified import class_loss, penalty, text_losses, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,6 +46,35 @@ def zeroing(model: nn.Module, parts: Any) -> None:
     for part in parts:
         model.zero_grad()
         backward(class_loss(model, part) * len(part[1]) / samples(parts))
+
+
+def late(model: nn.Module, parts: Any) -> None:
+    """Goes backward after the loop."""
+    losses = [class_loss(model, part) * len(part[1]) / samples(parts) for part in parts]
+    backward(losses[-1])
+
+
+def clipping_parts(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def scaled(model: nn.Module, parts: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for part in parts:
+        backward(scaler.scale(class_loss(model, part) * len(part[1]) / samples(parts)))
+
+
+def scaled_undivided(model: nn.Module, parts: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for part in parts:
+        backward(scaler.scale(class_loss(model, part)))
+
+
+def penalised(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts) + penalty(model))
 
 
 def detaching(model: Any, parts: Any) -> None:

@@ -279,6 +279,31 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         (),
         "zero_grad() once",
     ),
+    "a loop that goes backward after its end": (
+        classes(small.Mlp, accumulate=loops.late),
+        "accumulate",
+        (),
+        "backward() for every part",
+    ),
+    "a loop that clips after each part": (
+        classes(small.Mlp, accumulate=loops.clipping_parts),
+        "accumulate",
+        (),
+        "once per update",
+    ),
+    "a loop that leaves a loss scale": (classes(small.Mlp, accumulate=loops.scaled), "accumulate", (), "unscale_"),
+    "a loop that leaves a loss scale and does not divide": (
+        classes(small.Mlp, accumulate=loops.scaled_undivided),
+        "accumulate",
+        (),
+        "count / total",
+    ),
+    "a loop that adds a regulariser for each part": (
+        pairs(small.penalised_loss, accumulate=loops.penalised),
+        "regulariser",
+        (),
+        "once in a window",
+    ),
     "a loop that detaches a loss": (
         pairs(small.two_losses, small.TwoHeads, accumulate=loops.detaching),
         "detached",
@@ -313,6 +338,7 @@ UNPROVED = {
     "outputs that are broadcast against targets",
     "a loop that shares out two terms alike",
     "a loop that clips",
+    "a loop that clips after each part",
     "a variance of the batch in the loss",
     "a loop that detaches a loss",
 }

@@ -11,7 +11,7 @@ from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.detachments import explain_detachment
 from autoaccum.verification.causes.factors import find_factors, find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.patterns import Cut, Fault, name_fault
+from autoaccum.verification.causes.patterns import Cut, Fault, find_scale, is_close, name_fault
 from autoaccum.verification.causes.weights import SUM, own_shares, share
 from autoaccum.verification.causes.words import numbers
 from autoaccum.verification.laboratory import Laboratory
@@ -21,7 +21,10 @@ from autoaccum.workload.candidates import count_candidates
 
 _SHARES = "they count for {factors}, their shares are {shares}"
 _FOUND: Mapping[Fault, str] = {
-    "zeroed": "only the last part counts: gradients are zeroed between the parts",
+    "zeroed": (
+        "only the last part counts: gradients are zeroed between the parts, or backward() is called after the loop, of"
+        " the last loss only"
+    ),
     "left out": "some parts are left out: " + _SHARES,
     "undivided": "the losses of the parts are added up undivided: " + _SHARES,
     "divided twice": "the losses of the parts are divided twice: " + _SHARES,
@@ -33,7 +36,7 @@ _FOUND: Mapping[Fault, str] = {
     "uneven": "the parts are wrongly weighted: " + _SHARES,
 }
 _CHANGES: Mapping[Fault, str] = {
-    "zeroed": "call zero_grad() once, before the first part of a window",
+    "zeroed": "call backward() for every part, within the loop, and zero_grad() once, before the first part",
     "left out": "run every part of the window forward and backward",
 }
 _TERMS = Cause(
@@ -47,6 +50,21 @@ _TERMS = Cause(
         " window; then backward() of their sum"
     ),
 )
+
+_REGULARISER = Cause(
+    kind="regulariser",
+    found=(
+        "the loop's gradient is the full batch's, and once more for each part but the first a term that is the same for"
+        " any batch, as a regulariser is"
+    ),
+    change=(
+        "multiply that term by the share of the part as well, as (loss + term) * count / total, or add it once in a"
+        " window"
+    ),
+    proved=True,
+)
+_LEAST_SHARE = 1e3
+"""How much smaller than the gradient such a term may be: its rounding is that of the gradient."""
 
 
 class Loop:
@@ -70,13 +88,15 @@ class Loop:
             cut = self._read(parts, shares) if shares else None
             if cut is None:
                 return self._made_otherwise(parts)
-            fault = name_fault(cut, self._read_otherwise())
+            other = self._read_otherwise()
+            norm, scale = _round_norm(lab.own(self._change)), find_scale(cut, other)
         except AutoaccumError:
             return None
-        if fault in ("constant", "scaled"):
-            norm = _round_norm(lab.own(self._change))
-            if norm is not None:
-                return (_clip_cause(norm),)
+        fault = name_fault(cut, other)
+        if scale is not None:
+            return (_scale_cause(scale, cut, None if is_close(cut.ratio, scale) else _right_line(lab, counted)),)
+        if norm is not None and (fault in ("constant", "scaled") or cut.shrinks):
+            return (_clip_cause(norm, every_part=fault not in ("constant", "scaled")),)
         if fault == "mean of means" and counted == SUM:
             fault = "scaled"
         return None if fault is None else (self._cause(fault, cut, counted),)
@@ -89,7 +109,20 @@ class Loop:
         detached = explain_detachment(self._inquiry, self._change)
         if detached is not None:
             return detached
+        if self._counts_with_parts(parts):
+            return (_REGULARISER,)
         return (self._other_loss(),) if own_shares(parts.lab, list(parts.whole.terms)) else (_TERMS,)
+
+    def _counts_with_parts(self, parts: Decomposition) -> bool:
+        """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
+        labs = [parts.lab, *(one for one in self._inquiry.cuts if len(one.sizes) != len(parts.lab.sizes))][:2]
+        if len(labs) < 2 or min(len(lab.sizes) for lab in labs) < 2:
+            return False
+        one, other = (
+            (flatten(lab.own(self._change).gradients, parts.whole.parameters) - parts.gradient) / (len(lab.sizes) - 1)
+            for lab in labs
+        )
+        return find_residual(one, [other], (1.0,)) <= self._inquiry.rounding * _LEAST_SHARE
 
     def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
         """What each part counts for, beside what it should; None where its gradient is made of something else."""
@@ -137,11 +170,26 @@ def _round_norm(own: Outcome) -> float | None:
     return rounded if 0 <= rounded - norm <= 1e-4 * rounded else None
 
 
-def _clip_cause(norm: float) -> Cause:
+def _clip_cause(norm: float, *, every_part: bool) -> Cause:
+    shrunk = "every part shrinks what came before it" if every_part else "that of the full batch is not clipped here"
     return Cause(
         kind="accumulate",
-        found=f"the loop clips the gradient: its norm is {norm:g}, and that of the full batch is not clipped here",
+        found=f"the loop clips the gradient: its norm is {norm:g}, and {shrunk}",
         change="leave clipping out of accumulate(): clip once per update, after it",
+    )
+
+
+def _scale_cause(scale: float, cut: Cut, line: str | None) -> Cause:
+    """A loss scale; `line` where the losses are not divided either."""
+    undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
+    return Cause(
+        kind="accumulate",
+        found=(
+            f"gradients are left multiplied by {scale:g}, as by a GradScaler:"
+            f" {_SHARES.format(factors=numbers(cut.factors), shares=numbers(cut.shares))}"
+        ),
+        change=undo if line is None else f"{undo}; and {line}",
+        proved=True,
     )
 
 

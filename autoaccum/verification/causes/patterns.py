@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,9 @@ from typing import Literal
 Fault = Literal["zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"]
 
 _CLOSE = 1e-6
+
+_LEAST_SCALE = 2.0**8
+"""A smaller factor may be a count of parts or samples."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,14 @@ class Cut:
         """How many times too large every part's factor is, where it is the same for all."""
         pairs = zip(self.factors, self.shares, strict=True)
         return _constant([factor / share for factor, share in pairs if share > 0])
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether every part counts for more of its share than the one before, as where each clips what there is."""
+        pairs = [(factor, share) for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
+        ratios = [factor / share for factor, share in pairs]
+        grows = all(one <= two * (1 + _CLOSE) for one, two in zip(ratios, ratios[1:], strict=False))
+        return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
     @property
     def missing(self) -> list[int]:
@@ -74,6 +86,23 @@ def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
     if other is not None and _is_fixed(cut, other):
         return "constant"
     return "uneven" if cut.ratio is None else "scaled"
+
+
+def find_scale(cut: Cut, other: Cut | None = None) -> float | None:
+    """The loss scale that all parts are left multiplied by: a large power of two, in however many parts.
+
+    >>> find_scale(Cut((16384.0, 16384.0), (0.25, 0.25)), Cut((16384.0, 32768.0), (0.25, 0.5)))
+    65536.0
+    >>> find_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
+    True
+    """
+    pairs = [(cut.ratio, None if other is None else other.ratio), (cut.common, None if other is None else other.common)]
+    for scale, again in pairs:
+        if scale is not None and (other is None or is_close(again, scale)):
+            nearest = 2.0 ** round(math.log2(scale)) if scale >= _LEAST_SCALE else 0.0
+            if is_close(nearest, scale) and nearest:
+                return nearest
+    return None
 
 
 def is_close(one: float | None, two: float) -> bool:
