@@ -125,8 +125,8 @@ class Accumulator:
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_precision(plan, precision)
         check_precision(chosen)
-        norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model)
         objective = choose_objective(loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan)
+        norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model, objective.criterion_module)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms)
         objective.move_criterion(model_device(model))

@@ -191,25 +191,21 @@ class Attempt:
         return error
 
     def _warn_of_batchnorm(self, *, accumulates: bool) -> None:
-        warning = None if self._has_warned else self._backpropagation.caution(accumulates=accumulates)
-        if warning is not None:
+        cautions = [] if self._has_warned else self._backpropagation.cautions(accumulates=accumulates)
+        for caution in cautions:
             self._has_warned = True
-            warn_caller(warning)
+            warn_caller(caution)
 
     def _modules(self) -> list[nn.Module]:
-        criterion = self._criterion()
+        criterion = self._objective.criterion_module
         return [*self._model.modules(), *(() if criterion is None else criterion.modules())]
 
     def _parameters(self) -> list[Tensor]:
-        criterion = self._criterion()
+        criterion = self._objective.criterion_module
         everything: list[Tensor] = [*self._model.parameters(), *optimizer_parameters(self._optimizer)]
         if criterion is not None:
             everything.extend(criterion.parameters())
         return list({id(parameter): parameter for parameter in everything}.values())
-
-    def _criterion(self) -> nn.Module | None:
-        function = None if self._objective.criterion is None else self._objective.criterion.function
-        return function if isinstance(function, nn.Module) else None
 
     def _enter(self, phase: StepPhase) -> None:
         self.interrupts.deliver()

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.batchnorm import (
+    batchnorm_names,
+    batchnorm_warning,
+    instancenorm_names,
+    instancenorm_warning,
+)
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
@@ -71,6 +76,7 @@ class Backpropagation:
     ) -> None:
         self._model = model
         self._objective = objective
+        self._criterion = objective.criterion_module
         self._precision = precision
         self._scaler = scaler
         self._enter = enter
@@ -92,10 +98,15 @@ class Backpropagation:
                     self._run_part(move_batch(part, device), share, buffers, record, scale)
         return record
 
-    def caution(self, *, accumulates: bool) -> str | None:
-        """A sentence on what BatchNorm will not do as for the full batch, before parts are run; None: there is none."""
-        names = batchnorm_names(self._model) if accumulates else []
-        return batchnorm_warning(names) if names else None
+    def cautions(self, *, accumulates: bool) -> list[str]:
+        """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
+        names = batchnorm_names(self._model, self._criterion) if accumulates else []
+        said = [batchnorm_warning(names)] if names else []
+        return said + self._instancenorm_cautions(accumulates=accumulates)
+
+    def _instancenorm_cautions(self, *, accumulates: bool) -> list[str]:
+        names = instancenorm_names(self._model, self._criterion) if accumulates else []
+        return [instancenorm_warning(names)] if names else []
 
     def _run_part(
         self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord, scale: float

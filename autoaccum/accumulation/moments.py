@@ -25,8 +25,7 @@ class Moments:
     @classmethod
     def of(cls, count: int, mean: Tensor, variance: Tensor) -> Moments:
         """From a mean and an unbiased variance, which may change afterwards."""
-        wide = torch.float32 if mean.device.type == "mps" else torch.float64
-        return cls(count, mean.to(wide, copy=True), variance.to(wide) * (count - 1))
+        return cls(count, _widened(mean), _widened(variance).mul_(count - 1))
 
     def add(self, other: Moments) -> None:
         """Take in what `other` has seen, in place.
@@ -44,3 +43,34 @@ class Moments:
     def variance(self) -> Tensor:
         """Unbiased; there are two values of each channel at least."""
         return self.squares / (self.count - 1)
+
+
+@dataclass
+class Averages:
+    """The averages over samples of each sample's own mean and unbiased variance, as InstanceNorm keeps them.
+
+    Attributes:
+        count: Samples.
+        mean: The average of their means; of shape [channels], like the next.
+        variance: The average of their variances.
+    """
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of(cls, count: int, mean: Tensor, variance: Tensor) -> Averages:
+        """From averages over `count` samples, which may change afterwards."""
+        return cls(count, _widened(mean), _widened(variance))
+
+    def add(self, other: Averages) -> None:
+        """Take in what `other` has seen, in place."""
+        self.count += other.count
+        share = other.count / self.count
+        self.mean.lerp_(other.mean, share)
+        self.variance.lerp_(other.variance, share)
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64, copy=True)

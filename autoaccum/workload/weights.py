@@ -45,6 +45,12 @@ class Objective:
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
 
+    @property
+    def criterion_module(self) -> nn.Module | None:
+        """The criterion, when it is a module."""
+        function = None if self.criterion is None else self.criterion.function
+        return function if isinstance(function, nn.Module) else None
+
     def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The terms of the loss of `batch`, each a scalar; `{"loss": ...}` for a loss that is one number.
 
@@ -92,9 +98,8 @@ class Objective:
 
     def move_criterion(self, device: torch.device | str) -> None:
         """Move a criterion's buffers (class weights) to `device`, in place."""
-        function = None if self.criterion is None else self.criterion.function
-        if isinstance(function, nn.Module):
-            function.to(device)
+        if self.criterion_module is not None:
+            self.criterion_module.to(device)
 
 
 def resolve_objective(

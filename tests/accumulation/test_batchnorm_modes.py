@@ -178,35 +178,6 @@ def test_statistics_that_are_no_longer_tracked_stay_as_they_are() -> None:
 
 
 @FORGIVING
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_model_is_compiled_once() -> None:
-    model, compiled = small(), 0
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        nonlocal compiled
-        compiled += 1
-        return graph.forward
-
-    whole = copy.deepcopy(model)
-    accumulator = Accumulator(
-        torch.compile(model, backend=backend, dynamic=False),  # type: ignore[arg-type]
-        sgd(model),
-        CRITERION,
-        micro_batch=4,
-        batchnorm="running",
-    )
-    counts = []
-    for _ in range(4):
-        batch = batch_of(8)
-        accumulator.step(batch)
-        whole(batch[0])
-        counts.append(compiled)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            torch.testing.assert_close(model[0].get_buffer(name), whole[0].get_buffer(name))
-    assert counts[1:] == counts[1:2] * 3
-
-
-@FORGIVING
 def test_running_statistics_under_autocast_stay_in_float32() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
