@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.calls import following
 from autoaccum.accumulation.company import Coupling
 from autoaccum.accumulation.coupling import Fresh, find_coupling, reason_of
+from autoaccum.accumulation.held_state import HeldState
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.experiments import (
     cast_batch,
@@ -62,7 +64,7 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
         batch = take_small_batch(workload, SAMPLES)
         return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
 
-    return _guarded(model, look)
+    return _guarded(model, workload.objective, look)
 
 
 def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
@@ -82,20 +84,43 @@ def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: st
         prepare(own)
         return _check(own, objective, batch, batchnorm)
 
-    return _guarded(model, look)
+    return _guarded(model, objective, look)
 
 
-def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
+def _guarded(model: nn.Module, objective: Objective, look: Callable[[], Coupling]) -> Coupling:
     """What `look` finds out; the user's code that fails within it must not end what can be done without."""
     if is_large(model):
         return _LARGE
     try:
-        with own_randomness():
+        with own_randomness(), _held(model, objective):
             return look()
     except TooLong:
         return _LONG
     except (Exception, SystemExit) as error:
         return Coupling(reason=reason_of(error))
+
+
+@contextmanager
+def _held(model: nn.Module, objective: Objective) -> Iterator[None]:
+    """Put back what the user's functions keep outside of modules: counters, logs, caches that float64 would fill."""
+    criterion = None if objective.criterion is None else objective.criterion.function
+    functions = [objective.loss_function, objective.weight_function, criterion, *_functions(model)]
+    if isinstance(criterion, nn.Module):
+        functions += _functions(criterion)
+    held = HeldState({}, [function for function in functions if function is not None])
+    try:
+        yield
+    finally:
+        held.restore()
+
+
+def _functions(model: nn.Module) -> list[Any]:
+    """The user's own methods of a model's classes, and its hooks."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
+    methods = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
+    hooks = [getattr(module, name) for module in model.modules() for name in ("_forward_pre_hooks", "_forward_hooks")]
+    return methods + [hook for registered in hooks for hook in registered.values()]
 
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:

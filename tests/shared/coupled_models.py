@@ -363,7 +363,7 @@ class Sorting(nn.Module):
         self.words, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(0.3), nn.Linear(8, 3)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        order = (-lengths).argsort()
+        order = lengths.argsort()
         out: Tensor = self.head(self.drop(self.words(tokens[order])).sum(1))
         return out[order.argsort()]
 

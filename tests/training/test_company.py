@@ -89,3 +89,49 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
     looked = train()
     monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
     assert train() == looked
+
+
+CACHE: dict[int, Tensor] = {}
+
+
+class Caching(nn.Linear):
+    """Keeps a mask in a variable of its module, of whatever type came first."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) not in CACHE:
+            CACHE[len(inputs)] = torch.ones_like(inputs)
+        return super().forward(inputs * CACHE[len(inputs)])
+
+
+class Warming:
+    """A loss that grows with its calls, and lists them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[float] = []
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = small.mean_square(model, batch) * min(1.0, self.calls / 20)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+
+def test_what_functions_keep_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters of a loss, in hooks and closures, and what a model keeps in variables of its module."""
+
+    def train() -> tuple[str, list[Any]]:
+        torch.manual_seed(0)
+        model, loss, told = Caching(small.WIDTH, 3), Warming(), {"calls": 0}
+        CACHE.clear()
+
+        def count(*_: Any) -> None:
+            told["calls"] += 1
+
+        model.register_forward_hook(count)
+        done = fit(model, loss)
+        return Hasher().hash(done.model.state_dict()), [loss.calls, loss.seen, told["calls"]]
+
+    looked = train()
+    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
+    assert train() == looked
