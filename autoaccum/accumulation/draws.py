@@ -6,22 +6,22 @@ of its parts differ under one seed. So what the parts drew is joined along the s
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autoaccum.accumulation.calm import calm
 from autoaccum.accumulation.draw_joins import Draw, DrawMismatch, join_draws
 from autoaccum.accumulation.draw_sites import DrawSite
 from autoaccum.accumulation.fused_kernels import open_kernels
+from autoaccum.accumulation.host_draws import HostDraws
 from autoaccum.accumulation.random_calls import RandomCall, RandomCalls
+from autoaccum.accumulation.randomness import Generator
 
 __all__ = ["DrawMismatch", "Draws", "calm"]
 
 
-_CHAIN = -1
-"""Stands for all parts, one after the other."""
+_CHAIN, _TAKEN = -1, -2
+"""Stand for all parts: one after the other, and whichever is taken."""
 
 
 class Draws:
@@ -37,16 +37,19 @@ class Draws:
     Args:
         sizes: The samples of each part.
         innermost: Take samples as the inner part of a flattened dimension, (T*B, ...), wherever shapes allow that.
+        host: What Python's and NumPy's generators do; the global ones are rewound for each part when None.
     """
 
-    def __init__(self, sizes: Sequence[int], *, innermost: bool = False) -> None:
+    def __init__(self, sizes: Sequence[int], *, innermost: bool = False, host: HostDraws | None = None) -> None:
         self._sizes = tuple(sizes)
         self._indices = range(len(self._sizes))
         self._innermost = innermost
         self._tracks: dict[int | None, list[Draw]] = {}
         self._shared: dict[int, DrawSite] = {}
         self._unsure: dict[DrawSite, None] = {}
-        self._rewind: Callable[[], None] | None = None
+        self._host = HostDraws() if host is None else host
+        self._taken: int | None = None
+        self._drawn: dict[int, int] = {}
         self._part: int | None = None
         self._made = 0
         self._expects: Callable[[], int] | None = None
@@ -71,15 +74,20 @@ class Draws:
         """The draws of the full run whose shapes do not tell for certain whose is what; see `Joined`."""
         return tuple(map(str, self._unsure))
 
-    def begin_part(self, index: int) -> None:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the run `as_taken` has drawn for each part once, or not at all."""
+        return all(made in (0, len(self._tracks.get(index, ()))) for index, made in self._drawn.items())
+
+    def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
         """Draws belong to this part from now on; those of an earlier attempt at it are forgotten.
 
-        Python's and NumPy's global generators are put to where they were when the first part began.
+        Args:
+            index: The part.
+            own: Generators of the run's own; see `HostDraws`.
         """
         self._finish()
-        if self._rewind is None:
-            self._rewind = _host_rewind()
-        self._rewind()
+        self._host.begin(index, own)
         self._part = index
         if self._expects is None:
             self._tracks[index] = []
@@ -95,7 +103,8 @@ class Draws:
 
         Done again after `joined` told which draws are shared (even if it then failed), all parts get the first's.
         """
-        self._tracks, self._rewind, self._part, self._expects = {None: []}, None, None, None
+        self._tracks, self._part, self._expects = {None: []}, None, None
+        self._host.forget()
         with open_kernels(), RandomCalls(self._record):
             yield
         self._part = None
@@ -111,6 +120,16 @@ class Draws:
         with self._giving(self._give_joined, self._count_joined):
             self.begin_part(0)
             yield
+
+    @contextmanager
+    def joined_elsewhere(self) -> Iterator[None]:
+        """As `joined`, around a run of which nothing is to be learned of what is shared."""
+        shared, unsure = self._shared, self._unsure
+        try:
+            with self.joined():
+                yield
+        finally:
+            self._shared, self._unsure = shared, unsure
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -129,13 +148,29 @@ class Draws:
         Raises:
             DrawMismatch: When it draws otherwise than they did.
         """
-        first = self._tracks.get(self._first, [])
-        tracks = [self._tracks.get(index, []) for index in self._indices]
-        chain = [first[k] if k in self._shared else draw for track in tracks for k, draw in enumerate(track)]
+        chain = [draw for index in self._indices for draw in self._given(index)]
         self._tracks[_CHAIN] = chain
         with self._giving(self._give_chained, lambda: len(chain)):
             self.begin_part(_CHAIN)
             yield
+
+    @contextmanager
+    def as_taken(self) -> Iterator[None]:
+        """Around a run that tells by `take` which part comes next, in any order; one that is run again draws the same.
+
+        Raises:
+            DrawMismatch: When a part draws otherwise than it did.
+        """
+        self._taken, self._drawn = None, {}
+        self._tracks[_TAKEN] = []
+        with self._giving(self._give_taken, self._count_taken):
+            self._part = _TAKEN
+            yield
+
+    def take(self, index: int, own: Iterable[Generator] = ()) -> None:
+        """What is drawn next is for this part; arguments are those of `begin_part`."""
+        self._taken = index
+        self._host.begin(index, own)
 
     @contextmanager
     def of_part(self, index: int) -> Iterator[None]:
@@ -210,8 +245,26 @@ class Draws:
     def _give_chained(self, call: RandomCall) -> None:
         self._give_recorded(self._part, call)
 
+    def _give_taken(self, call: RandomCall) -> None:
+        if self._part is None:
+            self._give_own(call)
+            return
+        track = [] if self._taken is None else self._given(self._taken)
+        if self._taken is None or not track:
+            raise DrawMismatch(f"{call.site} draws for no part, or for one that drew nothing when it was recorded")
+        made = self._drawn.get(self._taken, 0)
+        self._drawn[self._taken] = made + 1
+        self._give_draw(track[made % len(track)], call)
+
+    def _given(self, index: int) -> list[Draw]:
+        """What a part is given: what it drew, and what the first one drew where that is shared."""
+        first = self._tracks.get(self._first, [])
+        return [first[k] if k in self._shared else draw for k, draw in enumerate(self._tracks.get(index, []))]
+
     def _give_recorded(self, source: int | None, call: RandomCall) -> None:
-        draw = self._recorded(source, call.site)
+        self._give_draw(self._recorded(source, call.site), call)
+
+    def _give_draw(self, draw: Draw, call: RandomCall) -> None:
         draw.check(call)
         if [value.shape for value in draw.values] != [value.shape for value in call.chance]:
             raise DrawMismatch(f"{call.site} draws another shape than when it was recorded")
@@ -226,19 +279,10 @@ class Draws:
     def _count_joined(self) -> int:
         return max((len(self._tracks.get(index, ())) for index in self._indices), default=0)
 
+    def _count_taken(self) -> int:
+        """As many as whole runs of the parts would have drawn."""
+        whole = [(made, len(self._tracks[index])) for index, made in self._drawn.items()]
+        return sum(made + -made % length for made, length in whole)
+
     def _count_own(self) -> int:
         return len(self._tracks.get(self._part, ()))
-
-
-def _host_rewind() -> Callable[[], None]:
-    """What puts Python's and NumPy's global generators back to where they are now."""
-    state = random.getstate()
-    numpy_random = sys.modules.get("numpy.random")
-    numpy_state = None if numpy_random is None else numpy_random.get_state()
-
-    def rewind() -> None:
-        random.setstate(state)
-        if numpy_state is not None:
-            sys.modules["numpy.random"].set_state(numpy_state)
-
-    return rewind

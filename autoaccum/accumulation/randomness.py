@@ -71,16 +71,17 @@ def generator_state(generator: Generator) -> Any:
 def generator_rewind(generator: Generator) -> Callable[[], None]:
     """What puts `generator` back to where it is now."""
     state = generator_state(generator)
+    return lambda: set_generator_state(generator, state)
 
-    def rewind() -> None:
-        if isinstance(generator, torch.Generator | np.random.RandomState):
-            generator.set_state(state)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif state is not None:
-            generator.setstate(state)
 
-    return rewind
+def set_generator_state(generator: Generator, state: Any) -> None:
+    """Put `generator` to a state that `generator_state` gave, of it or of an equal one."""
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif state is not None:
+        generator.setstate(state)
 
 
 def device_state(device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.held_state import HeldState
+from autoaccum.accumulation.randomness import Generator, own_generators
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.in_place.reach import find_reachable
 from autoaccum.errors import AutoaccumError
@@ -48,6 +49,16 @@ class Bench:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Of the model, by name, tied ones once."""
         return dict(self.trained.model.named_parameters())
+
+    @property
+    def generators(self) -> list[Generator]:
+        """That modules of this copy keep."""
+        return own_generators(module for root in self.trained.roots.values() for module in root.modules())
+
+    def telling(self, begin: Callable[[int, Iterable[Generator]], None]) -> Callable[[int], None]:
+        """`begin` of a part, told of them as well."""
+        own = self.generators
+        return lambda index: begin(index, own)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Copies of the gradients there are now, without the loss scale."""

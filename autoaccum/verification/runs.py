@@ -7,8 +7,8 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,14 +19,18 @@ from autoaccum.accumulation.backpropagation import autocast
 from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.bench import Bench, users_code
+from autoaccum.verification.micro_batches import MicroBatches
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.weights import Objective, match_weights
+
+Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
 
 
 def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable[[], None]) -> Outcome:
@@ -68,7 +72,7 @@ def run_accumulated(
     batch: Any,
     parts: Sequence[Any],
     change: Change,
-    begin_part: Callable[[int], None],
+    begin_part: Begin,
     end_parts: Callable[[], None],
 ) -> Outcome:
     """One update by the Accumulator.
@@ -78,7 +82,7 @@ def run_accumulated(
         batch: The whole.
         parts: The same, cut.
         change: What is otherwise.
-        begin_part: Told of each part before its forward.
+        begin_part: Told of each part before its forward, and of the generators of the copy that runs.
         end_parts: Told when the update itself comes next.
     """
     bench = Bench(specimen, change)
@@ -86,7 +90,7 @@ def run_accumulated(
     objective = _weighed(trained.objective, change)
     weighed = _weighed(trained.objective, change)
     counting = [index for index, part in enumerate(parts) if has_weight(weighed.weight(part))]
-    watch = _Watch(begin_part, end_parts, counting, bench.held if change.fresh_state else None)
+    watch = _Watch(bench.telling(begin_part), end_parts, counting, bench.held if change.fresh_state else None)
     seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
     trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
     with bench.put_back(), specimen.running(), users_code(f"an update in parts of {max(sizes)}"):
@@ -106,8 +110,17 @@ def run_accumulated(
         return bench.outcome(result.loss, result.terms, frozenset(result.terms), seen)
 
 
-def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts: Callable[[], None]) -> Outcome:
+def run_own(
+    specimen: Specimen, parts: Sequence[Any], change: Change, take: Begin, end_parts: Callable[[], None]
+) -> Outcome:
     """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
+
+    Args:
+        specimen: What is verified.
+        parts: The batch, cut.
+        change: What is otherwise.
+        take: Told of each part whenever the loop takes it, and of the generators of the copy that runs.
+        end_parts: Told when the update itself comes next.
 
     Raises:
         WorkloadError: It made the update itself, so that there is no gradient to look at.
@@ -115,7 +128,8 @@ def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts:
     bench = Bench(specimen, change)
     trained, accumulate = bench.trained, specimen.workload.accumulate
     assert accumulate is not None
-    given: list[Any] = copy.deepcopy(list(parts))
+    given = MicroBatches(copy.deepcopy(list(parts)), bench.telling(take))
+    trained.model.register_forward_pre_hook(given.called, with_kwargs=True)
     if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
         trained.model.register_forward_pre_hook(lambda *_: bench.held.restore(), prepend=True)
     before = {name: parameter.detach().clone() for name, parameter in bench.parameters.items()}
@@ -131,10 +145,18 @@ def run_own(specimen: Specimen, parts: Sequence[Any], change: Change, end_parts:
         return bench.outcome(math.nan, {}, frozenset(), gradients)
 
 
-def run_part(specimen: Specimen, part: Any, change: Change) -> Outcome:
-    """The loss of one part alone and its gradient, multiplied by no share; no update."""
+def run_part(specimen: Specimen, part: Any, change: Change, begin: Callable[[Sequence[Generator]], None]) -> Outcome:
+    """The loss of one part alone and its gradient, multiplied by no share; no update.
+
+    Args:
+        specimen: What is verified.
+        part: Samples.
+        change: What is otherwise.
+        begin: Told of the generators of the copy that runs, before it does.
+    """
     bench = Bench(specimen, change)
     trained = bench.trained
+    begin(bench.generators)
     part = copy.deepcopy(part)
     with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"):
         with autocast(specimen.precision, specimen.device):

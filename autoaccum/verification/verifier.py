@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoaccum.devices.environment import describe_environment
-from autoaccum.errors import WorkloadError, first_line
+from autoaccum.errors import NotMeasuredError, WorkloadError, first_line
 from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
 from autoaccum.verification.comparing import Tolerances, compare
@@ -78,7 +78,8 @@ class Verifier:
         self._compare(lab, "accumulator", window, tolerances)
         if self._subject.workload.accumulate is not None:
             loaded = loaded_window(sum(lab.sizes), self._request.largest_part)
-            self._compare(lab if loaded == lab.sizes else lab.with_sizes(loaded), "accumulate", window, tolerances)
+            own = lab if loaded == lab.sizes else lab.with_sizes(loaded)
+            self._compare(own.for_own(), "accumulate", window, tolerances)
 
     def _compare(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> None:
         tolerances = with_update(tolerances, lab)
@@ -86,7 +87,7 @@ class Verifier:
         known = self._is_explained(found)
         self._comparisons.append(found)
         self._tell(Compared(found))
-        self._note_draws(lab)
+        self._note_draws(lab, method)
         self._note(find_notes(lab))
         if not found.equal and not known:
             self._diagnose(lab, found, tolerances)
@@ -101,9 +102,11 @@ class Verifier:
         self._tell(Diagnosing(comparison))
         try:
             diagnosis = find_causes(*self._exactly(lab, comparison, tolerances))
-        except WorkloadError as error:
+        except (WorkloadError, NotMeasuredError) as error:
             self._notes.append(f"the cause could not be sought: {first_line(error.message)}")
             return
+        if not any(cause.proved for cause in diagnosis.causes):
+            _refuse_host_draws(lab)
         known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
         self._causes += [one for one in diagnosis.causes if (one.kind, one.where, one.change) not in known]
         self._note(diagnosis.notes)
@@ -128,9 +131,11 @@ class Verifier:
         differences = compare(lab.full(), other, tolerances)
         return Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
 
-    def _note_draws(self, lab: Laboratory) -> None:
+    def _note_draws(self, lab: Laboratory, method: Any) -> None:
         if lab.mismatch is not None:
-            self._note([f"random draws were held at values that do nothing, in all runs: {lab.mismatch}"])
+            beside = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
+            runs = f"in the full batch's update and {beside} by {_words(lab.sizes)}"
+            self._note([f"random draws were held at values that do nothing, {runs}: {lab.mismatch}"])
         elif lab.shared_draws:
             self._note(
                 [
@@ -180,6 +185,17 @@ class Verifier:
     def _tell(self, event: Any) -> None:
         if self._request.on_event is not None:
             self._request.on_event(event)
+
+
+def _refuse_host_draws(lab: Laboratory) -> None:
+    """Where no cause is proved, and other draws of Python's or NumPy's would give another gradient, these may be it."""
+    whose = lab.host_freedom()
+    if whose is not None:
+        raise NotMeasuredError(
+            f"parts draw otherwise from {whose} generators than the full batch does, and what those draw cannot be"
+            " given to another run",
+            hint="draw with torch (torch.rand, torch.randperm), whose draws are matched, or where the batch is made",
+        )
 
 
 def _words(sizes: tuple[int, ...]) -> str:

@@ -1,0 +1,119 @@
+"""Draws of Python's and NumPy's generators, global ones and the workload's own: once per forward, for each sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoaccum.errors import NotMeasuredError
+from autoaccum.verification.records import Verification
+from autoaccum.verification.verifying import verify
+
+PYTHON = random.Random(1)
+SYSTEM = random.SystemRandom()
+OLD = np.random.RandomState(2)
+NUMPY = np.random.default_rng(3)
+
+
+def _batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.arange(size) % 3
+
+
+def _verified(model: nn.Module, loss: Any = None) -> Verification:
+    parts = {"loss": loss} if loss is not None else {"criterion": nn.CrossEntropyLoss()}
+    return verify(model=model, batch=_batch, target_batch=6, micro_batch=2, **parts)
+
+
+def _once() -> float:
+    return random.random()
+
+
+DRAWN: dict[str, Callable[[Tensor], Any]] = {
+    "python, once": lambda x: x * _once(),
+    "numpy, once": lambda x: x + torch.from_numpy(np.random.randn(4)),
+    "python, each": lambda x: x * torch.tensor([random.random() for _ in x])[:, None],
+    "numpy, each": lambda x: x + torch.from_numpy(np.random.randn(*x.shape)),
+    "own python, once": lambda x: x * PYTHON.random(),
+    "own python, each": lambda x: x * torch.tensor([PYTHON.gauss(0, 1) for _ in x])[:, None],
+    "own old numpy, each": lambda x: x + torch.from_numpy(OLD.randn(*x.shape)),
+    "own numpy, once": lambda x: x + NUMPY.standard_normal(),
+    "own numpy, each": lambda x: x + torch.from_numpy(NUMPY.standard_normal(tuple(x.shape))),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_that_mix_nothing_are_equivalent(name: str) -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        return F.cross_entropy(model(DRAWN[name](pair[0])), pair[1])
+
+    before = NUMPY.bit_generator.state["state"]["state"], PYTHON.getstate()
+    found = _verified(nn.Linear(4, 3), loss)
+    assert found.equivalent
+    assert found.notes == ()
+    assert (NUMPY.bit_generator.state["state"]["state"], PYTHON.getstate()) == before
+
+
+class Naming(nn.Module):
+    """Draws from a generator of its module's, for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs + torch.from_numpy(NUMPY.standard_normal(tuple(inputs.shape))))
+
+
+class Keeping(Naming):
+    """Keeps one itself, and draws once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(1)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs * self.generator.random())
+
+
+class KeepingForEach(Keeping):
+    """Likewise, and draws for each sample."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs * torch.tensor([self.generator.random() for _ in inputs])[:, None])
+
+
+@pytest.mark.parametrize("model", [Naming, Keeping, KeepingForEach])
+def test_generators_that_a_model_names_or_keeps_begin_alike(model: type[nn.Module]) -> None:
+    assert _verified(model()).equivalent
+
+
+def test_an_order_that_numpy_draws_is_no_coupled_loss() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        order = torch.from_numpy(np.random.permutation(len(pair[0])))
+        return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
+
+    with pytest.raises(NotMeasuredError, match="otherwise from NumPy's generators .*: draw with torch"):
+        _verified(nn.Linear(4, 3), loss)
+
+
+def test_a_coupled_loss_is_told_where_draws_make_no_difference() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        random.random()
+        outputs: Tensor = model(pair[0])
+        return outputs.var(0).mean()
+
+    assert [cause.kind for cause in _verified(nn.Linear(4, 3), loss).causes] == ["coupled loss"]
+
+
+def test_what_differs_from_run_to_run_is_said_so() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        return F.cross_entropy(model(pair[0]), pair[1]) * SYSTEM.random()
+
+    assert [cause.kind for cause in _verified(nn.Linear(4, 3), loss).causes] == ["non-determinism"]
