@@ -12,6 +12,7 @@ from small_verified import (
     FEATURES,
     LENGTH,
     WORDS,
+    Clip,
     Gpt,
     Mlp,
     Recurrent,
@@ -369,6 +370,19 @@ def counted_class_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def broadcast_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor((model(batch[0]) - batch[1]).square().mean())
+
+
+class Similarities(Clip):
+    """Gives the similarities of all images and texts, as CLIP models of libraries do."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        image, text = super().forward(image, text)
+        return image @ text.T
+
+
+def similarity_loss(model: nn.Module, batch: Any) -> Tensor:
+    similarities = model(batch["image"], batch["text"])
+    return functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
 
 def norm_loss(model: nn.Module, batch: Any) -> Tensor:

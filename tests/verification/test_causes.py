@@ -228,6 +228,12 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     ),
     "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "entropy"),
     "a factor from the clock": (pairs(planted.timed_loss), "non-determinism", (), "time"),
+    "CLIP that gives all similarities": (
+        captions(planted.similarity_loss, model=planted.Similarities),
+        "coupled model",
+        ("the model itself",),
+        "no weight mends that",
+    ),
     "CLIP with in-batch negatives": (captions(planted.contrastive_loss), "coupled loss", ("the loss",), "larger"),
     "outputs that are broadcast against targets": (
         Workload(model=planted.regressor, batch=planted.numbers, criterion=nn.MSELoss()),
@@ -314,6 +320,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 
 
 UNPROVED = {
+    "CLIP that gives all similarities",
     "experts that are called alike often",
     "a column that is normalised by the batch",
     "the mean of classes' means",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.calls import Recorder, following
+from autoaccum.accumulation.company import ITSELF
 from autoaccum.accumulation.coupling import Coupling, find_coupling
+from autoaccum.verification.bench import Bench
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import modules
+from autoaccum.verification.outcomes import UNCHANGED
 from autoaccum.verification.records import Cause
 from autoaccum.workload.weights import Objective
 
@@ -32,8 +38,11 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     normalising = tuple(name for name in coupling.modules if name in inquiry.batchnorms)
     others = tuple(name for name in coupling.modules if name not in normalising)
     causes = [batchnorm_cause(normalising, proved=False)] if normalising else []
-    if others:
-        causes.append(module_cause(others, proved=False))
+    pairs = _giving_pairs(inquiry, others) if others else ()
+    if pairs:
+        causes.append(_pairs_cause(pairs))
+    if len(others) > len(pairs):
+        causes.append(module_cause(tuple(name for name in others if name not in pairs), proved=False))
     broadcast = _broadcast_cause(inquiry)
     if broadcast is not None or coupling.loss:
         causes.append(broadcast or _loss_cause())
@@ -77,6 +86,45 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
         where=names,
         proved=proved,
     )
+
+
+def _pairs_cause(names: tuple[str, ...]) -> Cause:
+    return Cause(
+        kind="coupled model",
+        found=(
+            f"a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules(names)}: the samples"
+            " of a part know nothing of the others"
+        ),
+        change=f"no weight mends that: {_LARGER}",
+        where=names,
+    )
+
+
+def _giving_pairs(inquiry: Inquiry, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the modules that give a tensor with two dimensions of the size of the batch, whatever that is."""
+    small = inquiry.cuts[0]
+    whole, part = _shapes(inquiry, inquiry.lab.batch), _shapes(inquiry, small.parts[0])
+    pairs = {name: zip(whole.get(name, ()), part.get(name, ()), strict=False) for name in names}
+    sizes = sum(small.sizes), small.sizes[0]
+    return tuple(name for name in names if any(_is_square(one, other, sizes) for one, other in pairs[name]))
+
+
+def _is_square(whole: torch.Size, part: torch.Size, sizes: tuple[int, int]) -> bool:
+    pairs = list(zip(whole, part, strict=False))
+    return len(whole) == len(part) and pairs.count(sizes) >= 2
+
+
+def _shapes(inquiry: Inquiry, batch: Any) -> dict[str, list[torch.Size]]:
+    """Of all that each module gives."""
+    specimen, found = inquiry.lab.specimen, Recorder()
+    bench = Bench(specimen, UNCHANGED)
+    with bench.put_back(), specimen.running(), torch.no_grad(), following(bench.trained.model, found):
+        bench.trained.objective.terms(bench.trained.model, batch)
+    bench.held.restore()
+    shapes: dict[str, list[torch.Size]] = {}
+    for call, outputs in found.outputs.items():
+        shapes.setdefault(call.name or ITSELF, []).extend(output.shape for output in outputs)
+    return shapes
 
 
 def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
