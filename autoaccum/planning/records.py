@@ -17,6 +17,7 @@ from autoaccum.devices.explanation import CATEGORIES, Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.planning.files import read_text, write_text
 from autoaccum.planning.shapes import ShapeError, freeze, shape, thaw
+from autoaccum.workload.modes import MODES
 
 SCHEMA = 1
 _AGAIN = "plan again with `autoaccum plan`"
@@ -138,6 +139,7 @@ class Plan:
                 f"{source} is not a plan: it has no schema, kind and target_batch", hint="give a file of `plan -o FILE`"
             )
         _check_schema(record["schema"], source)
+        _check_mode(record.get("workload"), source)
         try:
             return cls(**shape(record, cls))
         except ShapeError as error:
@@ -241,6 +243,12 @@ def _check_schema(schema: object, source: str) -> None:
             f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
             hint=f"upgrade autoaccum, or {_AGAIN}",
         )
+
+
+def _check_mode(workload: object, source: str) -> None:
+    mode = workload.get("batchnorm") if isinstance(workload, dict) else None
+    if mode is not None and mode not in MODES:
+        raise PlanFileError(f"{source} is damaged: its batchnorm is {mode!r}", hint=_AGAIN)
 
 
 def _finite(text: str) -> float:

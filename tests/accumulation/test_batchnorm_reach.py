@@ -171,7 +171,7 @@ def test_statistics_that_change_unseen_are_refused_before_the_update(mode: str, 
 @pytest.mark.parametrize("mode", ["running", "frozen"])
 def test_torchscript_is_refused_and_named_in_micro(mode: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # TorchScript is deprecated.
         scripted = torch.jit.script(small())
     with pytest.raises(UsageError, match=f'"{mode}", and 0 are TorchScript\'s'):
         accumulator_of(scripted, mode)

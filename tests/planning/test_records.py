@@ -176,6 +176,8 @@ def changed(plan: Plan, **changes: Any) -> str:
         ({"micro_batches": 3}, "is damaged: micro_batches is 3, not a list"),
         ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1] is '85', not a whole number"),
         ({"ranks": [[256], 1]}, "is damaged: ranks[1] is 1, not a list"),
+        ({"workload": {"batchnorm": "bogus"}}, "is damaged: its batchnorm is 'bogus'"),
+        ({"workload": {"batchnorm": 3}}, "is damaged: its batchnorm is 3"),
         ({"device": []}, "is damaged: device is [], not an object"),
         ({"warnings": "none"}, "is damaged: warnings is 'none', not a list"),
         ({"trials": [7]}, "is damaged: trials[0] is 7, not an object"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,27 @@ def test_an_argument_is_in_place_of_the_workload_s_and_a_plan_s_is_taken() -> No
     assert statistics(fit(model(), plan=result.plan, micro_batch=None, **live))[2] == 0
     with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm running"):
         fit(model(), plan=result.plan, micro_batch=None, batchnorm="running", **live)
+
+
+def test_a_plan_s_settings_are_taken_where_its_workload_names_none() -> None:
+    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
+    asked: dict[str, Any] = {"precision": "bf16", "batchnorm": "frozen"}
+    result = fit(workload, memory=MemorySize(bytes=256 * MIB), micro_batch=None, **asked)
+    assert result.plan is not None
+    planned: dict[str, Any] = {"plan": result.plan, "micro_batch": None}
+    assert statistics(fit(workload, **planned))[2] == 0
+    for other, here in (
+        ({"batchnorm": "micro"}, "BatchNorm micro"),
+        ({"precision": "fp32"}, "fp32"),
+    ):
+        with pytest.raises(UsageError, match=f"; here is {here}"):
+            fit(workload, **planned, **other)
+    named = dataclasses.replace(workload, batchnorm="running")
+    with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm running"):
+        fit(named, **planned)
+    changed = dataclasses.replace(workload, digest="of other files")
+    with pytest.raises(UsageError, match="the plan is for bf16, BatchNorm frozen; here is fp32, BatchNorm micro"):
+        fit(changed, **planned)
 
 
 def test_another_mode_is_another_training(tmp_path: Path) -> None:

@@ -100,10 +100,17 @@ class WorkloadSubject:
             workload.objective,
             optimizer,
             scheduler=workload.build_scheduler(optimizer),
-            precision=workload.precision,
-            batchnorm=workload.batchnorm,
+            precision=self._planned("precision", "fp32", plan),
+            batchnorm=self._planned("batchnorm", "micro", plan),
             evaluate=workload.evaluate,
         )
+
+    def _planned(self, name: str, default: str, plan: Plan | None) -> str:
+        """The workload's own setting, or what the plan that was given for the very same files has for a default."""
+        own: str = getattr(self._workload, name)
+        if plan is None or self._request.plan is None or getattr(self._request, name) is not None or own != default:
+            return own
+        return str(plan.workload.get(name) or own) if plan.workload.get("digest", "") == self.digest else own
 
 
 class _ListedSamples(Dataset[Any]):
