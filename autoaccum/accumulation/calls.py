@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +54,10 @@ class Follower(Protocol):
 
 
 @contextmanager
-def following(model: nn.Module, follower: Follower) -> Iterator[None]:
-    """Show `follower` all calls of modules of `model`; no hook is left behind."""
+def following(
+    model: nn.Module, follower: Follower, beside: Mapping[str, nn.Module] = MappingProxyType({})
+) -> Iterator[None]:
+    """Show `follower` all calls of modules of `model`, and of those `beside` it by name; no hook is left behind."""
     stack: list[Call] = []
     counts = Counter[str]()
 
@@ -69,7 +73,8 @@ def following(model: nn.Module, follower: Follower) -> Iterator[None]:
         return follower.left(stack.pop(), output)
 
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
+        roots = {"": model, **beside}.items()
+        for name, module in chain.from_iterable(root.named_modules(prefix=prefix) for prefix, root in roots):
             hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         yield

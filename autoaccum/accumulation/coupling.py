@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +29,9 @@ Fresh: TypeAlias = "Callable[[], tuple[nn.Module, Objective]]"
 _ROUNDING = 1e-9
 
 
-def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
+def find_coupling(
+    fresh: Fresh, batch: Any, sizes: Sequence[int], beside: Mapping[str, nn.Module] = MappingProxyType({})
+) -> Coupling:
     """Run the first two parts of a batch together, and each alone, forward only, and compare what all modules give.
 
     Random draws are the same in all runs; where their shapes forbid that, random operations do nothing. The states of
@@ -38,6 +41,7 @@ def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
         fresh: Gives an equal copy of model and objective for every run, in training mode.
         batch: On the device and of the dtype of the copies; it is left as it is.
         sizes: Samples of its parts, in order. Parts of one sample are none that BatchNorm can run.
+        beside: Modules that the loss calls and the model does not hold, as a teacher, by name.
     """
     filled = [size for size in sizes if size > 0][:2]
     if len(filled) < 2:
@@ -47,7 +51,7 @@ def find_coupling(fresh: Fresh, batch: Any, sizes: Sequence[int]) -> Coupling:
         parts = [part for part, size in every if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
         with own_randomness(), _uncompiled():
-            return _Trial(fresh, together, parts, filled).find()
+            return _Trial(fresh, together, parts, filled, beside).find()
     except TooLong:
         return Coupling(reason=TOO_LONG)
     except (Exception, SystemExit) as error:
@@ -68,7 +72,10 @@ def _uncompiled() -> AbstractContextManager[object]:
 class _Trial:
     """The runs of one experiment."""
 
-    def __init__(self, fresh: Fresh, together: Any, parts: list[Any], sizes: list[int]) -> None:
+    def __init__(
+        self, fresh: Fresh, together: Any, parts: list[Any], sizes: list[int], beside: Mapping[str, nn.Module]
+    ) -> None:
+        self._beside = beside
         self._fresh, self._together, self._parts, self._sizes = fresh, together, parts, sizes
         self._records_gradients = False
         self._dtype = torch.float32
@@ -130,7 +137,7 @@ class _Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._records_gradients))
             if follower is not None:
-                stack.enter_context(following(model, follower))
+                stack.enter_context(following(model, follower, self._beside))
             terms = objective.terms(model, own)
         self._dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}

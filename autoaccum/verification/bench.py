@@ -21,6 +21,9 @@ from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen, Trained
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 
+BESIDE = "<"
+"""What the names of modules begin with that the user's functions hold and the model does not."""
+
 
 class Bench:
     """A fresh copy of the specimen as one run finds it, what it holds on to, and what it came to."""
@@ -43,7 +46,8 @@ class Bench:
         functions = [objective.loss_function, objective.weight_function, accumulate]
         if objective.criterion is not None:
             functions.append(objective.criterion.function)
-        self.held = HeldState({**self.trained.roots, **_beside(functions, self.trained)}, functions)
+        self.beside = _beside(functions, self.trained)
+        self.held = HeldState({**self.trained.roots, **self.beside}, functions)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -117,4 +121,4 @@ def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
     """Modules that the user's functions hold, as a loss does its teacher."""
     known = {id(module) for root in trained.roots.values() for module in root.modules()}
     modules, _ = find_reachable([function for function in functions if function is not None])
-    return {f"<{name}>": module for name, module in modules.items() if id(module) not in known}
+    return {f"{BESIDE}{name}>": module for name, module in modules.items() if id(module) not in known}

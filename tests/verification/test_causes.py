@@ -228,6 +228,12 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     ),
     "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "entropy"),
     "a factor from the clock": (pairs(planted.timed_loss), "non-determinism", (), "time"),
+    "a teacher that was left in training mode": (
+        pairs(planted.teacher_loss),
+        "coupled model",
+        ("<TEACHER>.1",),
+        "eval() on it",
+    ),
     "CLIP that gives all similarities": (
         captions(planted.similarity_loss, model=planted.Similarities),
         "coupled model",
@@ -320,6 +326,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 
 
 UNPROVED = {
+    "a teacher that was left in training mode",
     "CLIP that gives all similarities",
     "experts that are called alike often",
     "a column that is normalised by the batch",

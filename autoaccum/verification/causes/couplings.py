@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.calls import Recorder, following
 from autoaccum.accumulation.company import ITSELF
 from autoaccum.accumulation.coupling import Coupling, find_coupling
-from autoaccum.verification.bench import Bench
+from autoaccum.verification.bench import BESIDE, Bench
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import modules
 from autoaccum.verification.outcomes import UNCHANGED
@@ -28,9 +28,11 @@ def look_for_coupling(inquiry: Inquiry) -> Coupling:
         trained = lab.specimen.fresh()
         return trained.model, trained.objective
 
-    sizes = inquiry.cuts[-1].sizes
+    sizes, bench = inquiry.cuts[-1].sizes, Bench(lab.specimen, UNCHANGED)
     with lab.specimen.running():
-        return find_coupling(fresh, lab.batch, sizes)
+        found = find_coupling(fresh, lab.batch, sizes, bench.beside)
+    bench.held.restore()
+    return found
 
 
 def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
@@ -38,6 +40,10 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     normalising = tuple(name for name in coupling.modules if name in inquiry.batchnorms)
     others = tuple(name for name in coupling.modules if name not in normalising)
     causes = [batchnorm_cause(normalising, proved=False)] if normalising else []
+    beside = tuple(name for name in others if name.startswith(BESIDE))
+    others = tuple(name for name in others if name not in beside)
+    if beside:
+        causes.append(_beside_cause(beside))
     pairs = _giving_pairs(inquiry, others) if others else ()
     if pairs:
         causes.append(_pairs_cause(pairs))
@@ -85,6 +91,19 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
         f" {_LARGER}",
         where=names,
         proved=proved,
+    )
+
+
+def _beside_cause(names: tuple[str, ...]) -> Cause:
+    """A module that the loss names, such as a teacher, which is no part of the model."""
+    return Cause(
+        kind="coupled model",
+        found=(
+            f"a sample's output depends on the others of its part in {modules(names)}, which the loss calls and the"
+            " model does not hold"
+        ),
+        change=f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {_LARGER}",
+        where=names,
     )
 
 
