@@ -93,7 +93,7 @@ def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: fl
         one, two = full.get(name), other.get(name)
         error = math.inf
         if one is not None and two is not None:
-            error = _distance(torch.tensor(one, dtype=torch.float64), torch.tensor(two, dtype=torch.float64)) / scale
+            error = distance(torch.tensor(one, dtype=torch.float64), torch.tensor(two, dtype=torch.float64)) / scale
         yield _Gap(name, error, scale, tolerance)
 
 
@@ -104,7 +104,7 @@ def _gradients(full: Outcome, other: Outcome, tolerance: float) -> Iterable[_Gap
         if one is None and two is None:
             continue
         one, two = one if one is not None else _zeros_like(two), two if two is not None else _zeros_like(one)
-        yield _Gap(name, _distance(one, two) / scale, scale, tolerance)
+        yield _Gap(name, distance(one, two) / scale, scale, tolerance)
 
 
 def _buffers(full: Outcome, other: Outcome, tolerance: float) -> Iterable[_Gap]:
@@ -113,7 +113,7 @@ def _buffers(full: Outcome, other: Outcome, tolerance: float) -> Iterable[_Gap]:
         one, two = full.buffers.get(name), other.buffers.get(name)
         rounded = any(buffer is not None and _is_rounded(buffer) for buffer in (one, two))
         scale = max(0.0 if one is None else _largest(one), floors.get(_module(name), _FLOOR) if rounded else 0.0) or 1.0
-        error = math.inf if one is None or two is None else _distance(one, two) / scale
+        error = math.inf if one is None or two is None else distance(one, two) / scale
         yield _Gap(name, error, scale, tolerance if rounded else 0.0)
 
 
@@ -187,7 +187,7 @@ def _largest(tensor: Tensor) -> float:
     return entries.max().item() if entries.numel() else 0.0
 
 
-def _distance(one: Tensor, two: Tensor) -> float:
+def distance(one: Tensor, two: Tensor) -> float:
     """The largest absolute difference of two tensors' entries; infinite where they are not of one shape or finite."""
     if one.shape != two.shape:
         return math.inf
