@@ -20,6 +20,7 @@ from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, de
 from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
+from autoaccum.accumulation.outside import OutsideNorms
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import is_context_dead
@@ -130,12 +131,17 @@ class Attempt:
         buffers = GradientBuffers(trained) if accumulates and needs_buffers(trained) else None
         self._warn_of_batchnorm(accumulates=accumulates)
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
-        versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
+        versions, outside = None, None
+        if accumulates and not self._knows_buffers:
+            versions = BufferVersions(self._model)
+            outside = OutsideNorms(self._model, self._objective, self._modules())
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
-        if versions is not None:
+        if versions is not None and outside is not None:
             self._knows_buffers = True
             if names := versions.written():
                 warn_caller(buffers_warning(names))
+            if text := outside.warning():
+                warn_caller(text)
         if before is not None:
             warning = state_warning(before[0], Fingerprint(self._model), batch_versions(parts) != before[1])
             self._is_first = False

@@ -11,7 +11,7 @@ from autoaccum.accumulation.copies import StateCopy
 from autoaccum.accumulation.coupling_check import SAMPLES, check_live
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.randomness import RandomState, own_generators, seeded_devices
-from autoaccum.devices.in_place.reach import find_held, find_reachable
+from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.events import Noted
 from autoaccum.training.subjects.trainee import Trainee

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoaccum.accumulation.held_state import HeldState, find_variables
-from autoaccum.devices.in_place.reach import find_reachable
+from autoaccum.accumulation.reach import find_reachable
 from autoaccum.verification.doubles import double_module, widened
 
 

@@ -253,3 +253,20 @@ def test_weights_that_came_without_a_count_are_no_untrained_ones() -> None:
     model[0].get_buffer("running_mean").zero_()
     with pytest.warns(AccumulationWarning, match="never estimated"):
         step(model, batch_of(8), "frozen")
+
+
+@FORGIVING
+def test_norms_that_only_the_loss_holds_are_named_once() -> None:
+    model, projector, batch = nn.Linear(5, 5).double(), nn.Sequential(nn.BatchNorm1d(5)).double(), batch_of(8)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return CRITERION(projector(model(batch[0])), batch[1])
+
+    accumulator = accumulator_of(model, "running", loss)
+    with pytest.warns(AccumulationWarning, match=r"projector\.0 ran in training mode and is no part of the model"):
+        accumulator.step(batch)
+    projector.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulator.step(batch)
+        step(model, batch, "micro", loss)

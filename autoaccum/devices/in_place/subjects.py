@@ -12,8 +12,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.validation import check_model, check_optimizer
-from autoaccum.devices.in_place.reach import find_held, find_reachable
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.workload.modes import BatchNormMode

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.planned import unwrapped
-from autoaccum.devices.in_place.reach import find_held, find_reachable
+from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.training.checkpoints.contents import can_hold
 from autoaccum.workload.weights import Objective
 

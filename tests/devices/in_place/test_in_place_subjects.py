@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
 from autoaccum.devices.in_place.host_copy import LiveBytes, check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.reach import find_held, find_reachable
 from autoaccum.devices.in_place.threads import check_single_thread
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, KIB, MIB, MemorySize
