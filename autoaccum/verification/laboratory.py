@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from autoaccum.accumulation.calm import calm
-from autoaccum.accumulation.draws import DrawMismatch, Draws
-from autoaccum.accumulation.host_draws import HostDraws
-from autoaccum.accumulation.shares import has_weight
+from autoaccum.accumulation.draws import DrawMismatch
+from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.chance import Chance
+from autoaccum.verification.chance import host_state, seeded_otherwise, whose
+from autoaccum.verification.mixing import draws_mix
 from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
-from autoaccum.verification.runs import run_accumulated, run_full, run_own, run_part, run_update
+from autoaccum.verification.pairs import Pair, PairMaker
+from autoaccum.verification.runs import run_full, run_part, run_update
 from autoaccum.verification.specimen import Specimen
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.weights import Objective
 
-_APART, _APART_NARROW = 1e-8, 2e-2
-"""Relative to the largest entry; in float64, and in other precisions."""
-
-_MOST_RECORDINGS = 8
 _KEPT = 3
 """Pairs of updates beside the unchanged one: each holds gradients and parameters twice."""
-
-
-@dataclass
-class _Pair:
-    """Both updates under one change.
-
-    Attributes:
-        full: By the whole batch.
-        accumulated: By the Accumulator.
-        draws: What both share; of calm ones only what Python's and NumPy's generators do.
-        is_calm: Whether random operations do nothing.
-        uses_host: Whether the full one may have drawn from Python's or NumPy's generators.
-    """
-
-    full: Outcome
-    accumulated: Outcome
-    draws: Draws
-    is_calm: bool
-    uses_host: bool
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Around another full run."""
-        return calm() if self.is_calm else self.draws.joined()
 
 
 class Laboratory:
@@ -78,8 +50,8 @@ class Laboratory:
         self._batch = specimen.prepare_batch(batch)
         self.parts: list[Any] = split_batch(self._batch, self.sizes)
         self.mismatch = self._held = held
-        self._chance = Chance(specimen)
-        self._pairs: dict[Change, _Pair] = {}
+        self._maker = PairMaker(specimen, self._batch, self.parts, self.sizes)
+        self._pairs: dict[Change, Pair] = {}
         self._owns: dict[Change, Outcome] = {}
 
     @property
@@ -104,6 +76,11 @@ class Laboratory:
         pair = self._pair(UNCHANGED)
         return () if pair.is_calm else pair.draws.sites
 
+    @cached_property
+    def draws_mix(self) -> bool | None:
+        """Whether random draws mix samples, as far as that can be told; see `mixing`."""
+        return draws_mix(self.specimen, self._batch)
+
     def full(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the whole batch."""
         return self._pair(change).full
@@ -115,7 +92,7 @@ class Laboratory:
             NotMeasuredError: It does not even draw the same.
         """
         pair = self._pair(change)
-        self.seed()
+        seed_everything()
         try:
             with pair.joined():
                 return run_full(self.specimen, self._batch, change, pair.draws.end_part)
@@ -153,18 +130,17 @@ class Laboratory:
         pair = self._pair(UNCHANGED)
         if not pair.uses_host:
             return None
-        self.seed()
-        with pair.joined():
-            self._chance.seed_otherwise()
-            before = self._chance.places()
+        seed_everything()
+        with pair.joined(), seeded_otherwise(self.specimen.generators):
+            before = host_state()
             other = run_full(self.specimen, self._batch, UNCHANGED, pair.draws.end_part)
-            words = self._chance.words(before, self._chance.places())
-        return words if self._differ(pair.full, other) else None
+            names = whose(before, self.specimen.generators)
+        return names if self._maker.differ(pair.full, other) else None
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
         """The loss and the gradient of one part alone, under its draws, multiplied by no share; run anew each time."""
         pair = self._pair(change)
-        self.seed()
+        seed_everything()
         try:
             with calm() if pair.is_calm else pair.draws.of_part(index):
                 return run_part(self.specimen, self.parts[index], change, lambda own: pair.draws.take(index, own))
@@ -181,20 +157,19 @@ class Laboratory:
 
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
         """The parameters after one step of the optimizer with these gradients."""
-        self.seed()
+        seed_everything()
         return run_update(self.specimen, gradients)
 
     def initial(self) -> Mapping[str, Tensor]:
         """The parameters before any update."""
         return {name: parameter.detach() for name, parameter in self.specimen.fresh().model.named_parameters()}
 
-    def seed(self) -> None:
-        """Put all generators to where every run begins."""
-        self._chance.seed()
-
-    def _pair(self, change: Change) -> _Pair:
+    def _pair(self, change: Change) -> Pair:
         if change not in self._pairs:
-            made = self._calm(change) if change.calm or self.mismatch else self._joined(change)
+            if change.calm or self.mismatch:
+                made = self._maker.calm(change)
+            else:
+                made, self.mismatch = self._maker.joined(change, lambda: self.draws_mix)
             self._make_room()
             self._pairs[change] = made
         return self._pairs[change]
@@ -206,120 +181,11 @@ class Laboratory:
             del self._pairs[oldest]
             self._owns.pop(oldest, None)
 
-    def _calm(self, change: Change) -> _Pair:
-        pair = self._try_calm(change, onward=False)
-        if not pair.uses_host or not self._differ(pair.full, pair.accumulated):
-            return pair
-        other = self._try_calm(change, onward=True)
-        return pair if self._differ(other.full, other.accumulated) else other
-
-    def _try_calm(self, change: Change, *, onward: bool) -> _Pair:
-        draws = Draws(self.sizes, host=HostDraws(self._chance.named, onward=onward))
-        self.seed()
-        with calm():
-            accumulated = run_accumulated(self.specimen, self._batch, self.parts, change, draws.take, draws.end_part)
-        self.seed()
-        with calm():
-            full, uses_host = self._full(change, draws)
-        return _Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host)
-
-    def _joined(self, change: Change) -> _Pair:
-        pair = self._try(change)
-        if not isinstance(pair, _Pair):
-            self.mismatch = pair
-            return self._calm(change)
-        unsure = ", ".join(pair.draws.unsure)
-        if not self._differ(pair.full, pair.accumulated) or not (unsure or pair.uses_host):
-            return pair
-        for innermost in (False, True) if unsure else (False,):
-            for onward in (False, True) if pair.uses_host else (False,):
-                other = self._try(change, innermost=innermost, onward=onward) if innermost or onward else pair
-                if isinstance(other, _Pair) and not self._differ(other.full, other.accumulated):
-                    return other
-        held = self._calm(change) if unsure else pair
-        if self._differ(held.full, held.accumulated):
-            return pair
-        self.mismatch = DrawMismatch(f"{unsure} draws rows of which shapes do not tell whose they are")
-        return held
-
-    def _try(self, change: Change, *, innermost: bool = False, onward: bool = False) -> _Pair | DrawMismatch:
-        """Both updates under joined draws; of those found to be shared, the next recording takes the first's."""
-        draws = Draws(self.sizes, innermost=innermost, host=HostDraws(self._chance.named, onward=onward))
-        mismatch = DrawMismatch("which draws are shared never settles")
-        for _ in range(_MOST_RECORDINGS):
-            shared = draws.shared
-            self.seed()
-            with draws.recording():
-                accumulated = self._accumulated(draws, change)
-            self.seed()
-            try:
-                with draws.joined():
-                    full, uses_host = self._full(change, draws)
-            except DrawMismatch as error:
-                if draws.shared == shared:
-                    return error
-                continue
-            if draws.shared == shared:
-                return _Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host)
-        return mismatch
-
-    def _full(self, change: Change, draws: Draws) -> tuple[Outcome, bool]:
-        """The full update, and whether Python's or NumPy's generators may have been drawn from."""
-        before = self._chance.places()
-        full = run_full(self.specimen, self._batch, change, draws.end_part)
-        return full, self._chance.is_kept or self._chance.places() != before
-
     def _own(self, change: Change) -> Outcome:
         pair = self._pair(change)
         if change not in self._owns:
-            self._owns[change] = self._try_own(pair, change)
+            self._owns[change] = self._maker.own(pair, change)
         return self._owns[change]
-
-    def _try_own(self, pair: _Pair, change: Change) -> Outcome:
-        """The workload's own loop under the draws of a pair, given in whichever way makes it equal.
-
-        Where none does, as the parts were taken, if each was given its draws once: it can only be the loop, then.
-        """
-        draws = pair.draws
-        ways = (calm,) if pair.is_calm else (draws.as_taken, draws.in_order, draws.joined_elsewhere)
-        plain: Outcome | None = None
-        mismatch = DrawMismatch("it is not known which part it draws for, or when")
-        for way in ways if pair.is_calm or draws.sites else ways[:1]:
-            self.seed()
-            try:
-                with way():
-                    outcome = run_own(self.specimen, self.parts, change, draws.take, draws.end_part)
-            except DrawMismatch as error:
-                mismatch = error
-                continue
-            if not self._differ(pair.full, outcome):
-                return outcome
-            if pair.is_calm or (way == draws.as_taken and draws.is_plain):
-                plain = outcome
-        if plain is None:
-            raise mismatch
-        return plain
-
-    def _differ(self, full: Outcome, other: Outcome) -> bool:
-        """Whether gradients are further apart than rounding in any sum brings them."""
-        bound = _APART if self.specimen.precision == "fp64" else _APART_NARROW
-        expected, found = full.gradients, other.gradients
-        known = [(one, found[name]) for name, one in expected.items() if one is not None and one.numel()]
-        scale = max((float(gradient.abs().max()) for gradient, _ in known), default=0.0)
-        return any(one is None or float((gradient - one).abs().max()) > bound * scale for gradient, one in known)
-
-    def _accumulated(self, draws: Draws, change: Change) -> Outcome:
-        begin, end = draws.begin_part, draws.end_part
-        outcome = run_accumulated(self.specimen, self._batch, self.parts, change, begin, end)
-        self._draw_for_left_out(draws, change)
-        return outcome
-
-    def _draw_for_left_out(self, draws: Draws, change: Change) -> None:
-        """Parts of weight zero do not run, and the full batch draws for their samples too."""
-        for index, part in enumerate(self.parts):
-            if not has_weight(self.objective.weight(part)):
-                begin = partial(draws.begin_part, index)
-                run_part(self.specimen, part, replace(change, weights=None, summed=False), begin)
 
 
 def _not_matched(what: str, error: DrawMismatch) -> NotMeasuredError:

@@ -15,8 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.host_draws import of_host
 from autoaccum.accumulation.planned import unwrapped
+from autoaccum.accumulation.randomness import generator_rewind, own_generators
 from autoaccum.errors import WorkloadError
+from autoaccum.verification.chance import named_generators
 from autoaccum.verification.doubles import double_module, in_double, widened
 from autoaccum.verification.surroundings import Surroundings
 from autoaccum.workload.batches import move_batch
@@ -60,6 +63,8 @@ class Specimen:
         precision: `fp64` runs all in float64, whatever the workload trains in; the others as the Accumulator does.
         device: Where.
         workload: As it was given.
+        generators: Of Python and NumPy, those that its functions and classes name: each run begins with them alike.
+        keeps_generators: Whether modules of the model keep some, of which each run has copies.
         loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
 
     Args:
@@ -93,6 +98,8 @@ class Specimen:
         self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._cast_state(self._optimizer)
+        self.generators = named_generators(workload, self._model)
+        self.keeps_generators = bool(of_host(own_generators(self._model.modules())))
 
     def fresh(self) -> Trained:
         """A copy as training begins with it; what the user's functions name stands as it did, too."""
@@ -112,8 +119,10 @@ class Specimen:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around every run: in its precision, without compiling."""
+        """Around every run: in its precision, without compiling; generators that are named are put back behind it."""
         with ExitStack() as stack:
+            for generator in self.generators:
+                stack.callback(generator_rewind(generator))
             stack.enter_context(in_double() if self.precision == "fp64" else nullcontext())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

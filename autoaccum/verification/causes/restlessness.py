@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.company import ITSELF
+from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import modules
 from autoaccum.verification.outcomes import UNCHANGED
@@ -52,7 +53,7 @@ def _outputs(inquiry: Inquiry) -> list[tuple[str, list[Tensor]]]:
     found: list[tuple[str, list[Tensor]]] = []
     for name, module in trained.model.named_modules():
         module.register_forward_hook(_recorder(name, found))
-    inquiry.lab.seed()
+    seed_everything()
     with specimen.running(), torch.no_grad():
         trained.objective.terms(trained.model, inquiry.lab.batch)
     return found
