@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         pairs(planted.balanced_loss, planted.Experts),
         "coupled loss",
         ("the loss",),
-        "load-balancing",
+        "a larger micro-batch",
     ),
     "a column that is normalised by the batch": (
         captions(planted.advantage_loss, model=small.Mlp),
@@ -175,7 +175,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         ("the loss",),
         "before it is cut",
     ),
-    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "counts of classes"),
+    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "before it is cut"),
     "a class that its count weighs": (
         pairs(planted.counted_class_loss),
         "coupled loss",

@@ -12,12 +12,11 @@ from autoaccum.accumulation.company import ITSELF
 from autoaccum.accumulation.coupling import Coupling, find_coupling
 from autoaccum.verification.bench import BESIDE, Bench
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import modules
+from autoaccum.verification.causes.wholes import loss_cause
+from autoaccum.verification.causes.words import LARGER, modules
 from autoaccum.verification.outcomes import UNCHANGED
 from autoaccum.verification.records import Cause
 from autoaccum.workload.weights import Objective
-
-_LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
 
 
 def look_for_coupling(inquiry: Inquiry) -> Coupling:
@@ -51,7 +50,7 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
         causes.append(module_cause(tuple(name for name in others if name not in pairs), proved=False))
     broadcast = _broadcast_cause(inquiry)
     if broadcast is not None or coupling.loss:
-        causes.append(broadcast or _loss_cause())
+        causes.append(broadcast or loss_cause(inquiry))
     return tuple(causes)
 
 
@@ -88,7 +87,7 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
         kind="coupled model",
         found=f"a sample's output depends on the others of its part in {modules(names)}",
         change=f"let it look at one sample at a time, as LayerNorm and GroupNorm do,{rest or ' or leave it out'};"
-        f" {_LARGER}",
+        f" {LARGER}",
         where=names,
         proved=proved,
     )
@@ -102,7 +101,7 @@ def _beside_cause(names: tuple[str, ...]) -> Cause:
             f"a sample's output depends on the others of its part in {modules(names)}, which the loss calls and the"
             " model does not hold"
         ),
-        change=f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {_LARGER}",
+        change=f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}",
         where=names,
     )
 
@@ -114,7 +113,7 @@ def _pairs_cause(names: tuple[str, ...]) -> Cause:
             f"a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules(names)}: the samples"
             " of a part know nothing of the others"
         ),
-        change=f"no weight mends that: {_LARGER}",
+        change=f"no weight mends that: {LARGER}",
         where=names,
     )
 
@@ -164,17 +163,5 @@ def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
             f" {tuple(targets.shape)}: every output is held against the targets of all samples"
         ),
         change="give both the same shape, as by .squeeze(-1) of the outputs",
-        where=("the loss",),
-    )
-
-
-def _loss_cause() -> Cause:
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a"
-            " part know nothing of the others"
-        ),
-        change=f"no weight mends that: {_LARGER}",
         where=("the loss",),
     )

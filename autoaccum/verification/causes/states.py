@@ -41,8 +41,14 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
     if differing == {"buffers"}:
         return Cause(
             kind="state",
-            found=f"every call changes {listed(names)}, {parts} times in an update; gradients are the same",
-            change="change it once per update, outside of forward, or count on it less",
+            found=(
+                f"every call changes {listed(names)}, {parts} times in an update, as it counts or averages over"
+                " micro-batches; losses and gradients are the same"
+            ),
+            change=(
+                "change it once per update, in the training loop and not in forward; where a value by micro-batches"
+                " will do, leave it as it is"
+            ),
             where=names,
         )
     if "gradients" in differing and "loss" not in differing and inquiry.method == "accumulator":

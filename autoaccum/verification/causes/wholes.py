@@ -16,7 +16,7 @@ from autoaccum.verification.bench import Bench
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.factors import find_factors
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import listed
+from autoaccum.verification.causes.words import LARGER, listed
 from autoaccum.verification.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.candidates import find_leaves
@@ -59,21 +59,45 @@ def _is_beyond_weights(cut: Decomposition, inquiry: Inquiry) -> bool:
     return found is not None and found.residual > inquiry.rounding
 
 
+def loss_cause(inquiry: Inquiry) -> Cause:
+    """A loss that was seen to mix samples."""
+    seen, first = _told(*_find_leaves(_Moves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))))
+    return Cause(
+        kind="coupled loss",
+        found=(
+            "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a"
+            f" part know nothing of the others{seen}"
+        ),
+        change=(
+            f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut, and"
+            f" given along with each sample; of outputs, {LARGER}"
+        ),
+        where=("the loss",),
+    )
+
+
 def _cause(coupled: Sequence[str], held: tuple[str, str] | None) -> Cause:
-    seen = ""
-    if coupled:
-        seen = f"; rows of {listed(coupled)} count otherwise when those of other samples are moved"
-    elif held is not None:
-        seen = f"; {held[0]} of a sample is held against {held[1]} of others"
-    broadcast = "; give what is compared the same shape, as (n, 1) and (n,) are broadcast" if held is not None else ""
+    seen, first = _told(coupled, held)
     return Cause(
         kind="coupled loss",
         found=(
             "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to"
             f" depend on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
         ),
-        change=_CHANGE + broadcast,
+        change=first + _CHANGE,
         where=("the loss",),
+    )
+
+
+def _told(coupled: Sequence[str], held: tuple[str, str] | None) -> tuple[str, str]:
+    """What was seen of tensors of the batch, and what to try first."""
+    if coupled:
+        return f"; rows of {listed(coupled)} count otherwise when those of other samples are moved", ""
+    if held is None:
+        return "", ""
+    return (
+        f"; {held[0]} of a sample is held against {held[1]} of others",
+        "give what is compared the same shape, where (n, 1) and (n,) are broadcast; otherwise ",
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from autoaccum.accumulation.company import ITSELF
 
+LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
+"""The way out where parts cannot be exact."""
+
 _SHOWN = 5
 _ROUNDING = 1e-12
 
