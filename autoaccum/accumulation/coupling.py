@@ -19,7 +19,8 @@ from autoaccum.accumulation.company import Coupling as Coupling
 from autoaccum.accumulation.divergence import Comparer, Divergence
 from autoaccum.accumulation.draw_joins import IndexMismatch
 from autoaccum.accumulation.draws import DrawMismatch, Draws
-from autoaccum.accumulation.interaction import mixes_rows
+from autoaccum.accumulation.entries import exchanged
+from autoaccum.accumulation.interaction import Interactions
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import map_tensors, own_randomness
 from autoaccum.workload.weights import Objective
@@ -27,6 +28,7 @@ from autoaccum.workload.weights import Objective
 Fresh: TypeAlias = "Callable[[], tuple[nn.Module, Objective]]"
 
 _ROUNDING = 1e-9
+_ENTRIES = "the loss takes a sample by what the batch holds of others"
 
 
 def find_coupling(
@@ -114,10 +116,30 @@ class _Trial:
         names = tuple(call.name or ITSELF for call in blamed if call is not None)
         coupled = {call.name for call in blamed if call is not None}
         try:
-            loss = None in blamed or mixes_rows(self._run_together, terms, divergence, coupled, self._dtype)
+            if None in blamed:
+                return Coupling(names, True, _reason(divergence, True))
+            interactions = Interactions(self._run_together, terms, divergence, self._dtype)
+            loss = interactions.mixes_rows(coupled)
+            if loss is not False:
+                return Coupling(names, loss, _reason(divergence, loss))
+            loss = self._mixes_entries(interactions)
         except TooLong:
             return Coupling(names, None, TOO_LONG)
-        return Coupling(names, loss, _reason(divergence, loss))
+        return Coupling(names, loss, _ENTRIES if loss is None else _reason(divergence, loss))
+
+    def _mixes_entries(self, interactions: Interactions) -> bool | None:
+        """Whether the loss mixes what the batch holds; of counts, only that it is not told, nor that it is not."""
+        criterion = self._fresh()[1].criterion
+        if criterion is not None and criterion.rule is not None and not criterion.is_elementwise:
+            return False  # Torch's own take no statistics of targets; outputs and targets of two shapes are broadcast.
+        floating, counted = (
+            None if other is None else interactions.mixes_entries(other)
+            for other in (
+                exchanged(self._together, self._sizes[0], sum(self._sizes), counted=counted)
+                for counted in (False, True)
+            )
+        )
+        return None if counted and not floating else bool(floating)
 
     def _learn_how_to_run(self) -> None:
         """A model may take gradients within its forward."""
@@ -127,9 +149,9 @@ class _Trial:
             self._records_gradients = True
             self._run(self._together)
 
-    def _run_together(self, follower: Follower | None = None) -> dict[str, float]:
+    def _run_together(self, follower: Follower | None = None, batch: Any = None) -> dict[str, float]:
         with calm() if self._draws is None else self._draws.joined():
-            return self._run(self._together, follower)
+            return self._run(self._together if batch is None else batch, follower)
 
     def _run(self, batch: Any, follower: Follower | None = None) -> dict[str, float]:
         model, objective = self._fresh()

@@ -40,6 +40,7 @@ WELL: dict[str, Case] = {
     "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
     "regulariser": (small.mlp, small.regularised_loss, small.rows),
     "probabilities": (small.Likely, small.likely_loss, small.rows),
+    "samples weighed": (small.mlp, small.weighed_loss, small.advantages),
     "padding trimmed": (small.Trimmed, small.lengthy_loss, small.lengthy),
     "attention over trimmed padding": (small.Attending, small.lengthy_loss, small.lengthy),
     "all in one row": (small.InOneRow, small.mean_square, small.sequences),
@@ -96,6 +97,10 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
     "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
     "dice": ((small.mlp, small.dice_loss, small.rows), (), True),
     "inputs centred": ((small.mlp, small.centred_inputs_loss, small.rows), (), True),
+    "normalised advantages": ((small.mlp, small.advantage_loss, small.advantages), (), True),
+    "scaled targets": ((small.mlp, small.scaled_targets_loss, small.rows), (), True),
+    "broadcast targets": ((small.mlp, small.spread_loss, small.rows), (), True),
+    "balanced classes": ((small.mlp, small.balanced_loss, small.classes), (), None),
     "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
 }
 

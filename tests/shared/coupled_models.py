@@ -405,3 +405,36 @@ def mixup_loss(model: nn.Module, batch: Any) -> Tensor:
     order = torch.randperm(len(batch[0]))
     inputs, targets = (0.5 * tensor + 0.5 * tensor[order] for tensor in batch)
     return functional.mse_loss(model(inputs), targets)
+
+
+def advantages(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.arange(size) % 3, torch.randn(size)
+
+
+def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs, actions, advantage = batch
+    chosen = model(inputs).log_softmax(-1).gather(1, actions[:, None])[:, 0]
+    loss: Tensor = -((advantage - advantage.mean()) / advantage.std() * chosen).mean()
+    return loss
+
+
+def weighed_loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs, actions, weights = batch
+    losses = functional.cross_entropy(model(inputs), actions, reduction="none")
+    loss: Tensor = (losses * weights.square()).sum() / weights.square().sum()
+    return loss
+
+
+def scaled_targets_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch[0]), (batch[1] - batch[1].mean(0)) / batch[1].std(0))
+
+
+def balanced_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Weighs classes by how seldom they are in the batch."""
+    outputs = model(batch[0])
+    counts = torch.bincount(batch[1], minlength=outputs.shape[1])
+    return functional.cross_entropy(outputs, batch[1], weight=(1 / (counts + 1)).to(outputs.dtype))
+
+
+def spread_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch[0])[:, :1], batch[1][:, 0])

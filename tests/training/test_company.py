@@ -18,7 +18,10 @@ from autoaccum.training.company import CompanyCheck
 from autoaccum.training.events import Noted, Updated
 from autoaccum.training.results import FitResult
 
-pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
+    pytest.mark.filterwarnings("ignore:teacher.1 ran in training mode and is no part of the model"),
+]
 
 
 @dataclass
