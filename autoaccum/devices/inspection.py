@@ -133,7 +133,8 @@ def collected_warnings() -> Iterator[list[str]]:
 
 def needs_two(workload: Workload, model: nn.Module) -> bool:
     """Whether `model` refuses a single sample, as a BatchNorm that is not frozen may do."""
-    return workload.batchnorm != "frozen" and bool(batchnorm_names(model)) and not _runs_one_sample(workload, model)
+    norms = [] if workload.batchnorm == "frozen" else batchnorm_names(model, workload.objective.criterion_module)
+    return bool(norms) and not _runs_one_sample(workload, model)
 
 
 def _runs_one_sample(workload: Workload, model: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.reach import find_reachable
 from autoaccum.accumulation.recovery import find_shortage
-from autoaccum.devices.in_place.reach import find_reachable
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.outcomes import Change, Outcome
 from autoaccum.verification.specimen import Specimen, Trained
@@ -35,7 +35,7 @@ class Bench:
             if name in change.rest:
                 module.eval()
         if specimen.workload.batchnorm == "frozen":
-            for norm in find_batchnorms(self.trained.model):
+            for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
                 norm.training = False
         if change.unhooked:
             for parameter in self.trained.model.parameters():

@@ -260,7 +260,7 @@ def test_norms_that_only_the_loss_holds_are_named_once() -> None:
     model, projector, batch = nn.Linear(5, 5).double(), nn.Sequential(nn.BatchNorm1d(5)).double(), batch_of(8)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return CRITERION(projector(model(batch[0])), batch[1])
+        return torch.as_tensor(CRITERION(projector(model(batch[0])), batch[1]))
 
     accumulator = accumulator_of(model, "running", loss)
     with pytest.warns(AccumulationWarning, match=r"projector\.0 ran in training mode and is no part of the model"):
