@@ -78,6 +78,25 @@ def with_update(tolerances: Tolerances, runs: Runs, change: Change = UNCHANGED) 
     return dataclasses.replace(tolerances, update=update, largest_move=largest)
 
 
+def allow_own(tolerances: Tolerances, runs: Runs, other: Outcome) -> Tolerances:
+    """`tolerances`, with how far the optimizer takes parameters apart that is given the other run's very gradients.
+
+    To be asked where gradients are equal: an optimizer that orthogonalises them (Muon) makes much of what rounding has
+    left, and by no other rule than the full batch's. Where only one of the two has a gradient, it stays as it is.
+    """
+    full = runs.full()
+    given = {
+        name: one if one is None or other.gradients.get(name) is None else other.gradients[name]
+        for name, one in full.gradients.items()
+    }
+    before, after = runs.update_from(full.gradients), runs.update_from(given)
+    update = dict(tolerances.update)
+    for name, one in before.items():
+        apart = (_exact(after[name]) - _exact(one)).abs() + _roundoff(one)
+        update[name] = torch.maximum(update[name], apart) if name in update else apart
+    return dataclasses.replace(tolerances, update=update)
+
+
 def _rounded(runs: Runs, precision: str, samples: int, double: Runs | None) -> tuple[float, str]:
     roundoff = _ROUNDOFF[precision]
     least = _LEAST_ROUNDOFFS * roundoff

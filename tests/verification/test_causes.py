@@ -442,6 +442,13 @@ def test_finds_causes_behind_rounding(precision: str) -> None:
     assert cause.change.endswith(TOKENS)
 
 
+def test_an_optimizer_that_orthogonalises_is_no_cause() -> None:
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.01)
+
+    assert found(classes(small.Mlp, optimizer=muon), precision="bf16").equivalent
+
+
 def test_two_samples_are_enough() -> None:
     (cause,) = verify(texts(small.token_loss), target_batch=2, micro_batch=1).causes
     assert cause.change.endswith(TOKENS)

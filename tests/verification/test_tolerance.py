@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import compare
 from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
-from autoaccum.verification.tolerance import DOUBLE, Tolerances, find_tolerances, with_update
+from autoaccum.verification.tolerance import DOUBLE, Tolerances, allow_own, find_tolerances, with_update
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -124,6 +124,29 @@ def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> N
     assert gradient.equal
     assert not update.equal
     assert update.where == "0.weight"
+
+
+class Amplifying(torch.optim.Optimizer):
+    """Makes much of what rounding leaves, as one that orthogonalises gradients of low rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_((parameter.grad * 1e13).sin(), alpha=0.1)
+
+
+def test_an_optimizer_that_amplifies_rounding_is_held_against_itself() -> None:
+    runs = Runs(Amplifying)
+    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    gradients = {name: None if one is None else one * (1 + 1e-12) for name, one in runs.outcome.gradients.items()}
+    other = runs.with_gradients(gradients)
+    allowed = allow_own(dataclasses.replace(tolerances, update={}), runs, other)
+    assert compare(runs.outcome, other, allowed)[-1].equal
+    moved = {name: one + 0.3 for name, one in other.parameters.items()}
+    assert not compare(runs.outcome, dataclasses.replace(other, parameters=moved), allowed)[-1].equal
 
 
 def test_float64_has_a_tolerance_of_its_own() -> None:

@@ -69,8 +69,8 @@ def loss_cause(inquiry: Inquiry) -> Cause:
             f" part know nothing of the others{seen}"
         ),
         change=(
-            f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut, and"
-            f" given along with each sample; of outputs, {LARGER}"
+            f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is"
+            f" cut, and given along with each sample; of outputs, {LARGER}"
         ),
         where=("the loss",),
     )
