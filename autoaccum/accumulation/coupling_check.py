@@ -125,7 +125,8 @@ def _functions(model: nn.Module) -> list[Any]:
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
     if batchnorm == "frozen":
-        for module in find_batchnorms(model):
+        objective = _with_own_criterion(objective)
+        for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     device = model_device(model)
     narrow = move_batch(cast_batch(batch, None), device)
@@ -173,10 +174,13 @@ def _copier(model: nn.Module, objective: Objective) -> Fresh:
 
     def fresh() -> tuple[nn.Module, Objective]:
         own = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-        criterion = objective.criterion
-        if criterion is None or not isinstance(criterion.function, nn.Module):
-            return own, objective
-        used = dataclasses.replace(criterion, function=copy.deepcopy(criterion.function))
-        return own, dataclasses.replace(objective, criterion=used)
+        return own, _with_own_criterion(objective)
 
     return fresh
+
+
+def _with_own_criterion(objective: Objective) -> Objective:
+    if objective.criterion is None or objective.criterion_module is None:
+        return objective
+    used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
+    return dataclasses.replace(objective, criterion=used)

@@ -86,6 +86,23 @@ def test_what_fails_within_is_the_reason(name: str) -> None:
     assert live.reason == found.reason or live.reason == "the model cannot be copied"
 
 
+class NormalisedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.as_tensor((self.norm(outputs) - targets).square().mean())
+
+
+def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
+    for mode in ("micro", "frozen"):
+        criterion = NormalisedLoss()
+        found = check_live(small.mlp(), resolve_objective(criterion=criterion), small.rows(4), mode)
+        assert found.found is (mode == "micro")
+        assert criterion.norm.training
+
+
 def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
     assert check(NeverWidened, nn.MSELoss()) == Coupling(loss=False)
 
