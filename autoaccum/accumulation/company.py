@@ -32,21 +32,6 @@ class Coupling:
         """Whether samples are coupled, as far as that is known."""
         return bool(self.modules) or bool(self.loss)
 
-    @property
-    def cause(self) -> str | None:
-        """Why no weighting of parts can be right, as a clause; None where nothing couples samples.
-
-        >>> Coupling(("head",), True).cause
-        'head couples the samples of a batch, and the loss mixes them'
-        """
-        if not self.found:
-            return None
-        verb = "couple" if len(self.modules) > 1 else "couples"
-        said = f"{_listed(self.modules)} {verb} the samples of a batch" if self.modules else ""
-        if not self.loss:
-            return said
-        return f"{said}, and the loss mixes them" if said else "the loss mixes the samples of a batch"
-
     def warnings(self, told: Collection[str] = ()) -> tuple[str, ...]:
         """Sentences for where several micro-batches make an update.
 

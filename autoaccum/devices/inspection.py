@@ -72,6 +72,7 @@ def inspect_workload(
         workload.objective.move_criterion(origin)
     subject = describe_subject(workload, model, made, min(FORM_SAMPLES, share), first.terms)
     coupling = check_workload(workload, model)
+    coupled = coupling.warnings(told=batchnorms)
     return Inspection(
         **subject,
         environment=describe_environment(meter.device),
@@ -80,8 +81,8 @@ def inspect_workload(
         update_samples=size,
         sample_bytes=sample_bytes,
         coupling=coupling,
-        warnings=tuple(check_weighting(workload, coupling.cause)),
-        accumulation_warnings=(*said, *coupling.warnings(told=batchnorms)),
+        warnings=tuple(check_weighting(workload, coupled=bool(coupled))),
+        accumulation_warnings=(*said, *coupled),
     )
 
 

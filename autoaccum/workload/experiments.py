@@ -103,7 +103,7 @@ class Experiment:
             self._model, self._dtype = copy.deepcopy(narrow).double(), torch.float64
             self._used = widened(self.objective)
             self.whole = self._losses(batch)
-        except Exception:  # whatever does not work in float64 has worked as it was
+        except (Exception, SystemExit):  # whatever does not work in float64 has worked as it was
             self._model, self._dtype, self._used = narrow, None, self.objective
 
 

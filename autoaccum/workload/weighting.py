@@ -22,7 +22,7 @@ _PARTS = 2
 _SUM = Candidate("sum", ())
 
 
-def check_weighting(workload: Workload, coupling: str | None = None) -> list[str]:
+def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch holds 5 samples, from `dataset` where `default_collate` makes of them what `batch(5)` looks like. The
@@ -31,7 +31,8 @@ def check_weighting(workload: Workload, coupling: str | None = None) -> list[str
 
     Args:
         workload: The workload.
-        coupling: What is known to couple its samples, as a clause; None: nothing is.
+        coupled: Whether it is said already that its samples are coupled, BatchNorm apart: then nothing is said where
+            no weight fits.
 
     Returns:
         Sentences for the plan: none when the parts agree with the whole, or a warning, with the likely right `weight`.
@@ -41,10 +42,10 @@ def check_weighting(workload: Workload, coupling: str | None = None) -> list[str
     """
     with own_randomness():
         batch = take_small_batch(workload, _SAMPLES)
-        return _compare(Experiment(workload, batch), batch, coupling)
+        return _compare(Experiment(workload, batch), batch, coupled)
 
 
-def _compare(experiment: Experiment, batch: Any, coupling: str | None) -> list[str]:
+def _compare(experiment: Experiment, batch: Any, coupled: bool) -> list[str]:
     parts = split_batch(batch, _SPLITS[0])
     seen = Comparison(experiment.objective, experiment.whole, parts, [experiment.losses(part) for part in parts])
     seen.refuse_nan()
@@ -59,7 +60,7 @@ def _compare(experiment: Experiment, batch: Any, coupling: str | None) -> list[s
     wrong = seen.mismatched(experiment.tolerance)
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
         return ["The weighting could not be checked: the loss of a small batch is infinite."]
-    return _explain(experiment, batch, seen, wrong, coupling) if wrong else []
+    return _explain(experiment, batch, seen, wrong, coupled) if wrong else []
 
 
 def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
@@ -71,7 +72,7 @@ def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
     )
 
 
-def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str], coupling: str | None) -> list[str]:
+def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str], coupled: bool) -> list[str]:
     others = split_batch(batch, _SPLITS[1])
     candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others])]
     fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
@@ -86,11 +87,9 @@ def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[s
             f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, samples)}",
             *mismatches[1:],
         ]
-    cause = _cause(experiment, batch, seen, coupling)
-    return [
-        f"{seen.describe(name)} " + (f"It likely divides by {known[name]}." if name in known else cause)
-        for name in wrong
-    ]
+    cause = _broadcasting(experiment, batch) or (None if coupled else _cause(experiment, batch, seen))
+    told = {name: f"It likely divides by {known[name]}." if name in known else cause for name in wrong}
+    return [f"{seen.describe(name)} {sentence}" for name, sentence in told.items() if sentence is not None]
 
 
 def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: int, tolerance: float) -> list[Candidate]:
@@ -102,16 +101,18 @@ def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: in
     ]
 
 
-def _cause(experiment: Experiment, batch: Any, seen: Comparison, coupling: str | None) -> str:
+def _broadcasting(experiment: Experiment, batch: Any) -> str | None:
     shapes = experiment.shapes(batch)
     criterion = experiment.objective.criterion
-    if shapes is not None and criterion is not None and criterion.is_elementwise and shapes[0] != shapes[1]:
-        return (
-            f"{criterion.name} broadcasts outputs of shape {shapes[0]} against targets of shape {shapes[1]}: "
-            "give both the same shape."
-        )
-    if coupling is not None:
-        return f"No weight fits, since {coupling}: accumulation is not exact."
+    if shapes is None or criterion is None or not criterion.is_elementwise or shapes[0] == shapes[1]:
+        return None
+    return (
+        f"{criterion.name} broadcasts outputs of shape {shapes[0]} against targets of shape {shapes[1]}: "
+        "give both the same shape."
+    )
+
+
+def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
     experiment.rest_wholly()
     at_rest = [experiment.losses(part) for part in seen.parts]
     if not Comparison(experiment.objective, experiment.losses(batch), seen.parts, at_rest).mismatched(
