@@ -86,11 +86,11 @@ class Accumulator:
         recover: False: an out-of-memory rolls everything back and is raised as it came.
         check_finite: Refuse an update whose loss or (with `clip_norm`) gradient is not finite, before it is made.
             With a scaler, whose business they are, only a loss that is no number and that no smaller scale mends.
-        batchnorm: What BatchNorm in training mode is to see and to remember of an effective batch in parts. `micro` (if
-            no plan tells): as PyTorch does it, each micro-batch for itself. `running`: it normalises by the
-            micro-batch, and updates its running statistics once, as the full batch would. `frozen`: it normalises by
-            its running statistics, which stay as they are, so that the gradient is exactly the full batch's; its
-            weight and bias train.
+        batchnorm: What BatchNorm in training mode, in the model or the criterion, is to see and to remember of an
+            effective batch in parts. `micro` (if no plan tells): as PyTorch does it, each micro-batch for itself.
+            `running`: it normalises by the micro-batch, and updates its running statistics once, as the full batch
+            would. `frozen`: it normalises by its running statistics, which stay as they are, so that the gradient is
+            exactly the full batch's; its weight and bias train.
         observer: Told of each step from within, and of an out-of-memory in place of the warning.
 
     Raises:
@@ -174,6 +174,7 @@ class Accumulator:
             UpdateInterrupted: The update failed half-way, now or earlier.
             WorkloadError: The batch cannot be split, or the loss is not usable.
             NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
+            UsageError: The mode of BatchNorm could not be kept; the state is as before.
         """
         with self._attempt.interrupts:
             return self._run([batch])
