@@ -36,6 +36,10 @@ def plan_notes(schedule: Schedule, request: Request, ceiling: int, inspection: I
     notes = [learning_rate_note(schedule, inspection.reduction)]
     if request.equal and (cost := equal_parts_cost(schedule, ceiling)):
         notes.append(cost)
+    if schedule.iter_size > 1 and inspection.coupling is None:
+        notes.append(
+            "whether samples are coupled was not looked at, since nothing was computed: `autoaccum verify` tells"
+        )
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:
         notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from torch import nn
 import autoaccum
 from autoaccum.accumulation.company import ITSELF, Coupling
 from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
+from autoaccum.planning.notes import plan_notes
 from autoaccum.planning.records import Plan
+from autoaccum.planning.request import Request
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 
@@ -144,6 +148,15 @@ def test_a_model_that_cannot_be_copied_is_left_alone() -> None:
     only = Single(small.WIDTH, 3)
     found = inspect(lambda: only)
     assert found.coupling == Coupling(reason="the model cannot be copied")
+
+
+@pytest.mark.parametrize(("cut", "looked"), [(3, False), (3, True), (8, False)])
+def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
+    found = inspect(small.mlp)
+    if not looked:
+        found = dataclasses.replace(found, coupling=None)  # As where a card is simulated.
+    notes = plan_notes(make_schedule(8, cut), Request(8), cut, found)
+    assert any("was not looked at" in note for note in notes) == (cut < 8 and not looked)
 
 
 def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
