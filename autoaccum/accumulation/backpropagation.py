@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.batchnorm import (
     batchnorm_names,
     batchnorm_warning,
+    has_norms,
     instancenorm_names,
     instancenorm_warning,
 )
@@ -100,7 +101,9 @@ class Backpropagation:
 
     def cautions(self, *, accumulates: bool) -> list[str]:
         """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
-        names = batchnorm_names(self._model, self._criterion) if accumulates else []
+        if not accumulates or not has_norms(self._model, self._criterion):
+            return []
+        names = batchnorm_names(self._model, self._criterion)
         said = [batchnorm_warning(names)] if names else []
         return said + self._instancenorm_cautions(accumulates=accumulates)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from autoaccum.accumulation.copies import is_plain_tensor
 from autoaccum.errors import UsageError
@@ -14,6 +14,7 @@ from autoaccum.errors import UsageError
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_SPOKEN_OF = (_NormBase, torch.jit.ScriptModule)
 _SCRIPTED = tuple(kind.__name__ for kind in BATCHNORMS)
 _SHOWN = 5
 _OTHERS = "GroupNorm, or InstanceNorm without running statistics"
@@ -25,6 +26,12 @@ def named_modules(model: nn.Module, criterion: nn.Module | None = None) -> Itera
     for prefix, root in (("", model), ("criterion.", criterion)):
         for name, module in () if root is None else root.named_modules(known):
             yield prefix + (name or type(module).__name__), module
+
+
+def has_norms(model: nn.Module, criterion: nn.Module | None = None) -> bool:
+    """Whether there is any module in either that could be spoken of here; a single pass."""
+    roots = (model,) if criterion is None else (model, criterion)
+    return any(isinstance(module, _SPOKEN_OF) for root in roots for module in root.modules())
 
 
 def find_batchnorms(model: nn.Module, criterion: nn.Module | None = None) -> Iterator[_BatchNorm]:
