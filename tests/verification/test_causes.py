@@ -443,10 +443,24 @@ def test_finds_causes_behind_rounding(precision: str) -> None:
 
 
 def test_an_optimizer_that_orthogonalises_is_no_cause() -> None:
-    def muon(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.01)
+    def wide() -> nn.Module:
+        layers = nn.Linear(small.FEATURES, 24, bias=False), nn.Tanh(), nn.Linear(24, small.CLASSES, bias=False)
+        return nn.Sequential(*layers)
 
-    assert found(classes(small.Mlp, optimizer=muon), precision="bf16").equivalent
+    workload = classes(wide, optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.01))
+    assert found(workload, precision="bf16").equivalent
+
+
+def test_notes_an_optimizer_that_leaves_no_number() -> None:
+    adam = classes(planted.Halved, optimizer=lambda parameters: torch.optim.Adam(parameters, foreach=False))
+    assert any("unused that are not finite" in note for note in found(adam, precision="fp32").notes)
+    assert not any("not finite" in note for note in found(classes(small.Mlp), precision="fp32").notes)
+
+
+def test_an_optimizer_that_fails_is_named() -> None:
+    (cause,) = found(classes(small.Mlp, optimizer=planted.Rooting)).causes
+    assert "not finite" in cause.found
+    assert "mend the optimizer first" in cause.change
 
 
 def test_two_samples_are_enough() -> None:

@@ -19,6 +19,7 @@ from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
 from autoaccum.verification.causes.loops import Loop
 from autoaccum.verification.causes.mixed_terms import explain_mixed_terms
+from autoaccum.verification.causes.notes import find_lost
 from autoaccum.verification.causes.restlessness import find_restlessness
 from autoaccum.verification.causes.states import draw_cause, hook_cause, state_cause
 from autoaccum.verification.causes.wholes import explain_whole
@@ -72,6 +73,9 @@ def find_causes(lab: Laboratory, comparison: Comparison, tolerances: Tolerances)
 def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
     differing = set(inquiry.differences(UNCHANGED) or ())
     if differing <= {"update"}:
+        lost = _lost_parameters(inquiry)
+        if lost:
+            return (_lost_cause(lost),)
         return (_unknown(inquiry, "only the update differs, of equal gradients", Coupling()),)
     suspected = suspect(inquiry)
     found = find_least(inquiry, suspected, lambda change: _explain(inquiry, change))
@@ -87,6 +91,24 @@ def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
     seen = (*coupling_causes(inquiry, coupling), *_state_seen(inquiry, suspected))
     is_known = bool(inquiry.moved_parameters) or any(cause.kind in ("coupled loss", "coupled model") for cause in seen)
     return seen if is_known else (*seen, *_remaining(inquiry, coupling))
+
+
+def _lost_parameters(inquiry: Inquiry) -> list[str]:
+    pair = inquiry.pair(UNCHANGED) or ()
+    return list(dict.fromkeys(name for outcome in pair for name in find_lost(inquiry.lab, outcome)))
+
+
+def _lost_cause(names: Sequence[str]) -> Cause:
+    """An optimizer whose arithmetic fails: not of accumulation."""
+    return Cause(
+        kind="unknown",
+        found=f"gradients are equal, and the optimizer leaves entries of {listed(names)} that are not finite",
+        change=(
+            "mend the optimizer first: keep parameters in float32, or give it a larger eps (1e-8 is zero in float16,"
+            " and Adam divides by it where a gradient is zero)"
+        ),
+        where=tuple(names),
+    )
 
 
 def _state_seen(inquiry: Inquiry, suspected: Sequence[Intervention]) -> tuple[Cause, ...]:

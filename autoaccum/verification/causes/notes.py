@@ -8,6 +8,7 @@ from torch import Tensor
 
 from autoaccum.verification.causes.words import listed
 from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.outcomes import Outcome
 from autoaccum.workload import nests
 from autoaccum.workload.candidates import count_candidates
 
@@ -22,6 +23,9 @@ def _notes(lab: Laboratory) -> Iterator[str]:
     loose = [name for name in full.terms if name not in full.connected]
     if loose:
         yield f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant"
+    lost = find_lost(lab, full)
+    if lost:
+        yield f"the optimizer leaves entries of {listed(lost)} that are not finite, after the full batch's update too"
     objective = lab.objective
     is_known = objective.criterion is not None and objective.weight_function is None
     if objective.reduction == "mean" and not is_known and _hides_weights(lab):
@@ -29,6 +33,22 @@ def _notes(lab: Laboratory) -> Iterator[str]:
             "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in"
             " training, let batch(size) give such a batch"
         )
+
+
+def find_lost(lab: Laboratory, outcome: Outcome) -> list[str]:
+    """Parameters that the update of finite gradients has left with entries that are not finite."""
+    before = lab.initial()
+    return [
+        name
+        for name, after in outcome.parameters.items()
+        if not bool(after.isfinite().all())
+        and bool(before[name].isfinite().all())
+        and _is_finite(outcome.gradients.get(name))
+    ]
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool((gradient.to_dense() if gradient.is_sparse else gradient).isfinite().all())
 
 
 def _hides_weights(lab: Laboratory) -> bool:
