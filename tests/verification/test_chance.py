@@ -61,7 +61,7 @@ def test_draws_that_mix_nothing_are_equivalent(name: str) -> None:
 
 
 class Naming(nn.Module):
-    """Draws from a generator of its module's, for each sample."""
+    """Draws from a generator of its module, for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,3 +117,11 @@ def test_what_differs_from_run_to_run_is_said_so() -> None:
         return F.cross_entropy(model(pair[0]), pair[1]) * SYSTEM.random()
 
     assert [cause.kind for cause in _verified(nn.Linear(4, 3), loss).causes] == ["non-determinism"]
+
+
+def test_named_generators_begin_alike_in_every_precision() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        return F.cross_entropy(model(pair[0] + torch.from_numpy(NUMPY.standard_normal(4)).to(pair[0].dtype)), pair[1])
+
+    found = verify(model=nn.Linear(4, 3), batch=_batch, loss=loss, target_batch=6, micro_batch=2, precision="fp32")
+    assert found.equivalent
