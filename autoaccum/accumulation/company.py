@@ -48,9 +48,9 @@ class Coupling:
             )
         if self.loss:
             said.append(
-                "the loss mixes the samples of a batch, as contrastive losses do and the root of a mean does: it sees"
-                " one micro-batch at a time, and the gradient is not the full batch's; make it a mean over samples, or"
-                f" the micro-batch as large as fits; {_MORE}"
+                "the loss mixes the samples of a batch, as contrastive losses, normalised targets and roots of means"
+                " do: it sees one micro-batch at a time, and the gradient is not the full batch's; make it a mean over"
+                f" samples, or the micro-batch as large as fits; {_MORE}"
             )
         return tuple(said)
 
