@@ -69,3 +69,18 @@ def test_what_masks_is_no_measure_of_rounding() -> None:
     one = torch.tensor([1.0, -1e9, float("-inf"), float("nan"), 0.0], dtype=torch.float64)
     assert is_close(one, one.clone())
     assert not is_close(one, one + torch.tensor([1e-3, 0, 0, 0, 0], dtype=torch.float64))
+
+
+def test_a_dimension_that_is_whole_in_the_other_part_is_padding() -> None:
+    whole = torch.randn(4, 8, 3)
+    found = match(whole, whole[2:, :4], 1, (2, 2), {}, other=(2, 8, 3))
+    assert (found.state, found.dim, found.right) == ("agree", 0, None)
+    unlike = match(whole, torch.randn(2, 4, 3), 1, (2, 2), {}, other=(2, 8, 3))
+    assert (unlike.state, unlike.right) == ("untold", None), "never the last half of its time"
+
+
+def test_blocks_with_nothing_beside_them_are_no_matrix_of_all_with_all() -> None:
+    blocks = torch.block_diag(torch.ones(2, 2), torch.full((2, 2), 2.0))  # type: ignore[no-untyped-call]
+    for index, part in enumerate((blocks[:2, :2], blocks[2:, 2:])):
+        assert match(blocks, part, index, (2, 2), {}, other=(2, 2)).state == "alike"
+        assert match(blocks + 1, part + 2, index, (2, 2), {}, other=(2, 2)).state == "square"

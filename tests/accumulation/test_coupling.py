@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.allotment import TOO_LONG, TooLong
 from autoaccum.accumulation.company import ITSELF, Coupling
 from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.workload.experiments import map_tensors
@@ -182,6 +183,21 @@ def test_what_chance_mixes_is_not_told() -> None:
     assert (found.modules, found.loss) == ((), None)
     assert found.reason is not None
     assert "draws indices of 2 rows in a part, of 4 in the whole" in found.reason
+
+
+def test_what_was_found_before_the_time_was_up_is_kept() -> None:
+    torch.manual_seed(0)
+    model, objective = small.normed_mlp(nn.BatchNorm1d(8)).double(), resolve_objective(small.mean_square)
+    left = iter(range(7))
+    batch = tuple(tensor.double() for tensor in small.rows(4))
+
+    def fresh() -> Any:
+        if next(left, None) is None:
+            raise TooLong
+        return copy.deepcopy(model), objective
+
+    assert find_coupling(fresh, batch, (2, 2)) == Coupling(("1",), None, TOO_LONG)
+    assert find_coupling(fresh, batch, (2, 2)) == Coupling(reason=TOO_LONG)
 
 
 def test_one_part_has_no_company() -> None:
