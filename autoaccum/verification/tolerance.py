@@ -59,23 +59,28 @@ def find_tolerances(runs: Runs, *, precision: str, samples: int, double: Runs | 
     relative, rounding = (
         (DOUBLE, _double_words()) if precision == "fp64" else _rounded(runs, precision, samples, double)
     )
-    return with_update(Tolerances(relative=relative, rounding=rounding), runs)
+    return Tolerances(relative=relative, rounding=rounding)
 
 
-def with_update(tolerances: Tolerances, runs: Runs, change: Change = UNCHANGED) -> Tolerances:
-    """`tolerances`, with what the update of `runs` may be off.
+def with_move(tolerances: Tolerances, runs: Runs) -> Tolerances:
+    """`tolerances`, for updates relative to the largest move of a parameter by that of `runs`."""
+    initial = runs.initial()
+    moves = (_exact(after) - _exact(initial[name]) for name, after in runs.full().parameters.items())
+    return dataclasses.replace(tolerances, update={}, largest_move=largest_entry(moves))
+
+
+def with_update(tolerances: Tolerances, runs: Runs) -> Tolerances:
+    """`tolerances`, with what each entry of a parameter may be off after the update of `runs`.
 
     That is the same share of the largest move of a parameter, 4 times how far the update moves when each gradient
     entry is moved by its tolerance, up and down, and a few roundoffs of the parameter. An optimizer that divides by the
     gradient's size (Adam) or takes its sign moves by its whole learning rate where a gradient is truly zero, and one
     sum in another order decides which way.
     """
-    full, initial = runs.full(change), runs.initial()
-    moves = [_exact(after) - _exact(initial[name]) for name, after in full.parameters.items()]
-    largest = largest_entry(moves)
-    allowed = _allowed(runs, full, tolerances.relative)
-    update = {name: entries + tolerances.relative * largest for name, entries in allowed.items()}
-    return dataclasses.replace(tolerances, update=update, largest_move=largest)
+    tolerances = with_move(tolerances, runs)
+    floor = tolerances.relative * (tolerances.largest_move or 0.0)
+    allowed = _allowed(runs, runs.full(), tolerances.relative)
+    return dataclasses.replace(tolerances, update={name: entries + floor for name, entries in allowed.items()})
 
 
 def allow_own(tolerances: Tolerances, runs: Runs, other: Outcome) -> Tolerances:

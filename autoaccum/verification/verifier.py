@@ -18,7 +18,7 @@ from autoaccum.verification.records import Cause, Comparison, Verification
 from autoaccum.verification.request import VerifyRequest, last_window, loaded_window, whole_window
 from autoaccum.verification.specimen import Precision, Specimen
 from autoaccum.verification.subjects import Subject
-from autoaccum.verification.tolerance import allow_own, find_tolerances, with_update
+from autoaccum.verification.tolerance import allow_own, find_tolerances, with_move, with_update
 from autoaccum.workload.batches import split_batch
 
 
@@ -82,8 +82,7 @@ class Verifier:
             self._compare(own.for_own(), "accumulate", window, tolerances)
 
     def _compare(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> None:
-        tolerances = with_update(tolerances, lab)
-        found = self._compared(lab, method, window, tolerances)
+        found, tolerances = self._compared(lab, method, window, tolerances)
         known = self._is_explained(found)
         self._comparisons.append(found)
         self._tell(Compared(found))
@@ -121,19 +120,27 @@ class Verifier:
             return lab, comparison, tolerances
         exact = lab.with_specimen(self._exact)
         bounds = find_tolerances(exact, precision="fp64", samples=sum(lab.sizes))
-        found = self._compared(exact, comparison.method, comparison.window, bounds)
+        found, bounds = self._compared(exact, comparison.method, comparison.window, bounds)
         if found.equal:
             self._note([f"in float64 there is no such difference: it is of {self._precision} alone"])
             return lab, comparison, tolerances
         self._note(["causes were sought in float64"])
         return exact, found, bounds
 
-    def _compared(self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances) -> Comparison:
-        other = lab.accumulated() if method == "accumulator" else lab.own()
-        differences = compare(lab.full(), other, tolerances)
+    def _compared(
+        self, lab: Laboratory, method: Any, window: Any, tolerances: Tolerances
+    ) -> tuple[Comparison, Tolerances]:
+        """The comparison, and what it was judged by; how rounding moves an update is asked only where it matters."""
+        full, other = lab.full(), lab.accumulated() if method == "accumulator" else lab.own()
+        tolerances = with_move(tolerances, lab)
+        differences = compare(full, other, tolerances)
+        if not all(one.equal for one in differences):
+            tolerances = with_update(tolerances, lab)
+            differences = compare(full, other, tolerances)
         if [one.quantity for one in differences if not one.equal] == ["update"]:
-            differences = compare(lab.full(), other, allow_own(tolerances, lab, other))
-        return Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
+            differences = compare(full, other, allow_own(tolerances, lab, other))
+        found = Comparison(method=method, window=window, micro_batches=lab.sizes, differences=differences)
+        return found, tolerances
 
     def _note_draws(self, lab: Laboratory, method: Any) -> None:
         if lab.mismatch is not None:

@@ -96,7 +96,7 @@ def test_rounding_is_no_fault_of_the_update(name: str) -> None:
         key: tensor if tensor is None else tensor + 1e-16 * torch.randn(tensor.shape, generator=noise)
         for key, tensor in runs.outcome.gradients.items()
     }
-    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     differences = compare(runs.outcome, runs.with_gradients(rounded), tolerances)
     assert all(difference.equal for difference in differences), differences
 
@@ -105,7 +105,7 @@ def test_rounding_is_no_fault_of_the_update(name: str) -> None:
 def test_a_gradient_that_is_off_is_seen(name: str) -> None:
     runs = Runs(OPTIMIZERS[name])
     wrong = {key: tensor if tensor is None else tensor * 0.25 for key, tensor in runs.outcome.gradients.items()}
-    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     _, gradients, _, update = compare(runs.outcome, runs.with_gradients(wrong), tolerances)
     assert not gradients.equal
     assert gradients.error == pytest.approx(0.75)
@@ -119,7 +119,7 @@ def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> N
     gradients = {**runs.outcome.gradients, "0.weight": None}
     runs.outcome = runs.with_gradients(gradients)
     zeros = {**gradients, "0.weight": torch.zeros(8, 5, dtype=torch.float64)}
-    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     _, gradient, _, update = compare(runs.outcome, runs.with_gradients(zeros), tolerances)
     assert gradient.equal
     assert not update.equal
@@ -140,7 +140,7 @@ class Amplifying(torch.optim.Optimizer):
 
 def test_an_optimizer_that_amplifies_rounding_is_held_against_itself() -> None:
     runs = Runs(Amplifying)
-    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     gradients = {name: None if one is None else one * (1 + 1e-12) for name, one in runs.outcome.gradients.items()}
     other = runs.with_gradients(gradients)
     allowed = allow_own(dataclasses.replace(tolerances, update={}), runs, other)
@@ -208,7 +208,7 @@ def test_sparse_gradients_stay_sparse() -> None:
 
 def test_errors_of_an_update_are_relative_to_how_far_it_moves() -> None:
     runs = Runs(OPTIMIZERS["AdamW"])
-    tolerances = find_tolerances(runs, precision="fp64", samples=16)
+    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     assert tolerances.largest_move == pytest.approx(0.1, rel=1e-2)
     assert runs.outcome.parameters["3.bias"].shape == (3,)
     off = {**runs.outcome.parameters, "3.bias": runs.outcome.parameters["3.bias"] + 0.001}
