@@ -36,7 +36,7 @@ HOMES = {
 WITHOUT_TORCH = (
     "errors.py",
     "units.py",
-    "accumulation/company.py",
+    "accumulation/company/findings.py",
     "accumulation/schedule.py",
     "planning/search.py",
     "planning/records.py",

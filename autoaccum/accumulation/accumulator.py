@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.norms.modes import checked_batchnorm
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
 from autoaccum.accumulation.backpropagation import LossRecord
-from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.interrupts import HeldInterrupts
+from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
+from autoaccum.accumulation.norms.outside import OutsideNorms
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.outside import OutsideNorms
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import is_context_dead

@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from autoaccum.accumulation.allotment import TOO_LONG, TooLong
-from autoaccum.accumulation.calls import Follower, Measurer, Recorder, following
-from autoaccum.accumulation.calm import calm
-from autoaccum.accumulation.company import ITSELF as ITSELF
-from autoaccum.accumulation.company import Coupling as Coupling
-from autoaccum.accumulation.divergence import Comparer, Divergence
-from autoaccum.accumulation.draw_joins import IndexMismatch
-from autoaccum.accumulation.draws import DrawMismatch, Draws
-from autoaccum.accumulation.entries import exchanged
-from autoaccum.accumulation.interaction import Interactions
+from autoaccum.accumulation.company.allotment import TOO_LONG, TooLong
+from autoaccum.accumulation.company.divergence import Comparer, Divergence
+from autoaccum.accumulation.company.entries import exchanged
+from autoaccum.accumulation.company.findings import ITSELF as ITSELF
+from autoaccum.accumulation.company.findings import Coupling as Coupling
+from autoaccum.accumulation.company.interaction import Interactions
+from autoaccum.accumulation.company.module_calls import Follower, Measurer, Recorder, following
+from autoaccum.accumulation.draws.calm import calm
+from autoaccum.accumulation.draws.draws import DrawMismatch, Draws
+from autoaccum.accumulation.draws.joins import IndexMismatch
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import map_tensors, own_randomness
 from autoaccum.workload.weights import Objective

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from autoaccum.accumulation.company import Coupling
+from autoaccum.accumulation.company.findings import Coupling
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.

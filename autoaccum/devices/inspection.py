@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.coupling_check import check_workload
+from autoaccum.accumulation.company.check import check_workload
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.devices.activations import count_sample_bytes

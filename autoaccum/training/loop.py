@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.results import StepResult
 from autoaccum.training.checkpoints.keeping import Keeper
-from autoaccum.training.company import CompanyCheck
+from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.window import Window
 from autoaccum.training.evaluation.evaluating import Evaluator

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.verification.outcomes import Outcome
+from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.verification.records import Difference, Quantity
 
 _FLOOR = 1e-3

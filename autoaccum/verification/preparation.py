@@ -14,11 +14,11 @@ from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
 from autoaccum.verification.events import Slow
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change
+from autoaccum.verification.laboratory.runs import time_forward
+from autoaccum.verification.laboratory.specimen import Precision, Specimen
 from autoaccum.verification.request import VerifyRequest
-from autoaccum.verification.runs import time_forward
-from autoaccum.verification.specimen import Precision, Specimen
 from autoaccum.verification.subjects import Subject
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code

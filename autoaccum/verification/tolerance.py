@@ -13,7 +13,7 @@ from torch import Tensor
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import Tolerances as Tolerances
 from autoaccum.verification.comparing import compare, largest_entry
-from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 
 DOUBLE = 1e-10
 """In float64: rounding takes 1e-16 per operation, a fault more than this."""

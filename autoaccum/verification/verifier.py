@@ -12,11 +12,11 @@ from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
 from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.events import Begun, Compared, Diagnosing
-from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.specimen import Precision, Specimen
 from autoaccum.verification.preparation import ONE_VALUE, Preparation
 from autoaccum.verification.records import Cause, Comparison, Verification
 from autoaccum.verification.request import VerifyRequest, last_window, loaded_window, whole_window
-from autoaccum.verification.specimen import Precision, Specimen
 from autoaccum.verification.subjects import Subject
 from autoaccum.verification.tolerance import allow_own, find_tolerances, with_move, with_update
 from autoaccum.workload.batches import split_batch

@@ -18,9 +18,9 @@ from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.events import Event
+from autoaccum.verification.laboratory.specimen import surroundings_of
 from autoaccum.verification.records import Verification
 from autoaccum.verification.request import VerifyRequest
-from autoaccum.verification.specimen import surroundings_of
 from autoaccum.verification.subjects import find_subject
 from autoaccum.verification.verifier import Verifier
 from autoaccum.workload.tracebacks import exit_blamed

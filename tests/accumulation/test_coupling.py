@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.allotment import TOO_LONG, TooLong
-from autoaccum.accumulation.company import ITSELF, Coupling
+from autoaccum.accumulation.company.allotment import TOO_LONG, TooLong
+from autoaccum.accumulation.company.findings import ITSELF, Coupling
 from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.weights import resolve_objective

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.company import ITSELF, Coupling
+from autoaccum.accumulation.company.findings import ITSELF, Coupling
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
@@ -132,7 +132,7 @@ def test_a_frozen_batchnorm_couples_nothing() -> None:
 
 @pytest.mark.parametrize("limit", ["_MOST_SECONDS", "_WIDE_PARAMETERS"])
 def test_what_takes_too_long_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("accumulation.coupling_check", "workload.experiments"):
+    for module in ("accumulation.company.check", "workload.experiments"):
         monkeypatch.setattr(f"autoaccum.{module}.{limit}", 0, raising=False)
     found = inspect(small.Centring)
     assert found.coupling is not None

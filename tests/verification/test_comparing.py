@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nan, tensor
 
 from autoaccum.verification.comparing import Tolerances, compare, largest_entry
-from autoaccum.verification.outcomes import Outcome
+from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.verification.records import Difference
 
 TOLERANCES = Tolerances(relative=1e-10)

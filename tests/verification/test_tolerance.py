@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import compare
-from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 from autoaccum.verification.tolerance import DOUBLE, Tolerances, allow_own, find_tolerances, with_update
 
 TARGETS = torch.arange(16) % 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autoaccum.verification.laboratory import Laboratory
+from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.workload.candidates import Candidate, count_tables
 
 

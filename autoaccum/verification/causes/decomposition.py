@@ -9,8 +9,8 @@ from functools import cached_property
 from torch import Tensor
 
 from autoaccum.verification.causes.factors import Factors, find_factors, find_residual, flatten
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change, Outcome
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change, Outcome
 
 
 class Decomposition:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import listed
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 
 _NONE = 1e-12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoaccum.accumulation.company import ITSELF
+from autoaccum.accumulation.company.findings import ITSELF
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.verification.causes.couplings import (
     batchnorm_cause,
@@ -25,8 +25,8 @@ from autoaccum.verification.causes.states import draw_cause, hook_cause, state_c
 from autoaccum.verification.causes.wholes import explain_whole
 from autoaccum.verification.causes.words import listed
 from autoaccum.verification.comparing import Tolerances
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import UNCHANGED, Change
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change
 from autoaccum.verification.records import Cause, Comparison
 
 _FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"

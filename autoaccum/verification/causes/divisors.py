@@ -11,8 +11,8 @@ from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.weights import own_shares
 from autoaccum.verification.causes.words import listed, numbers
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.batches import join_batches
 

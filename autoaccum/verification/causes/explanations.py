@@ -15,7 +15,7 @@ from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.weights import SUM, Weigher, Weighting
 from autoaccum.verification.causes.words import listed
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.comparisons import name_term
 from autoaccum.workload.weighting import advise

@@ -11,8 +11,8 @@ from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import Tolerances, compare
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 from autoaccum.verification.records import Comparison, Difference, Quantity
 
 _SLACK = 16.0

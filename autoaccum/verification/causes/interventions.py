@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Generic, Literal, TypeVar
 
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.outcomes import UNCHANGED, Change
+from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change
 
 Explanation = TypeVar("Explanation")
 

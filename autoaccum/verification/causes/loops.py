@@ -14,8 +14,8 @@ from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.patterns import Cut, Fault, find_scale, is_close, name_fault
 from autoaccum.verification.causes.weights import SUM, own_shares, share
 from autoaccum.verification.causes.words import numbers
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change, Outcome
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change, Outcome
 from autoaccum.verification.records import Cause, CauseKind
 from autoaccum.workload.candidates import count_candidates
 

@@ -13,8 +13,8 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.factors import flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.weights import SUM
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.batches import batch_size, join_batches
 from autoaccum.workload.candidates import Candidate, count_candidates

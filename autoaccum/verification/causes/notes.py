@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from autoaccum.verification.causes.words import listed
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Outcome
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.workload import nests
 from autoaccum.workload.candidates import count_candidates
 

@@ -10,8 +10,8 @@ from autoaccum.accumulation.shares import make_shares
 from autoaccum.verification.causes.class_weights import count_class_weights
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.laboratory import Laboratory
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.workload.candidates import Candidate, count_candidates
 from autoaccum.workload.weights import match_weights
 

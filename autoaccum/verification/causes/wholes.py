@@ -9,15 +9,15 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.calm import calm
+from autoaccum.accumulation.draws.calm import calm
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.bench import Bench
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.factors import find_factors
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import LARGER, listed
-from autoaccum.verification.outcomes import Change
+from autoaccum.verification.laboratory.bench import Bench
+from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.candidates import find_leaves
 from autoaccum.workload.experiments import map_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoaccum.accumulation.company import ITSELF
+from autoaccum.accumulation.company.findings import ITSELF
 
 LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
 """The way out where parts cannot be exact."""

@@ -1,0 +1,1 @@
+"""The random draws of one run, given to another of the same batch."""

@@ -1,0 +1,1 @@
+"""What BatchNorm sees and remembers of an update in parts, by mode."""

@@ -1,0 +1,78 @@
+"""Are samples coupled? A training says so before its first update; what no plan knows it finds out for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.company.check import SAMPLES, check_live
+from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.copies import StateCopy
+from autoaccum.accumulation.planned import unwrapped
+from autoaccum.accumulation.randomness import RandomState, own_generators, seeded_devices
+from autoaccum.accumulation.reach import find_held, find_reachable
+from autoaccum.errors import AutoaccumError
+from autoaccum.training.events import Noted
+from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.workload.batches import batch_size, join_batches, split_batch
+from autoaccum.workload.experiments import is_large
+
+
+class CompanyCheck:
+    """Makes the experiment of `accumulation.company.check` once, on a copy, with samples of the first update.
+
+    Nothing of the training is changed by it: a forward of the loss may reach the model itself, a teacher, or their
+    generators, and all of them are put back.
+
+    Args:
+        trainee: What is trained.
+        known: What its plan knows; None: there is no plan, or it was not looked.
+        tell: Is told what was found, where several micro-batches make an update.
+    """
+
+    def __init__(self, trainee: Trainee, known: Coupling | None, tell: Callable[[Any], None]) -> None:
+        self._trainee, self._known, self._tell = trainee, known, tell
+        self._has_looked = False
+
+    def look(self, parts: Sequence[Any]) -> None:
+        """Look at the parts of an update; only the first that has several is looked at."""
+        if self._has_looked or len(parts) < 2:
+            return
+        self._has_looked = True
+        found = self._known or _find_out(self._trainee, _take(parts))
+        # Of BatchNorms the Accumulator itself warns, and knows more.
+        told = () if self._trainee.batchnorm == "frozen" else batchnorm_names(self._trainee.model)
+        for sentence in found.warnings(told):
+            self._tell(Noted(sentence))
+
+
+def _take(parts: Sequence[Any]) -> Any:
+    """Some samples of an update; None where there are too few, or its parts differ in their form."""
+    taken: list[Any] = []
+    while sum(map(batch_size, taken)) < SAMPLES and len(taken) < len(parts):
+        taken.append(parts[len(taken)])
+    try:
+        joined = join_batches(taken)
+        return split_batch(joined, [SAMPLES, batch_size(joined) - SAMPLES])[0]
+    except (AutoaccumError, RuntimeError):
+        return None
+
+
+def _find_out(trainee: Trainee, batch: Any) -> Coupling:
+    if batch is None:
+        return Coupling(reason="the first update has too few samples, or parts of several forms")
+    model, objective = trainee.model, trainee.objective
+    criterion = None if objective.criterion is None else objective.criterion.function
+    held = find_held(unwrapped(model), trainee.optimizer)
+    modules, generators = find_reachable((objective.loss_function, criterion), held)
+    reached = [*model.modules(), *(inner for module in modules.values() for inner in module.modules())]
+    if any(is_large(module) for module in (model, *modules.values())):
+        return Coupling(reason="what is to be copied is too large")
+    chance = RandomState(seeded_devices(), [*generators, *own_generators(reached)])
+    state = StateCopy([model, *modules.values()], on_host=True, inside=True)
+    try:
+        return check_live(model, objective, batch, trainee.batchnorm)
+    finally:
+        state.restore()
+        chance.restore()

@@ -1,0 +1,76 @@
+"""Python's and NumPy's generators that a workload may draw from: the global ones, and those that its code names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+
+import numpy as np
+from torch import nn
+
+from autoaccum.accumulation.draws.host_draws import of_host
+from autoaccum.accumulation.randomness import Generator, generator_rewind
+from autoaccum.accumulation.reach import find_reachable
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import is_user_file
+
+_OTHER_SEED = 1
+
+
+def named_generators(workload: Workload, model: nn.Module) -> list[Generator]:
+    """Those of Python and NumPy that the workload's functions hold or name, and the user's classes of its model."""
+    objective = workload.objective
+    modules = list(model.modules())
+    functions = [objective.loss_function, objective.weight_function, workload.accumulate]
+    if objective.criterion is not None:
+        functions.append(objective.criterion.function)
+        if isinstance(objective.criterion.function, nn.Module):
+            modules.extend(objective.criterion.function.modules())
+    _, found = find_reachable([*(function for function in functions if function is not None), *_methods(modules)])
+    return of_host(found)
+
+
+def host_state() -> tuple[bytes, bytes]:
+    """Where Python's and NumPy's global generators are, to be compared."""
+    kind, keys, *rest = np.random.get_state()
+    return repr(random.getstate()).encode(), repr((kind, rest)).encode() + np.asarray(keys).tobytes()
+
+
+@contextmanager
+def seeded_otherwise(generators: Sequence[Generator]) -> Iterator[None]:
+    """Have the global generators, and these, begin elsewhere than all runs do; these are put back."""
+    rewinds = [generator_rewind(generator) for generator in generators]
+    random.seed(_OTHER_SEED)
+    np.random.seed(_OTHER_SEED)
+    for generator in generators:
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(_OTHER_SEED).state
+        elif isinstance(generator, (random.Random, np.random.RandomState)):
+            generator.seed(_OTHER_SEED)
+    try:
+        yield
+    finally:
+        for rewind in rewinds:
+            rewind()
+
+
+def whose(before: tuple[bytes, bytes], generators: Sequence[Generator]) -> str:
+    """Whose generators may have been drawn from: the global ones that are elsewhere now, and these.
+
+    >>> whose(host_state(), [random.Random(1)])
+    "Python's"
+    """
+    now = host_state()
+    is_python = now[0] != before[0] or any(isinstance(one, random.Random) for one in generators)
+    is_numpy = now[1] != before[1] or not all(isinstance(one, random.Random) for one in generators)
+    return " and ".join(name for name, used in (("Python's", is_python), ("NumPy's", is_numpy)) if used)
+
+
+def _methods(modules: Sequence[nn.Module]) -> Iterator[FunctionType]:
+    """Of the user's own classes."""
+    for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
+        for value in vars(kind).values():
+            if isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
+                yield value

@@ -1,0 +1,201 @@
+"""What is verified: copies of a workload's model, criterion and optimizer that all begin alike."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.draws.host_draws import of_host
+from autoaccum.accumulation.planned import unwrapped
+from autoaccum.accumulation.randomness import generator_rewind, own_generators
+from autoaccum.errors import WorkloadError
+from autoaccum.verification.laboratory.chance import named_generators
+from autoaccum.verification.laboratory.doubles import double_module, in_double, widened
+from autoaccum.verification.laboratory.surroundings import Surroundings
+from autoaccum.workload.batches import move_batch
+from autoaccum.workload.nests import type_name
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.weights import Objective
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+_LOSS_SCALE = 256.0
+"""Enough for gradients of a loss near 1, and far from overflow."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One copy, to be run once.
+
+    Attributes:
+        model: In training mode, on its device.
+        objective: The loss, with a criterion of its own.
+        optimizer: Of this model.
+    """
+
+    model: nn.Module
+    objective: Objective
+    optimizer: Optimizer
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """The model, and the criterion where it is a module."""
+        criterion = self.objective.criterion
+        function = None if criterion is None else criterion.function
+        return {"": self.model, **({"criterion": function} if isinstance(function, nn.Module) else {})}
+
+
+class Specimen:
+    """A workload in one precision on one device; each run gets a copy of its own, so that nothing one changes lasts.
+
+    What a compiled model was compiled from is taken: the arithmetic is the same, and copies compile nothing.
+
+    Attributes:
+        precision: `fp64` runs all in float64, whatever the workload trains in; the others as the Accumulator does.
+        device: Where.
+        workload: As it was given.
+        generators: Of Python and NumPy, those that its functions and classes name: each run begins with them alike.
+        keeps_generators: Whether modules of the model keep some, of which each run has copies.
+        loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
+
+    Args:
+        workload: What is verified.
+        precision: See there.
+        device: Where runs are made; the model is moved there.
+        optimizer: A live optimizer of the workload's very model, which is copied with its state; None: one is made
+            for each copy.
+
+    Raises:
+        WorkloadError: The model cannot be copied, or there is no optimizer to be made of it.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        precision: Precision = "fp64",
+        device: torch.device | str = "cpu",
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.workload, self.precision = workload, precision
+        self.device = torch.device(device)
+        self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
+        self._surroundings = surroundings_of(workload)
+        self._objective = workload.objective
+        model = unwrapped(workload.build_model())
+        memo: dict[int, Any] = {}
+        self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
+        self._model = self._placed(model if self._is_rebuilt else _copied(model, memo))
+        self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
+        if self._optimizer is not None:
+            self._cast_state(self._optimizer)
+        self.generators = named_generators(workload, self._model)
+        self.keeps_generators = bool(of_host(own_generators(self._model.modules())))
+
+    def fresh(self) -> Trained:
+        """A copy as training begins with it; what the user's functions name stands as it did, too."""
+        self._surroundings.put_back()
+        if self.precision == "fp64":
+            self._surroundings.widen()
+        memo: dict[int, Any] = {}
+        model = self._rebuilt() if self._is_rebuilt else _copied(self._model, memo)
+        objective = self._own_objective()
+        if self._optimizer is not None:
+            return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
+        return Trained(model, objective, self.workload.build_optimizer(model))
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """A batch as runs are given it: on the device, in float64 where that is the precision."""
+        return move_batch(widened(batch) if self.precision == "fp64" else batch, self.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around every run: in its precision, without compiling; generators that are named are put back behind it."""
+        with ExitStack() as stack:
+            for generator in self.generators:
+                stack.callback(generator_rewind(generator))
+            stack.enter_context(in_double() if self.precision == "fp64" else nullcontext())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.device)
+        return double_module(model) if self.precision == "fp64" else model
+
+    def _rebuilt(self) -> nn.Module:
+        """Another model of the workload's, with the weights and buffers of the first."""
+        model = self._placed(unwrapped(self.workload.build_model()))
+        model.load_state_dict(self._model.state_dict())
+        return model
+
+    def _cast_state(self, optimizer: Optimizer) -> None:
+        optimizer.load_state_dict(optimizer.state_dict())  # Casts to the parameters' dtype and device, but for `step`.
+
+    def _own_objective(self) -> Objective:
+        """The objective with a copy of its criterion, placed as the model is."""
+        objective = self._objective
+        criterion = objective.criterion
+        if criterion is None:
+            return objective
+        function: Any = criterion.function
+        if isinstance(function, nn.Module):
+            function = self._placed(copy.deepcopy(function))
+        elif isinstance(function, functools.partial):
+            keywords = self.prepare_batch(dict(function.keywords))
+            function = functools.partial(function.func, *function.args, **keywords)
+        return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
+
+
+def surroundings_of(workload: Workload) -> Surroundings:
+    """What the functions of a workload name outside of its model."""
+    objective = workload.objective
+    criterion = None if objective.criterion is None else objective.criterion.function
+    return Surroundings([objective.loss_function, objective.weight_function, criterion, workload.accumulate])
+
+
+def _can_be_copied(model: nn.Module) -> bool:
+    try:
+        copy.deepcopy(model)
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+    return True
+
+
+def _is_built_anew(workload: Workload, model: nn.Module) -> bool:
+    """Whether the workload's model is a function that makes another one each time."""
+    return not isinstance(workload.model, nn.Module) and unwrapped(workload.build_model()) is not model
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        made = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise WorkloadError(
+            f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
+            hint="verify compares runs of equal copies: keep locks, files and computed tensors out of the model",
+        ) from error
+    for parameter, own in zip(model.parameters(), made.parameters(), strict=True):
+        gradient_hooks, accumulation_hooks = tensor_hooks(parameter)
+        for hook in list((gradient_hooks or {}).values()):  # `deepcopy` leaves them out.
+            own.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in list((accumulation_hooks or {}).values()):
+            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy for the copied model; `deepcopy` leaves out what a class of the user's own keeps in further attributes."""
+    made = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(made) and not callable(value):  # A patched `step` would be the original's.
+            setattr(made, name, copy.deepcopy(value, memo))
+    return made

@@ -1,0 +1,407 @@
+"""BatchNorm's modes: whose running statistics, whose gradient, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_training import CRITERION, batch_of, sgd
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
+from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.errors import UsageError
+from autoaccum.workload.modes import MODES
+
+TOLERANCE = 1e-10
+FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+
+
+def small(**settings: Any) -> nn.Sequential:
+    """Its first BatchNorm sees the samples themselves, so that its statistics are known whatever the weights."""
+    return nn.Sequential(nn.BatchNorm1d(5, **settings), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def trained(model: nn.Module, batch: tuple[Tensor, Tensor], mode: str, micro_batch: int = 3, **options: Any) -> None:
+    """One update of an SGD whose rate is 1, so that parameters tell the gradient."""
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=micro_batch, batchnorm=mode, **options)  # type: ignore[arg-type]
+    assert accumulator.step(batch).updated
+
+
+def train_whole(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """The same by plain PyTorch, from the batch as a whole."""
+    optimizer = sgd(model)
+    optimizer.zero_grad()
+    torch.autograd.backward(CRITERION(model(batch[0]), batch[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def updates_of(module: nn.Module) -> int:
+    """How many updates a BatchNorm has counted."""
+    return int(module.get_buffer("num_batches_tracked"))
+
+
+def differing(one: nn.Module, other: nn.Module, tolerance: float = TOLERANCE) -> list[str]:
+    """Names of what differs in the states of two models."""
+    theirs = other.state_dict()
+    return [
+        name
+        for name, value in one.state_dict().items()
+        if not torch.allclose(value.double(), theirs[name].double(), rtol=tolerance, atol=tolerance)
+    ]
+
+
+def test_every_mode_has_something_that_runs_it() -> None:
+    assert tuple(BACKPROPAGATIONS) == MODES
+
+
+@FORGIVING
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.3}, {"momentum": None}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("micro_batch", [2, 4, 5, 11])
+def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro_batch: int) -> None:
+    model = small(**settings)
+    whole = copy.deepcopy(model)
+    for _ in range(3):
+        batch = batch_of(11 if micro_batch != 2 else 8)
+        trained(model, batch, "running", micro_batch)
+        train_whole(whole, batch)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(model[0], name), getattr(whole[0], name), rtol=TOLERANCE, atol=TOLERANCE)
+    assert model[0].momentum == settings.get("momentum", 0.1)
+    assert updates_of(model[2]) == 3
+
+
+def test_a_single_part_is_pytorch_s_own_update() -> None:
+    model, batch = small(), batch_of(6)
+    whole = copy.deepcopy(model)
+    trained(model, batch, "running", micro_batch=6)
+    train_whole(whole, batch)
+    assert not differing(model, whole)
+
+
+@FORGIVING
+def test_running_leaves_the_gradient_as_micro_has_it() -> None:
+    model, batch = small(), batch_of(11)
+    micro = copy.deepcopy(model)
+    trained(model, batch, "running")
+    trained(micro, batch, "micro")
+    assert set(differing(model, micro)) == {
+        f"{index}.{name}" for index in (0, 2) for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+class Images(nn.Module):
+    """A convolutional BatchNorm that is called twice in each forward, and one within a checkpointed block."""
+
+    def __init__(self, *, checkpointed: bool = True, reentrant: bool = False) -> None:
+        super().__init__()
+        self.shared = nn.BatchNorm2d(2)
+        self.block = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
+        self.head = nn.Linear(3, 3)
+        self.checkpointed, self.reentrant = checkpointed, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x) + self.shared(input=2 * x + 1)
+        x = checkpoint(self.block, x, use_reentrant=self.reentrant) if self.checkpointed else self.block(x)
+        return torch.as_tensor(self.head(x.mean((2, 3))))
+
+
+def images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 2, 5, 5).double() * 3 + 1, torch.randint(0, 3, (size,))
+
+
+@FORGIVING
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_shared_batchnorm_takes_its_calls_in_order_and_a_checkpoint_counts_once(reentrant: bool) -> None:
+    model, batch = Images(reentrant=reentrant).double(), images(7)
+    whole = copy.deepcopy(model)
+    whole.checkpointed = False
+    trained(model, batch, "running")
+    train_whole(whole, batch)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(model.shared, name), getattr(whole.shared, name), rtol=1e-10, atol=1e-10)
+    block: Any = model.block
+    assert updates_of(block[1]) == 1
+    assert updates_of(model.shared) == 2
+
+
+class Activated(nn.BatchNorm2d):
+    """A forward of its own, as timm's BatchNormAct2d has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.momentum
+        assert self.num_batches_tracked is not None
+        assert factor is not None
+        self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        x = nn.functional.batch_norm(x, *statistics, self.weight, self.bias, self.training, factor, self.eps)
+        return x.relu()
+
+
+@FORGIVING
+def test_a_batchnorm_with_a_forward_of_its_own() -> None:
+    model, batch = nn.Sequential(Activated(2), nn.AvgPool2d(5), nn.Flatten(), nn.Linear(2, 3)).double(), images(7)
+    whole = copy.deepcopy(model)
+    trained(model, batch, "running")
+    train_whole(whole, batch)
+    assert not {"0.running_mean", "0.running_var", "0.num_batches_tracked"} & set(differing(model, whole))
+
+
+@FORGIVING
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+def test_a_synchronised_batchnorm_in_one_process_is_a_batchnorm(mode: str) -> None:
+    model, batch = small(), batch_of(8)
+    model(batch_of(9)[0])
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))  # type: ignore[no-untyped-call]
+    trained(model, batch, mode)
+    trained(synchronised, batch, mode)
+    assert not differing(model, synchronised)
+
+
+@FORGIVING
+def test_statistics_that_are_no_longer_tracked_stay_as_they_are() -> None:
+    model = small()
+    vars(model[0])["track_running_stats"] = False
+    trained(model, batch_of(8), "running")
+    assert not model[0].get_buffer("running_mean").any()
+    assert (updates_of(model[0]), updates_of(model[2])) == (0, 1)
+
+
+@FORGIVING
+def test_running_statistics_under_autocast_stay_in_float32() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    batch = batch_of(11, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = model[0](batch[0]).double()
+    trained(model, batch, "running", precision="bf16")
+    mean, variance = (model[1].get_buffer(name) for name in ("running_mean", "running_var"))
+    assert mean.dtype == variance.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), 0.1 * seen.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(variance.double(), 0.9 + 0.1 * seen.var(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_frozen_gives_exactly_the_gradient_of_a_full_batch_that_is_frozen(checkpointed: bool) -> None:
+    model, batch = Images(checkpointed=checkpointed).double(), images(7)
+    for _ in range(2):
+        model(images(9)[0])
+    whole = copy.deepcopy(model)
+    for module in whole.modules():
+        module.training = not isinstance(module, nn.BatchNorm2d)
+    trained(model, batch, "frozen")
+    train_whole(whole, batch)
+    assert not differing(model, whole)
+    assert all(module.training for module in model.modules())
+
+
+def test_frozen_takes_a_part_of_one_sample_and_trains_weight_and_bias() -> None:
+    model = small()
+    model(batch_of(9)[0])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trained(model, batch_of(4), "frozen", micro_batch=1)
+    after = model.state_dict()
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert same == {name for name, _ in model.named_buffers()}
+
+
+def test_modules_at_rest_stay_at_rest_in_every_mode() -> None:
+    for mode in MODES:
+        model = small().eval()
+        model[1].train()
+        model(batch_of(3)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if mode == "frozen" else "error", AccumulationWarning)
+            trained(model, batch_of(8), mode)
+        assert [module.training for module in model] == [False, True, False, False]
+        assert updates_of(model[0]) == 0
+
+
+def test_what_is_said_of_each_mode() -> None:
+    cases: list[tuple[str, nn.Module, str | None]] = [
+        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0, 2: .*"running".*"frozen".*GroupNorm'),
+        ("running", small(), r"in 0, 2: running statistics are the full batch's, the gradient is not"),
+        ("running", small(track_running_stats=False), r"but for 0, which keep none, the gradient is not"),
+        ("running", nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)), r"there are no run"),
+        ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),
+    ]
+    for mode, model, said in cases:
+        with pytest.warns(AccumulationWarning, match=said) as caught:
+            trained(model.double(), batch_of(8), mode)
+        assert [warning.filename for warning in caught] == [__file__]
+    for mode, model in (("running", nn.Linear(5, 3)), ("frozen", nn.Linear(5, 3))):
+        trained(model.double(), batch_of(8), mode)
+
+
+def test_each_accumulator_warns_once() -> None:
+    model = small()
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4, batchnorm="running")
+    accumulator.step(batch_of(4))
+    with pytest.warns(AccumulationWarning, match="the gradient is not"):
+        accumulator.step(batch_of(8))
+    accumulator.step(batch_of(8))
+
+
+def test_modes_that_cannot_be_had_are_refused() -> None:
+    model = small(track_running_stats=False)
+    with pytest.raises(UsageError, match=r'"frozen", and 0 keep no running statistics') as refused:
+        Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm="frozen")
+    assert "GroupNorm" in (refused.value.hint or "")
+    for unknown in ("exact", "eval", 3):
+        with pytest.raises(UsageError, match=f"no batchnorm mode {unknown!r}") as refused:
+            Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm=unknown)  # type: ignore[arg-type]
+        assert refused.value.hint == 'take one of "micro", "running", "frozen"'
+
+
+def test_a_mode_is_the_plan_s_and_another_than_the_plan_s_is_refused() -> None:
+    model = small()
+    model(batch_of(9)[0])
+    before = model[0].get_buffer("running_mean").clone()
+    plan: Any = SimpleNamespace(micro_batch=3, workload={"batchnorm": "frozen"}, device={})
+    Accumulator(model, sgd(model), CRITERION, plan=plan).step(batch_of(8))
+    assert torch.equal(model[0].get_buffer("running_mean"), before)
+    with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm micro"):
+        Accumulator(model, sgd(model), CRITERION, plan=plan, batchnorm="micro")
+    plan.workload["batchnorm"] = "exact"
+    with pytest.raises(UsageError, match="no batchnorm mode 'exact'"):
+        Accumulator(model, sgd(model), CRITERION, plan=plan)
+
+
+def attributes_of(model: nn.Module) -> list[Any]:
+    """What a mode changes for a while and no digest sees."""
+    return [
+        (module.momentum, len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+        if isinstance(module, nn.BatchNorm2d)
+    ]
+
+
+@FORGIVING
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, shortage_at: Any) -> None:
+    torch.manual_seed(3)
+    pristine, batch = Images(checkpointed=False).double(), images(5)
+    whole = copy.deepcopy(pristine)
+    trained(whole, batch, mode, micro_batch=1 if mode == "frozen" else 3)
+    for number in itertools.count(0, 7):
+        model = copy.deepcopy(pristine)
+        optimizer = sgd(model)
+        options: Any = {"micro_batch": 3, "recover": False, "batchnorm": mode}
+        accumulator = Accumulator(model, optimizer, CRITERION, **options)
+        before, attributes = state_digest(model, optimizer), attributes_of(model)
+        with shortage_at(number) as injected, suppress(torch.OutOfMemoryError):
+            accumulator.step(batch)
+        assert attributes_of(model) == attributes
+        if not injected.fired:
+            break
+        assert state_digest(model, optimizer) == before
+        accumulator.step(batch)
+        assert not differing(model, whole)
+    assert number > 60
+
+
+@FORGIVING
+def test_a_repeated_attempt_counts_the_batch_once(shortage_at: Any) -> None:
+    model, batch = small(), batch_of(12)
+    whole = copy.deepcopy(model)
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=6, batchnorm="running")
+    with shortage_at(20, lambda: accumulator.phase == "forward"):
+        result = accumulator.step(batch)
+    assert (result.retries, result.micro_batches) == (1, (4, 4, 4))
+    train_whole(whole, batch)
+    assert not [name for name in differing(model, whole) if name.startswith("0.running")]
+    assert updates_of(model[0]) == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+@FORGIVING
+def test_whatever_is_raised_within_a_batchnorm_its_settings_come_back(mode: str, kind: type[BaseException]) -> None:
+    class Failing(nn.BatchNorm1d):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            outputs = super().forward(input)
+            Failing.calls += 1
+            if Failing.calls == 2:
+                raise kind("within")
+            return outputs
+
+    model = nn.Sequential(Failing(5), nn.Linear(5, 3)).double()
+    optimizer, batch = sgd(model), batch_of(8)
+    before = state_digest(model, optimizer)
+    with pytest.raises(kind, match="within"):
+        trained(model, batch, mode)
+    assert state_digest(model, optimizer) == before
+    assert model[0].momentum == pytest.approx(0.1)
+    assert model[0].training
+    assert not model[0]._forward_hooks
+
+
+@FORGIVING
+def test_parts_without_weight_do_not_count() -> None:
+    model, (x, targets) = small(), batch_of(6)
+    targets[:3] = CRITERION.ignore_index
+    whole = copy.deepcopy(model)
+    trained(model, (x, targets), "running")
+    train_whole(whole, (x[3:], targets[3:]))
+    assert not differing(model, whole)
+
+
+def test_code_that_goes_around_the_module_finds_its_own_momentum() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(5), nn.Linear(5, 3)
+            self.seen: list[Any] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(self.norm.momentum)
+            return torch.as_tensor(self.head(self.norm(x)))
+
+    model: Any = Around().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)
+        trained(model, batch_of(8), "running")
+    assert model.seen == [0.1] * 3
+
+
+def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
+    """With m' = 1 - (1 - m)^(1/K), K micro-batches together decay old statistics as one batch does with m.
+
+    Since (1 - m')^K = 1 - m, the new ones weigh m in all, and the mean is tracked alike, but for their order. Of the
+    variance the part between micro-batches is missed (law of total variance), and what is normalised stays the same.
+    """
+    updates, momentum, start = 20, 0.1, 8.0
+    window = [torch.randn(500, 2).double() + level for level in (-3.0, 3.0, 3.0, -3.0)]
+    batch = torch.cat(window)
+    whole, own, corrected = (nn.BatchNorm1d(2).double() for _ in range(3))
+    corrected.momentum = 1 - (1 - momentum) ** (1 / len(window))
+    for norm in (whole, own, corrected):
+        norm.get_buffer("running_mean").fill_(start)
+    for _ in range(updates):
+        whole(batch)
+        for part in window:
+            own(part)
+            corrected(part)
+    decay = (1 - momentum) ** updates
+    mean = batch.mean(0) + decay * (start - batch.mean(0))
+    torch.testing.assert_close(whole.get_buffer("running_mean"), mean)
+    torch.testing.assert_close(corrected.get_buffer("running_mean"), mean, rtol=0.0, atol=0.1)
+    assert float((own.get_buffer("running_mean") - mean).abs().min()) > 0.5
+    missed = whole.get_buffer("running_var") - corrected.get_buffer("running_var")
+    between = torch.stack([part.mean(0) for part in window]).var(0, correction=0)
+    torch.testing.assert_close(missed, (1 - decay) * between, rtol=0.02, atol=0.0)
+    outputs = corrected(window[0])
+    assert torch.equal(outputs, own(window[0]))
+    assert float((outputs - whole(batch)[:500]).detach().abs().mean()) > 0.5

@@ -1,0 +1,140 @@
+"""A training with a micro-batch of its own says before its first update whether samples are coupled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import coupled_models as small
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.digest import Hasher
+from autoaccum.training.coupling_watch import CompanyCheck
+from autoaccum.training.events import Noted, Updated
+from autoaccum.training.results import FitResult
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
+    pytest.mark.filterwarnings("ignore:teacher.1 ran in training mode and is no part of the model"),
+]
+
+
+@dataclass
+class Trained:
+    """As much of a trainee as a check needs that looks at nothing."""
+
+    model: nn.Module
+    batchnorm: str = "micro"
+
+
+def fit(model: nn.Module, loss: Any, *, micro_batch: int = 4, **more: Any) -> FitResult:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(16, small.WIDTH), torch.randn(16, 3))
+    settings: dict[str, Any] = {"target_batch": 8, "steps": 2, "progress": False, "loss": loss, "device": "cpu"}
+    return autoaccum.fit(model, data, micro_batch=micro_batch, **settings | more)
+
+
+def test_says_once_and_first_what_couples() -> None:
+    events: list[Any] = []
+    done = fit(small.normed_mlp(small.Normaliser()), small.root_loss, callbacks=[events.append])
+    notes = [event for event in events if isinstance(event, Noted)]
+    assert [note.text for note in notes] == list(done.warnings)
+    assert len(notes) == 2
+    assert notes[0].text.startswith("what 1 gives for a sample depends on the others of its micro-batch")
+    assert "the loss mixes the samples of a batch" in notes[1].text
+    assert events.index(notes[1]) < next(i for i, event in enumerate(events) if isinstance(event, Updated))
+
+
+@pytest.mark.parametrize(
+    ("model", "micro_batch"),
+    [(small.mlp, 3), (lambda: small.normed_mlp(small.Normaliser()), 8), (small.mlp, 1)],
+    ids=["nothing coupled", "nothing accumulated", "one sample each"],
+)
+def test_says_nothing_without_cause(model: Any, micro_batch: int) -> None:
+    assert fit(model(), small.mean_square, micro_batch=micro_batch).warnings == ()
+
+
+def test_leaves_batchnorm_to_the_accumulator() -> None:
+    assert fit(small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square).warnings == ()
+
+
+def test_says_what_a_plan_knows() -> None:
+    told: list[Any] = []
+    check = CompanyCheck(cast("Any", Trained(small.mlp())), Coupling(("head",)), told.append)
+    check.look([small.rows(4)])
+    assert told == []
+    for _ in range(2):
+        check.look([small.rows(2), small.rows(2)])
+    (note,) = told
+    assert note.text.startswith("what head gives for a sample")
+
+
+def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the loss reaches the model, a teacher, or a generator by its own ways."""
+
+    def train() -> str:
+        torch.manual_seed(0)
+        model, teacher = small.normed_mlp(nn.BatchNorm1d(8)), small.normed_mlp(nn.BatchNorm1d(8))
+        generator = torch.Generator().manual_seed(3)
+
+        def loss(_: nn.Module, batch: Any) -> Tensor:
+            noise = torch.randn(batch[1].shape, generator=generator)
+            return nn.functional.mse_loss(model(batch[0]) - teacher(batch[0]).detach(), noise)
+
+        done = fit(model, loss)
+        return Hasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
+
+    looked = train()
+    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
+    assert train() == looked
+
+
+CACHE: dict[int, Tensor] = {}
+
+
+class Caching(nn.Linear):
+    """Keeps a mask in a variable of its module, of whatever type came first."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) not in CACHE:
+            CACHE[len(inputs)] = torch.ones_like(inputs)
+        return super().forward(inputs * CACHE[len(inputs)])
+
+
+class Warming:
+    """A loss that grows with its calls, and lists them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[float] = []
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = small.mean_square(model, batch) * min(1.0, self.calls / 20)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+
+def test_what_functions_keep_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters of a loss, in hooks and closures, and what a model keeps in variables of its module."""
+
+    def train() -> tuple[str, list[Any]]:
+        torch.manual_seed(0)
+        model, loss, told = Caching(small.WIDTH, 3), Warming(), {"calls": 0}
+        CACHE.clear()
+
+        def count(*_: Any) -> None:
+            told["calls"] += 1
+
+        model.register_forward_hook(count)
+        done = fit(model, loss)
+        return Hasher().hash(done.model.state_dict()), [loss.calls, loss.seen, told["calls"]]
+
+    looked = train()
+    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
+    assert train() == looked

@@ -1,0 +1,312 @@
+"""Experiments on one batch: whole and accumulated, from equal copies, under equal draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoaccum import Workload
+from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.errors import WorkloadError
+from autoaccum.verification.laboratory.laboratory import Laboratory
+from autoaccum.verification.laboratory.outcomes import Change, Outcome
+from autoaccum.verification.laboratory.specimen import Specimen
+
+pytestmark = pytest.mark.filterwarnings(f"ignore::{AccumulationWarning.__module__}.AccumulationWarning")
+SIZES = (3, 3, 2)
+
+
+class Net(nn.Module):
+    def __init__(self, *, drop: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 6), nn.Dropout(drop), nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.drop(torch.tanh(self.first(inputs))))
+        return outputs.float()  # as transformers do
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def make(**fields: Any) -> Workload:
+    chosen: dict[str, Any] = {"model": Net, "batch": batch, "criterion": nn.CrossEntropyLoss(), "optimizer": "SGD"}
+    return Workload(**{**chosen, **fields})
+
+
+def lab(workload: Workload, sizes: tuple[int, ...] = SIZES, **options: Any) -> Laboratory:
+    torch.manual_seed(0)
+    return Laboratory(Specimen(workload, **options), workload.build_batch(sum(sizes)), sizes)
+
+
+def distance(one: Outcome, other: Outcome) -> float:
+    """The largest difference of two gradients, relative to the largest entry of the first."""
+    scale = max(float(g.abs().max()) for g in one.gradients.values() if g is not None)
+    pairs = [(g, other.gradients[name]) for name, g in one.gradients.items() if g is not None]
+    return max(float("inf") if h is None else float((g - h).abs().max()) for g, h in pairs) / scale
+
+
+def test_the_full_run_is_plain_pytorch_in_float64() -> None:
+    found = lab(make()).full()
+    torch.manual_seed(0)
+    reference = Net().double()
+    inputs, targets = batch(8)
+    hidden = torch.tanh(reference.first(inputs.double()))
+    loss = F.cross_entropy(reference.last(hidden), targets)
+    torch.autograd.backward(loss)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-14)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_accumulated_equals_full_under_the_same_draws(drop: float) -> None:
+    made = lab(make(model=lambda: Net(drop=drop)))
+    assert distance(made.full(), made.accumulated()) < 1e-14
+    assert made.accumulated().loss == pytest.approx(made.full().loss, rel=1e-14)
+    assert made.mismatch is None
+
+
+def test_parts_alone_add_up_by_their_shares() -> None:
+    made = lab(make(model=lambda: Net(drop=0.5)))
+    for name, gradient in made.full().gradients.items():
+        parts = [made.part(index).gradients[name] for index in range(3)]
+        summed = sum(size / 8 * part for size, part in zip(SIZES, parts, strict=True) if part is not None)
+        torch.testing.assert_close(gradient, summed, rtol=1e-12, atol=1e-16)
+
+
+def test_a_run_is_made_once_and_repeats_itself() -> None:
+    made = lab(make(model=lambda: Net(drop=0.5)))
+    assert made.full() is made.full()
+    assert distance(made.full(), made.full_again()) == 0.0
+
+
+def test_another_weighting_can_be_tried() -> None:
+    made = lab(make())
+    right = Change(weights=(3.0, 3.0, 2.0))
+    assert distance(made.full(right), made.accumulated(right)) < 1e-14
+    wrong = Change(weights=(1.0, 1.0, 1.0))
+    assert distance(made.full(wrong), made.accumulated(wrong)) > 1e-3
+    summed = lab(make(criterion=nn.CrossEntropyLoss(reduction="sum")))
+    assert distance(summed.full(Change(summed=True)), summed.accumulated(Change(summed=True))) < 1e-14
+
+
+class Remembering(nn.Module):
+    """Adds what it saw in the call before, as an RNN that keeps its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.before = nn.Linear(4, 3), torch.zeros(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs + self.before)
+        self.before = inputs.mean(0)
+        return outputs
+
+
+def test_each_part_can_begin_afresh() -> None:
+    made = lab(make(model=Remembering))
+    assert distance(made.full(), made.accumulated()) > 1e-3
+    assert made.accumulated().state == ("before",)
+    fresh = Change(fresh_state=True)
+    assert distance(made.full(fresh), made.accumulated(fresh)) < 1e-14
+
+
+def test_modules_can_be_put_to_rest() -> None:
+    made = lab(make(model=lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))))
+    assert distance(made.full(), made.accumulated()) > 1e-3
+    rest = Change(rest=frozenset({"1"}))
+    assert distance(made.full(rest), made.accumulated(rest)) < 1e-14
+    assert torch.equal(made.full(rest).buffers["1.running_mean"], torch.zeros(5, dtype=torch.float64))
+
+
+def test_noise_for_all_samples_is_the_same_for_all_parts() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        return F.cross_entropy(model(pair[0] + torch.randn(4)), pair[1])
+
+    made = lab(make(criterion=None, loss=loss))
+    assert distance(made.full(), made.accumulated()) < 1e-14
+    assert len(made.shared_draws) == 1
+
+
+def test_draws_that_cannot_be_joined_are_held() -> None:
+    def mixing(model: nn.Module, pair: Any) -> Tensor:
+        order = torch.randperm(len(pair[0]))
+        return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
+
+    made = lab(make(criterion=None, loss=mixing))
+    assert distance(made.full(), made.accumulated()) < 1e-14
+    assert made.mismatch is not None
+    assert "randperm" in str(made.mismatch)
+
+
+class TimeMajor(nn.Module):
+    """Drops entries of (time * samples, width), the samples innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = F.dropout(inputs.t().reshape(-1, 1), 0.5)
+        outputs: Tensor = self.linear(rows).unflatten(0, (inputs.shape[1], len(inputs))).mean(0)
+        return outputs
+
+
+class Packed(nn.Module):
+    """Drops entries of packed sequences, whose rows go by time among those that are that long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(1, 3, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        lengths = 1 + (inputs[:, 1:] > 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(inputs[..., None], lengths, batch_first=True, enforce_sorted=False)
+        outputs: Tensor = self.head(self.rnn(packed)[1][0][-1])
+        return outputs
+
+
+class Dropping(nn.Module):
+    """Leaves a layer out for all samples at once, which moves the draws behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            if float(torch.rand([])) > 0.5:
+                inputs = inputs + F.dropout(layer(inputs), 0.3)
+        outputs: Tensor = self.head(inputs)
+        return outputs
+
+
+class Sorted(Net):
+    """Puts the batch in order before it drops, and back behind it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        order = (inputs > 0).sum(1).argsort(stable=True)
+        outputs: Tensor = self.last(F.dropout(self.first(inputs)[order], 0.5)[order.argsort()])
+        return outputs
+
+
+@pytest.mark.parametrize("model", [TimeMajor, Packed, Dropping, Sorted])
+def test_draws_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
+    made = lab(make(model=model))
+    assert distance(made.full(), made.accumulated()) < 1e-13
+    assert (made.mismatch is not None) == (model in (Packed, Sorted))
+    assert made.accumulated().state == ()
+
+
+def test_the_users_own_loop_draws_as_the_accumulator_does() -> None:
+    def right(model: nn.Module, micro_batches: list[Any]) -> None:
+        total = sum(len(targets) for _, targets in micro_batches)
+        for inputs, targets in micro_batches:
+            torch.autograd.backward(F.cross_entropy(model(inputs), targets) * len(targets) / total)
+
+    made = lab(make(model=lambda: Net(drop=0.5), accumulate=right))
+    assert distance(made.full(), made.own()) < 1e-14
+    for name, parameter in made.full().parameters.items():
+        torch.testing.assert_close(made.own().parameters[name], parameter, rtol=1e-12, atol=1e-16)
+
+
+def test_a_loop_that_updates_by_itself_is_refused() -> None:
+    def updating(model: nn.Module, micro_batches: list[Any]) -> None:
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+
+    with pytest.raises(WorkloadError, match="has changed the parameters: leave the gradient in .grad"):
+        lab(make(accumulate=updating)).own()
+
+
+def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
+    def masked(size: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(size)
+        targets[3:6] = -100
+        return inputs, targets
+
+    made = lab(make(model=lambda: Net(drop=0.5), batch=masked, criterion=nn.CrossEntropyLoss(ignore_index=-100)))
+    assert made.mismatch is None
+    assert distance(made.full(), made.accumulated()) < 1e-14
+
+
+def test_an_update_can_be_made_from_any_gradient() -> None:
+    made = lab(make(optimizer="AdamW"))
+    moved = made.update_from(made.full().gradients)
+    for name, parameter in made.full().parameters.items():
+        assert torch.equal(moved[name], parameter)
+
+
+def test_state_of_the_losss_own_is_put_back() -> None:
+    seen = [0]
+
+    def counting(model: nn.Module, pair: Any) -> Tensor:
+        seen[0] += 1
+        return F.cross_entropy(model(pair[0]), pair[1]) * seen[0]
+
+    made = lab(make(criterion=None, loss=counting))
+    assert distance(made.full(), made.accumulated()) > 1e-2
+    assert made.accumulated().state == ("seen",)
+    fresh = Change(fresh_state=True)
+    assert distance(made.full(fresh), made.accumulated(fresh)) < 1e-14
+    assert seen == [0]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 2e-2), ("fp16", 5e-3)])
+def test_other_precisions_are_run_as_they_train(precision: Any, bound: float) -> None:
+    made = lab(make(model=lambda: Net(drop=0.5)), precision=precision)
+    assert distance(made.full(), made.accumulated()) < bound
+    gradient = made.full().gradients["first.weight"]
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+
+
+def test_what_the_users_code_raises_is_theirs() -> None:
+    def failing(model: nn.Module, pair: Any) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(WorkloadError, match="raised KeyError: 'labels'") as caught:
+        lab(make(criterion=None, loss=failing)).full()
+    assert caught.value.user_traceback is not None
+    assert "failing" in caught.value.user_traceback
+
+
+def test_a_loop_may_scale_its_loss() -> None:
+    def scaling(model: nn.Module, micro_batches: list[Any]) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        total = sum(len(targets) for _, targets in micro_batches)
+        for inputs, targets in micro_batches:
+            torch.autograd.backward(scaler.scale(F.cross_entropy(model(inputs), targets) * len(targets) / total))
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    made = lab(make(accumulate=scaling))
+    assert distance(made.full(), made.own()) < 1e-14
+
+
+def test_hooks_on_gradients_see_each_part_and_can_be_left_out() -> None:
+    def hooked() -> nn.Module:
+        model = Net()
+        model.first.weight.register_hook(lambda one: one.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+        return model
+
+    made = lab(make(model=hooked))
+    assert distance(made.full(), made.accumulated()) > 1e-4
+    bare = Change(unhooked=True)
+    assert distance(made.full(bare), made.accumulated(bare)) < 1e-14
+
+
+def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
+    def unrecorded(model: nn.Module, pair: Any) -> Tensor:
+        with torch.no_grad():
+            return F.cross_entropy(model(pair[0]), pair[1])
+
+    with pytest.raises(WorkloadError, match="connected to a"):
+        lab(make(criterion=None, loss=unrecorded)).full()

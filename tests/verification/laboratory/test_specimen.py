@@ -1,0 +1,172 @@
+"""Copies of what is verified: all alike, in the precision asked for, and nothing of them the original's."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from autoaccum import Workload
+from autoaccum.errors import WorkloadError
+from autoaccum.verification.laboratory.specimen import Specimen, surroundings_of
+
+
+class Tied(nn.Module):
+    """A head tied to its embedding, and a table kept as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.tokens.weight
+        self.table = torch.arange(3.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.tokens(ids) * self.table)
+        return outputs
+
+
+def make(model: Any = Tied, **fields: Any) -> Workload:
+    chosen: dict[str, Any] = {"batch": lambda size: torch.zeros(size, dtype=torch.int64), "loss": lambda m, b: m(b)}
+    return Workload(model=model, **{**chosen, **fields})
+
+
+def test_ties_and_attributes_survive_widening() -> None:
+    model = Specimen(make()).fresh().model
+    assert isinstance(model, Tied)
+    assert model.head.weight is model.tokens.weight
+    assert model.head.weight.dtype == model.table.dtype == torch.float64
+
+
+def test_copies_are_alike_and_apart() -> None:
+    specimen = Specimen(make())
+    one, other = specimen.fresh(), specimen.fresh()
+    with torch.no_grad():
+        next(one.model.parameters()).add_(1)
+    assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
+    assert torch.equal(next(specimen.fresh().model.parameters()), next(other.model.parameters()))
+
+
+def test_other_precisions_keep_the_parameters_dtype() -> None:
+    assert next(Specimen(make(), precision="bf16").fresh().model.parameters()).dtype == torch.float32
+
+
+def test_a_model_at_rest_is_taken_as_it_is_trained() -> None:
+    assert Specimen(make(Tied().eval())).fresh().model.training
+
+
+def test_a_live_optimizer_is_copied_with_its_state() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    StepLR(optimizer, 1)  # patches `step` of this very object
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    before = model.weight.detach().clone()
+    trained = Specimen(make(lambda: model), optimizer=optimizer).fresh()
+    assert trained.optimizer.param_groups[0]["lr"] == 0.5
+    state = next(iter(trained.optimizer.state.values()))
+    assert state["exp_avg"].dtype == torch.float64
+    assert float(state["step"]) == 1.0
+    for parameter in trained.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained.optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_criterion_is_widened_with_its_class_weights() -> None:
+    weights = torch.tensor([1.0, 2.0])
+    module = nn.CrossEntropyLoss(weight=weights)
+    for criterion in (module, functools.partial(F.cross_entropy, weight=weights)):
+        workload = make(lambda: nn.Linear(2, 2), loss=None, criterion=criterion, batch=lambda size: None)
+        found = Specimen(workload).fresh().objective.criterion
+        assert found is not None
+        function: Any = found.function
+        inner = function.weight if isinstance(function, nn.Module) else function.keywords["weight"]
+        assert isinstance(inner, Tensor)
+        assert inner.dtype == torch.float64
+    assert weights.dtype == torch.float32
+
+
+def test_a_compiled_model_is_verified_as_written() -> None:
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    specimen = Specimen(make(lambda: compiled))
+    trained = specimen.fresh()
+    assert type(trained.model) is nn.Linear
+    with specimen.running():
+        assert trained.model(torch.ones(1, 2)).dtype == torch.float64
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_copied_is_built_again() -> None:
+    specimen = Specimen(make(Locked))
+    one, other = specimen.fresh().model, specimen.fresh().model
+    assert one is not other
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)
+        assert left.dtype == torch.float64
+
+
+def test_what_can_neither_be_copied_nor_built_again_is_told() -> None:
+    model = Locked()
+    with pytest.raises(WorkloadError, match="the model, a Locked, cannot be copied"):
+        Specimen(make(lambda: model))
+
+
+def test_hooks_on_gradients_come_along() -> None:
+    model = nn.Linear(2, 2)
+    seen: list[Tensor] = []
+    model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        copied = Specimen(make(lambda: model)).fresh().model
+        torch.autograd.backward(copied(torch.ones(1, 2, dtype=torch.float64)).sum())
+        assert isinstance(copied.weight, Tensor)
+        assert copied.weight.grad is not None
+        assert torch.equal(copied.weight.grad, torch.full((2, 2), 2.0, dtype=torch.float64))
+        assert seen[-1] is copied.weight
+
+
+def test_complex_parameters_are_widened() -> None:
+    class Rotating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+            self.register_buffer("table", torch.ones(2, dtype=torch.complex64))
+
+    model = Specimen(make(Rotating)).fresh().model
+    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.complex128}
+
+
+TEACHER = nn.Linear(3, 2)
+WEIGHTS = torch.tensor([1.0, 2.0])
+
+
+def distil(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = (WEIGHTS * (model(batch[0]) - TEACHER(batch[0]))).square().mean()
+    return loss
+
+
+def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
+    teacher, weights = TEACHER, WEIGHTS
+    workload = make(lambda: nn.Linear(3, 2), loss=distil)
+    surroundings = surroundings_of(workload)
+    specimen = Specimen(workload)
+    specimen.fresh()
+    assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float64, torch.float64)
+    surroundings.put_back()
+    assert WEIGHTS is weights
+    assert TEACHER is teacher
+    assert TEACHER.weight.dtype == torch.float32
+    Specimen(workload, precision="fp32").fresh()
+    assert WEIGHTS is weights
