@@ -16,6 +16,7 @@ from small_verified import (
     Gpt,
     Mlp,
     Recurrent,
+    Sorted,
     class_loss,
     penalty,
     summed_loss,
@@ -150,6 +151,18 @@ class Shuffling(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
+
+
+class SortedNormalised(nn.Module):
+    """Draws in another order, which are no cause, and BatchNorm, which is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Sorted()
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(self.body(x)))
 
 
 class ShufflingNormalised(nn.Module):

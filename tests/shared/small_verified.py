@@ -44,6 +44,26 @@ class Mlp(nn.Module):
         return torch.tanh(self.first(x))
 
 
+class Sorted(Mlp):
+    """Puts samples in an order of their own before it drops, and back behind that, as packed sequences do."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        order = (x > 0).sum(1).argsort(stable=True)
+        return functional.dropout(super().hidden(x)[order], 0.4)[order.argsort()]
+
+
+class Looking(Mlp):
+    """An embedding whose gradient is sparse, and draws of which shapes do not tell whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signs = nn.Embedding(2, FEATURES, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = functional.dropout((x + self.signs((x[:, 0] > 0).long())).t().flatten(), 0.3)
+        return super().forward(flat.view(FEATURES, len(x)).t())
+
+
 class Residual(nn.Module):
     """A residual block, with the normalisation it is given."""
 

@@ -137,7 +137,8 @@ def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
 def _causes(inquiry: Inquiry, found: Finding[tuple[Cause, ...]]) -> tuple[Cause, ...]:
     explained = found.explanation or ()
     proved = all(cause.proved for cause in explained)
-    return (*(_cause(inquiry, one, found, proved=proved) for one in found.interventions), *explained)
+    blamed = [one for one in found.interventions if one.kind != "randomness" or inquiry.lab.draws_mix is not False]
+    return (*(_cause(inquiry, one, found, proved=proved) for one in blamed), *explained)
 
 
 def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]], *, proved: bool) -> Cause:

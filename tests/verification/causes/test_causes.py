@@ -69,6 +69,13 @@ WELL: dict[str, Workload] = {
     "MLP, a sum": pairs(small.summed_loss, reduction="sum"),
     "MLP, a regulariser in a mean": pairs(small.penalised_loss),
     "MLP with dropout": classes(small.dropped),
+    "MLP that sorts samples and drops": classes(small.Sorted),
+    "MLP with a sparse gradient": Workload(
+        model=small.Looking,
+        batch=small.pairs,
+        criterion=CRITERION,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    ),
     "ResNet with GroupNorm": pictures(small.grouped),
     "ResNet with BatchNorm at rest": pictures(small.frozen),
     "GPT with padding and dropout": texts(small.token_loss, weight=small.token_weight),
@@ -98,6 +105,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     "BatchNorm after dropout": (classes(small.normalised_after_dropout), "batchnorm", ("2",), "GroupNorm"),
     "BatchNorm that only watches": (classes(planted.Watching), "batchnorm", ("norm",), 'batchnorm="running"'),
     "a norm of one's own": (classes(planted.standardised), "coupled model", ("1",), "eval()"),
+    "BatchNorm behind sorted samples": (classes(planted.SortedNormalised), "batchnorm", ("norm",), "frozen"),
     "a norm of one's own in any mode": (classes(planted.stubborn), "coupled model", ("1",), "LayerNorm"),
     "GPT without weight": (texts(small.token_loss), "weight", (), f"def weight(batch): return {TOKENS}"),
     "GPT, tied, weighted by shifted tokens": (
