@@ -113,11 +113,12 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
-        Neither the trials' times are in it, nor what decides nothing: notes, what is known of coupled samples, and
-        where the memory goes.
+        Neither the trials' times are in it, nor what decides nothing: warnings and notes, what is known of coupled
+        samples (an experiment with limits of time), and where the memory goes.
         """
         record = _record(self)
-        del record["coupling"], record["explanation"], record["notes"]
+        for name in ("coupling", "explanation", "notes", "warnings"):
+            del record[name]
         for trial in record["trials"]:
             del trial["seconds"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()

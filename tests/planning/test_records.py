@@ -98,10 +98,11 @@ def test_headroom(a_plan: Plan) -> None:
     assert replace(a_plan, peak_bytes=None).headroom_bytes is None
 
 
-def test_times_do_not_enter_the_digest(a_plan: Plan) -> None:
+def test_times_and_what_they_decide_do_not_enter_the_digest(a_plan: Plan) -> None:
     later = replace(a_plan, trials=tuple(replace(trial, seconds=99.0) for trial in a_plan.trials))
     assert later != a_plan
     assert later.digest() == a_plan.digest()
+    assert replace(a_plan, warnings=("what an experiment found that had time for it",)).digest() == a_plan.digest()
     assert replace(a_plan, limit_bytes=GIB - 1).digest() != a_plan.digest()
 
 
