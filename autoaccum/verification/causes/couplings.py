@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ def batchnorm_cause(names: tuple[str, ...], *, proved: bool, alone: bool = False
     seen = ": with these at rest, both are the same" if proved and alone else ""
     return Cause(
         kind="batchnorm",
-        found=f"BatchNorm normalises by the part, not by the whole batch, in {modules(names)}{seen}",
+        found=f"BatchNorm normalises by the micro-batch, not by the whole batch, in {modules(names)}{seen}",
         change=(
             'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
-            ' InstanceNorm instead; batchnorm="running" mends running statistics only'
+            ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only'
         ),
         where=names,
         proved=proved,
@@ -85,7 +86,7 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     rest = " or eval() on it, under which both are the same" if proved else ""
     return Cause(
         kind="coupled model",
-        found=f"a sample's output depends on the others of its part in {modules(names)}",
+        found=f"a sample's output depends on the others of its micro-batch in {modules(names)}",
         change=f"let it look at one sample at a time, as LayerNorm and GroupNorm do,{rest or ' or leave it out'};"
         f" {LARGER}",
         where=names,
@@ -98,8 +99,8 @@ def _beside_cause(names: tuple[str, ...]) -> Cause:
     return Cause(
         kind="coupled model",
         found=(
-            f"a sample's output depends on the others of its part in {modules(names)}, which the loss calls and the"
-            " model does not hold"
+            f"a sample's output depends on the others of its micro-batch in {modules(names)}, which the loss calls and"
+            " the model does not hold"
         ),
         change=f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}",
         where=names,
@@ -111,7 +112,7 @@ def _pairs_cause(names: tuple[str, ...]) -> Cause:
         kind="coupled model",
         found=(
             f"a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules(names)}: the samples"
-            " of a part know nothing of the others"
+            " of a micro-batch know nothing of the others"
         ),
         change=f"no weight mends that: {LARGER}",
         where=names,
@@ -137,7 +138,7 @@ def _shapes(inquiry: Inquiry, batch: Any) -> dict[str, list[torch.Size]]:
     specimen, found = inquiry.lab.specimen, Recorder()
     bench = Bench(specimen, UNCHANGED)
     with bench.put_back(), specimen.running(), torch.no_grad(), following(bench.trained.model, found):
-        bench.trained.objective.terms(bench.trained.model, batch)
+        bench.trained.objective.terms(bench.trained.model, copy.deepcopy(batch))
     bench.held.restore()
     shapes: dict[str, list[torch.Size]] = {}
     for call, outputs in found.outputs.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _outputs(inquiry: Inquiry) -> list[tuple[str, list[Tensor]]]:
         module.register_forward_hook(_recorder(name, found))
     seed_everything()
     with specimen.running(), torch.no_grad():
-        trained.objective.terms(trained.model, inquiry.lab.batch)
+        trained.objective.terms(trained.model, copy.deepcopy(inquiry.lab.batch))
     return found
 
 
