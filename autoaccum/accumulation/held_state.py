@@ -20,6 +20,9 @@ _MOST_ENTRIES = 4096
 _MOST_ELEMENTS = 2**22
 """Of what is looked at and put back: a dataset that a loss names is neither."""
 
+_LIBRARIES = ("torch", "builtins", "typing", "abc")
+"""Whose classes keep nothing that a run changes."""
+
 _DEPTH = 3
 _REGISTERED = frozenset(vars(nn.Module())) | {"training"}
 
@@ -28,18 +31,28 @@ class HeldState:
     """State as it is now, to be put back and compared.
 
     Args:
-        roots: Modules by the prefix of their names; their parameters are left alone.
+        roots: Modules by the prefix of their names; their parameters are left alone. What the user's own classes of
+            them keep as attributes, and what their methods name, counts as well.
         functions: The user's: what they keep in closures, and name of their module's variables, counts as well, and
             so do the functions of the user's own that they name.
+        classes_of: Modules of whose classes alone it counts what they keep.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], functions: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        functions: Iterable[Any] = (),
+        *,
+        classes_of: Iterable[nn.Module] = (),
+    ) -> None:
         self._roots = dict(roots)
         self._modules = [module for root in roots.values() for module in root.modules()]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in self._modules]
         self._attributes = [(vars(module), _attributes(module)) for module in self._modules]
         self._modes = [(module, module.training) for module in self._modules]
-        self._variables = [variable for variable in find_variables(functions) if _can_change(variable.value)]
+        named = find_variables([*functions, *find_methods(self._modules)])
+        self._variables = [variable for variable in named if _can_change(variable.value)]
+        self._variables += _class_variables([*self._modules, *classes_of])
         kept = [[held for _, held in self._buffers], [held for _, held in self._attributes]]
         self._copy = StateCopy([*kept, [one.value for one in self._variables]], on_host=False, inside=True)
         self._hashes = self._hash()
@@ -74,14 +87,16 @@ class HeldState:
             if not type(module).__module__.startswith("torch.")
             for name, value in _attributes(module).items()
         }
-        found.update({variable.name: hasher.hash(_without_parameters(variable.now)) for variable in self._variables})
+        for variable in self._variables:
+            content = hasher.hash(_without_parameters(variable.now))
+            found[variable.label] = found.get(variable.label, "") + content
         return found
 
 
 class Variable:
-    """One variable of a function's module, or of its closure, and the value it has now."""
+    """One variable of a function's module, of its closure, or of a class, and the value it has now."""
 
-    def __init__(self, name: str, place: MutableMapping[str, Any] | CellType) -> None:
+    def __init__(self, name: str, place: MutableMapping[str, Any] | CellType | type) -> None:
         self.name = name
         self._place = place
         self.value = self.now
@@ -91,18 +106,25 @@ class Variable:
         """Its value now; None where there is none."""
         if isinstance(self._place, CellType):
             return self._place.cell_contents
-        return self._place.get(self.name)
+        return (vars(self._place) if isinstance(self._place, type) else self._place).get(self.name)
 
     def set(self, value: Any) -> None:
         """Give it another value."""
         if isinstance(self._place, CellType):
             self._place.cell_contents = value
+        elif isinstance(self._place, type):
+            setattr(self._place, self.name, value)
         else:
             self._place[self.name] = value
 
     def restore(self) -> None:
         """Give it the value it began with."""
         self.set(self.value)
+
+    @property
+    def label(self) -> str:
+        """What it is called among others."""
+        return f"{self._place.__name__}.{self.name}" if isinstance(self._place, type) else self.name
 
     @property
     def key(self) -> tuple[int, str]:
@@ -123,6 +145,26 @@ def _without_parameters(value: Any) -> Any:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+
+
+def find_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
+    """Those that the user's own classes of `modules` define."""
+    for kind in _users_classes(modules):
+        yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
+
+
+def _class_variables(modules: Iterable[nn.Module]) -> Iterator[Variable]:
+    """Plain values and containers that are attributes of the user's own classes."""
+    for kind in _users_classes(modules):
+        for name, value in list(vars(kind).items()):
+            plain = isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray)) and _can_change(value)
+            if plain and not name.startswith("__"):
+                yield Variable(name, kind)
+
+
+def _users_classes(modules: Iterable[nn.Module]) -> list[type]:
+    kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
 
 
 def find_variables(functions: Iterable[Any]) -> Iterator[Variable]:

@@ -44,8 +44,14 @@ class Verifier:
         Args:
             began: When the call came, of `time.monotonic`.
         """
-        target, micro = self._request.target_batch, self._request.largest_part
         preparation = Preparation(self._request, self._subject)
+        try:
+            return self._run(preparation, began)
+        finally:
+            preparation.put_back()
+
+    def _run(self, preparation: Preparation, began: float) -> Verification:
+        target, micro = self._request.target_batch, self._request.largest_part
         lab = preparation.whole_laboratory(whole_window(target, micro))
         self._precision, self._notes = preparation.precision, list(preparation.notes)
         self._tell(Begun(**self._describe(lab), precision=self._precision, device=str(lab.specimen.device)))

@@ -107,3 +107,24 @@ def test_parameters_are_left_alone() -> None:
         model.weight.fill_(7)
     held.restore()
     assert model.weight.item() == 7
+
+
+class Classed(nn.Module):
+    seen = 0
+    calls: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        Classed.seen += 1
+        self.calls.append(1)
+        COUNTED["calls"] += 1
+        return inputs
+
+
+def test_what_classes_keep_and_methods_name_is_put_back() -> None:
+    model = Classed()
+    for held in (HeldState({"": model}), HeldState({}, classes_of=[model])):
+        model(torch.ones(1))
+        assert {"Classed.seen", "Classed.calls"} <= set(held.changed())
+        held.restore()
+        assert (Classed.seen, Classed.calls) == (0, [])
+        COUNTED["calls"] = 0

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from autoaccum.accumulation.company.allotment import TOO_LONG, Allotment, TooLon
 from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.module_calls import following
 from autoaccum.accumulation.coupling import Fresh, find_coupling, reason_of
-from autoaccum.accumulation.held_state import HeldState
+from autoaccum.accumulation.held_state import HeldState, find_methods
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.experiments import (
     cast_batch,
@@ -116,11 +115,8 @@ def _held(model: nn.Module, objective: Objective) -> Iterator[None]:
 
 def _functions(model: nn.Module) -> list[Any]:
     """The user's own methods of a model's classes, and its hooks."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
-    methods = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
     hooks = [getattr(module, name) for module in model.modules() for name in ("_forward_pre_hooks", "_forward_hooks")]
-    return methods + [hook for registered in hooks for hook in registered.values()]
+    return [*find_methods(model.modules()), *(hook for registered in hooks for hook in registered.values())]
 
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 
 import numpy as np
 from torch import nn
 
 from autoaccum.accumulation.draws.host_draws import of_host
+from autoaccum.accumulation.held_state import find_methods
 from autoaccum.accumulation.randomness import Generator, generator_rewind
 from autoaccum.accumulation.reach import find_reachable
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import is_user_file
 
 _OTHER_SEED = 1
 
@@ -28,7 +27,7 @@ def named_generators(workload: Workload, model: nn.Module) -> list[Generator]:
         functions.append(objective.criterion.function)
         if isinstance(objective.criterion.function, nn.Module):
             modules.extend(objective.criterion.function.modules())
-    _, found = find_reachable([*(function for function in functions if function is not None), *_methods(modules)])
+    _, found = find_reachable([*(function for function in functions if function is not None), *find_methods(modules)])
     return of_host(found)
 
 
@@ -66,11 +65,3 @@ def whose(before: tuple[bytes, bytes], generators: Sequence[Generator]) -> str:
     is_python = now[0] != before[0] or any(isinstance(one, random.Random) for one in generators)
     is_numpy = now[1] != before[1] or not all(isinstance(one, random.Random) for one in generators)
     return " and ".join(name for name, used in (("Python's", is_python), ("NumPy's", is_numpy)) if used)
-
-
-def _methods(modules: Sequence[nn.Module]) -> Iterator[FunctionType]:
-    """Of the user's own classes."""
-    for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
-        for value in vars(kind).values():
-            if isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
-                yield value

@@ -89,9 +89,9 @@ class Specimen:
         self.workload, self.precision = workload, precision
         self.device = torch.device(device)
         self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
-        self._surroundings = surroundings_of(workload)
         self._objective = workload.objective
         model = unwrapped(workload.build_model())
+        self._surroundings = surroundings_of(workload, model)
         memo: dict[int, Any] = {}
         self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
         self._model = self._placed(model if self._is_rebuilt else _copied(model, memo))
@@ -112,6 +112,10 @@ class Specimen:
         if self._optimizer is not None:
             return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
         return Trained(model, objective, self.workload.build_optimizer(model))
+
+    def put_back(self) -> None:
+        """What the user's functions name, and what classes of the model keep, as it was found."""
+        self._surroundings.put_back()
 
     def prepare_batch(self, batch: Any) -> Any:
         """A batch as runs are given it: on the device, in float64 where that is the precision."""
@@ -155,11 +159,12 @@ class Specimen:
         return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
-def surroundings_of(workload: Workload) -> Surroundings:
-    """What the functions of a workload name outside of its model."""
+def surroundings_of(workload: Workload, model: nn.Module | None = None) -> Surroundings:
+    """What the functions of a workload, and the methods of its model, name outside of that."""
     objective = workload.objective
     criterion = None if objective.criterion is None else objective.criterion.function
-    return Surroundings([objective.loss_function, objective.weight_function, criterion, workload.accumulate])
+    functions = [objective.loss_function, objective.weight_function, criterion, workload.accumulate]
+    return Surroundings(functions, [] if model is None else list(model.modules()))
 
 
 def _can_be_copied(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoaccum.accumulation.held_state import HeldState, find_variables
+from autoaccum.accumulation.held_state import HeldState, find_methods, find_variables
 from autoaccum.accumulation.reach import find_reachable
 from autoaccum.verification.laboratory.doubles import double_module, widened
 
@@ -18,12 +18,14 @@ class Surroundings:
 
     Args:
         functions: The user's; None among them is passed over.
+        modules: Of the model: what their classes keep, and what their methods name, counts as well.
     """
 
-    def __init__(self, functions: Sequence[Any]) -> None:
-        given = [function for function in functions if function is not None]
-        modules, _ = find_reachable(given)
-        self._held = HeldState({f"<{name}>": module for name, module in modules.items()}, given)
+    def __init__(self, functions: Sequence[Any], modules: Sequence[nn.Module] = ()) -> None:
+        given = [*(function for function in functions if function is not None), *find_methods(modules)]
+        reached, _ = find_reachable(given)
+        roots = {f"<{name}>": module for name, module in reached.items()}
+        self._held = HeldState(roots, given, classes_of=modules)
         self._variables = [one for one in find_variables(given) if isinstance(one.value, (Tensor, nn.Module))]
         self._wide: list[Any] | None = None
 
