@@ -95,7 +95,9 @@ def cause_lines(console: Console, cause: Cause, *, number: int = 1, of: int = 1)
     words, code = _split_code(cause.change)
     yield from row_lines(console, "change", Text(words))
     yield from (Text(f"  {line}") for line in code)
-    done = "with this done" if of == 1 else "with all of these done"
+    done = "with all of these done"
+    if of == 1:
+        done = 'with batchnorm="frozen"' if cause.kind == "batchnorm" and "frozen" in cause.change else "with this done"
     proof = f"{done}, the same comparison is equal" if cause.proved else "no experiment has made the comparison equal"
     yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
 
