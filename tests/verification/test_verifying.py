@@ -295,9 +295,16 @@ def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
     workload = dataclasses.replace(WORKLOAD, model=_normed)
     with pytest.raises(WorkloadError, match="BatchNorm runs no single sample: give --micro-batch 2"):
         verify(workload, target_batch=4, micro_batch=1)
-    found = verify(workload, target_batch=6, micro_batch=2)
+    found = verify(workload, target_batch=4, micro_batch=2)
     assert [one.window for one in found.comparisons] == ["whole"]
     assert any("the shorter window of 2 + 1 was left out" in note for note in found.notes)
+
+
+def test_a_shorter_window_of_batchnorm_has_no_single_sample() -> None:
+    workload = dataclasses.replace(WORKLOAD, model=_normed, batchnorm="running")
+    found = verify(workload, target_batch=8, micro_batch=2)
+    assert [one.micro_batches for one in found.comparisons] == [(2, 2, 2, 2), (2, 2)]
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize(
