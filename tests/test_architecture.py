@@ -37,6 +37,7 @@ WITHOUT_TORCH = (
     "errors.py",
     "units.py",
     "accumulation/company/findings.py",
+    "accumulation/company/words.py",
     "accumulation/schedule.py",
     "planning/search.py",
     "planning/records.py",

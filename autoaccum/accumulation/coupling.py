@@ -14,10 +14,10 @@ from torch import nn
 from autoaccum.accumulation.company.allotment import TOO_LONG, TooLong
 from autoaccum.accumulation.company.divergence import Comparer, Divergence
 from autoaccum.accumulation.company.entries import exchanged
-from autoaccum.accumulation.company.findings import ITSELF as ITSELF
 from autoaccum.accumulation.company.findings import Coupling as Coupling
 from autoaccum.accumulation.company.interaction import Interactions
 from autoaccum.accumulation.company.module_calls import Follower, Measurer, Recorder, following
+from autoaccum.accumulation.company.words import ITSELF
 from autoaccum.accumulation.draws.calm import calm
 from autoaccum.accumulation.draws.draws import DrawMismatch, Draws
 from autoaccum.accumulation.draws.joins import IndexMismatch

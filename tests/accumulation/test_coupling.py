@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.company.allotment import TOO_LONG, TooLong
-from autoaccum.accumulation.company.findings import ITSELF, Coupling
+from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.company.words import ITSELF
 from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.weights import resolve_objective

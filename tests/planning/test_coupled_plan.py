@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.company.findings import ITSELF, Coupling
+from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.company.words import ITSELF
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
@@ -59,7 +60,7 @@ def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
     made = plan(model, small.root_loss, optimizer=optimizer)
     assert state_digest(model, optimizer) == before
     assert made.coupling == Coupling(("1",), True, None)
-    assert sum("what 1 gives for a sample depends on the others" in said for said in made.warnings) == 1
+    assert sum("what module 1 gives for a sample depends on the others" in said for said in made.warnings) == 1
     assert sum("the loss mixes the samples of a batch, as" in said for said in made.warnings) == 1
     assert not any(said.startswith("The weighting") for said in made.warnings)
     assert Plan.from_json(made.to_json()) == made
@@ -165,4 +166,4 @@ def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
     with CpuDevice(TrialSettings(reference=str(path), share=8)) as device:
         found = device.inspect()
     assert found.coupling == Coupling(("1",), False, None)
-    assert any("what 1 gives" in said for said in found.accumulation_warnings)
+    assert any("what module 1 gives" in said for said in found.accumulation_warnings)

@@ -45,7 +45,7 @@ def test_says_once_and_first_what_couples() -> None:
     notes = [event for event in events if isinstance(event, Noted)]
     assert [note.text for note in notes] == list(done.warnings)
     assert len(notes) == 2
-    assert notes[0].text.startswith("what 1 gives for a sample depends on the others of its micro-batch")
+    assert notes[0].text.startswith("what module 1 gives for a sample depends on the others of its micro-batch")
     assert "the loss mixes the samples of a batch" in notes[1].text
     assert events.index(notes[1]) < next(i for i, event in enumerate(events) if isinstance(event, Updated))
 
@@ -71,7 +71,7 @@ def test_says_what_a_plan_knows() -> None:
     for _ in range(2):
         check.look([small.rows(2), small.rows(2)])
     (note,) = told
-    assert note.text.startswith("what head gives for a sample")
+    assert note.text.startswith("what module head gives for a sample")
 
 
 def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
         return Hasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
 
     looked = train()
-    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
+    monkeypatch.setattr("autoaccum.training.coupling_watch._find_out", lambda trainee, batch: Coupling())
     assert train() == looked
 
 
@@ -136,5 +136,5 @@ def test_what_functions_keep_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
         return Hasher().hash(done.model.state_dict()), [loss.calls, loss.seen, told["calls"]]
 
     looked = train()
-    monkeypatch.setattr("autoaccum.training.company._find_out", lambda trainee, batch: Coupling())
+    monkeypatch.setattr("autoaccum.training.coupling_watch._find_out", lambda trainee, batch: Coupling())
     assert train() == looked

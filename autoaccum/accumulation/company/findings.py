@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-ITSELF = "the model itself"
-"""What the outermost module is called."""
+from autoaccum.accumulation.company.words import modules
 
-_SHOWN = 5
 _MORE = "`autoaccum verify` tells by how much"
 
 
@@ -42,7 +40,7 @@ class Coupling:
         said = []
         if names:
             said.append(
-                f"what {_listed(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the others of"
+                f"what {modules(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the others of"
                 " its micro-batch, so that the gradient is not the full batch's: use what looks at one sample at a time"
                 f" (GroupNorm in place of a norm over the batch), or as large a micro-batch as fits; {_MORE}"
             )
@@ -53,8 +51,3 @@ class Coupling:
                 f" samples, or the micro-batch as large as fits; {_MORE}"
             )
         return tuple(said)
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.company.findings import ITSELF
 from autoaccum.accumulation.company.module_calls import Recorder, following
+from autoaccum.accumulation.company.words import ITSELF, modules
 from autoaccum.accumulation.coupling import Coupling, find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.wholes import loss_cause
-from autoaccum.verification.causes.words import LARGER, modules
+from autoaccum.verification.causes.words import LARGER
 from autoaccum.verification.laboratory.bench import BESIDE, Bench
 from autoaccum.verification.laboratory.outcomes import UNCHANGED
 from autoaccum.verification.records import Cause

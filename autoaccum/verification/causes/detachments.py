@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from autoaccum.accumulation.company.words import listed
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import listed
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 

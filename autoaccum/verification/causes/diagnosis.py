@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoaccum.accumulation.company.findings import ITSELF
+from autoaccum.accumulation.company.words import ITSELF, listed
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.verification.causes.couplings import (
     batchnorm_cause,
@@ -23,7 +23,6 @@ from autoaccum.verification.causes.notes import find_lost
 from autoaccum.verification.causes.restlessness import find_restlessness
 from autoaccum.verification.causes.states import draw_cause, hook_cause, state_cause
 from autoaccum.verification.causes.wholes import explain_whole
-from autoaccum.verification.causes.words import listed
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoaccum.accumulation.company.words import listed
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.weights import own_shares
-from autoaccum.verification.causes.words import listed, numbers
+from autoaccum.verification.causes.words import numbers
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from autoaccum.accumulation.company.words import listed
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.divisors import explain_factors
 from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.weights import SUM, Weigher, Weighting
-from autoaccum.verification.causes.words import listed
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.comparisons import name_term

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from autoaccum.verification.causes.words import listed
+from autoaccum.accumulation.company.words import listed
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.workload import nests

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.company.findings import ITSELF
+from autoaccum.accumulation.company.words import ITSELF, modules
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import modules
 from autoaccum.verification.laboratory.outcomes import UNCHANGED
 from autoaccum.verification.records import Cause
 from autoaccum.workload import nests

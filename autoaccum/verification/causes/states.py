@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from autoaccum.accumulation.company.words import listed
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import listed
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause

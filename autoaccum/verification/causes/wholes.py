@@ -9,13 +9,14 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from autoaccum.accumulation.company.words import listed
 from autoaccum.accumulation.draws.calm import calm
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.factors import find_factors
 from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.words import LARGER, listed
+from autoaccum.verification.causes.words import LARGER
 from autoaccum.verification.laboratory.bench import Bench
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
