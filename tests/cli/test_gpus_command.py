@@ -79,7 +79,7 @@ def test_bad_usage() -> None:
 
 
 def test_help_names_the_command() -> None:
-    assert "gpus  List the cards that can be simulated." in CliRunner().invoke(main, ["--help"]).stdout
+    assert "  gpus    List the cards that can be simulated." in CliRunner().invoke(main, ["--help"]).stdout
     assert invoke("--help").stdout.startswith("Usage: autoaccum gpus [OPTIONS] [NAME]")
 
 
