@@ -4,6 +4,7 @@ that asks whether there is a GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import textwrap
@@ -30,6 +31,16 @@ if threading.current_thread() is threading.main_thread():
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
+
+
+@pytest.fixture(autouse=True)
+def no_feeders() -> None:
+    """End threads that feed queues of data workers of an earlier test: trials in place refuse to run beside threads."""
+    feeders = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+    if feeders:
+        gc.collect()
+        for feeder in feeders:
+            feeder.join(5)
 
 
 @pytest.fixture(scope="module")
