@@ -14,13 +14,13 @@ from torch import nn
 from autoaccum.accumulation.company.allotment import TOO_LONG, TooLong
 from autoaccum.accumulation.company.divergence import Comparer, Divergence
 from autoaccum.accumulation.company.entries import exchanged
-from autoaccum.accumulation.company.findings import Coupling as Coupling
+from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.interaction import Interactions
 from autoaccum.accumulation.company.module_calls import Follower, Measurer, Recorder, following
 from autoaccum.accumulation.company.words import ITSELF
 from autoaccum.accumulation.draws.calm import calm
-from autoaccum.accumulation.draws.draws import DrawMismatch, Draws
-from autoaccum.accumulation.draws.joins import IndexMismatch
+from autoaccum.accumulation.draws.draws import Draws
+from autoaccum.accumulation.draws.joins import DrawMismatch, IndexMismatch
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import map_tensors, own_randomness
 from autoaccum.workload.weights import Objective

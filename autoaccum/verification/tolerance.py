@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.comparing import Tolerances as Tolerances
-from autoaccum.verification.comparing import compare, largest_entry
+from autoaccum.verification.comparing import Tolerances, compare, largest_entry
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 
 DOUBLE = 1e-10

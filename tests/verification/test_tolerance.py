@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.comparing import compare
+from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
-from autoaccum.verification.tolerance import DOUBLE, Tolerances, allow_own, find_tolerances, with_update
+from autoaccum.verification.tolerance import DOUBLE, allow_own, find_tolerances, with_update
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

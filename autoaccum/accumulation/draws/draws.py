@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from autoaccum.accumulation.draws.calm import calm
 from autoaccum.accumulation.draws.fused_kernels import open_kernels
 from autoaccum.accumulation.draws.host_draws import HostDraws
 from autoaccum.accumulation.draws.joins import Draw, DrawMismatch, join_draws
 from autoaccum.accumulation.draws.random_calls import RandomCall, RandomCalls
 from autoaccum.accumulation.draws.sites import DrawSite
 from autoaccum.accumulation.randomness import Generator
-
-__all__ = ["DrawMismatch", "Draws", "calm"]
-
 
 _CHAIN, _TAKEN = -1, -2
 """Stand for all parts: one after the other, and whichever is taken."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.module_calls import Recorder, following
 from autoaccum.accumulation.company.words import ITSELF, modules
-from autoaccum.accumulation.coupling import Coupling, find_coupling
+from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.wholes import loss_cause
 from autoaccum.verification.causes.words import LARGER

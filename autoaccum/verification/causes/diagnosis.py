@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.words import ITSELF, listed
-from autoaccum.accumulation.coupling import Coupling
 from autoaccum.verification.causes.couplings import (
     batchnorm_cause,
     coupling_causes,

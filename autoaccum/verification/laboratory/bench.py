@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.digest import tensor_hooks
-from autoaccum.accumulation.draws.draws import DrawMismatch
+from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.randomness import Generator, own_generators
 from autoaccum.accumulation.reach import find_reachable

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autoaccum.accumulation.draws.calm import calm
-from autoaccum.accumulation.draws.draws import DrawMismatch
+from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.laboratory.chance import host_state, seeded_otherwise, whose

@@ -56,7 +56,7 @@ def _outputs(specimen: Specimen, batch: Any) -> list[Tensor]:
     """What the loss is given by the calls it makes, in order."""
     bench, recorder = Bench(specimen, Change()), Recorder()
     model = bench.trained.model
-    for norm in find_batchnorms(model):
+    for norm in find_batchnorms(model, bench.trained.objective.criterion_module):
         norm.training = False
     seed_everything()
     with bench.put_back(), specimen.running(), users_code("the loss"), torch.no_grad(), following(model, recorder):

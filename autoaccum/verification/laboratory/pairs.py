@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from autoaccum.accumulation.draws.calm import calm
-from autoaccum.accumulation.draws.draws import DrawMismatch, Draws
+from autoaccum.accumulation.draws.draws import Draws
 from autoaccum.accumulation.draws.host_draws import HostDraws
+from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.comparing import distance, largest_entry

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.draws.draws import DrawMismatch, Draws, calm
+from autoaccum.accumulation.draws.calm import calm
+from autoaccum.accumulation.draws.draws import Draws
+from autoaccum.accumulation.draws.joins import DrawMismatch
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
