@@ -70,7 +70,7 @@ class Inquiry:
             for name, buffer in self.model.named_buffers()
             if name.rpartition(".")[0] not in self.batchnorms and _has_changed(buffer, after.get(name))
         ]
-        return (*(name for name in pair[1].state if not self._is_of_torch(name)), *buffers)
+        return (*pair[1].state, *buffers)
 
     @cached_property
     def hooked(self) -> tuple[str, ...]:
@@ -86,11 +86,6 @@ class Inquiry:
             for name, gradient in full.gradients.items()
             if gradient is None and _has_changed(before[name], full.parameters.get(name))
         )
-
-    def _is_of_torch(self, name: str) -> bool:
-        """Whether an attribute is of one of torch's own modules, which keep nothing but views of their weights."""
-        owner = dict(self.model.named_modules()).get(name.rpartition(".")[0]) if "." in name else None
-        return owner is not None and type(owner).__module__.startswith("torch.")
 
     def pair(self, change: Change) -> tuple[Outcome, Outcome] | None:
         """The full update and the accumulated one; None where the user's code raises under this change."""
