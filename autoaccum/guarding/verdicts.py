@@ -1,0 +1,90 @@
+"""What a guard says: pure records, which reports draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoaccum.devices.explanation import Category
+from autoaccum.guarding.records import Case, Measurement
+
+Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]
+"""`unchanged`: to the byte. `within`: other bytes, within the tolerance. `regressed`: exit 1. `improved`: less than the
+tolerance allows for, which passes. `unmeasured`: nothing can be said, exit 3 or the error's. `locked`: by --update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What grew or shrank: one purpose of one module or of several that are called alike.
+
+    Attributes:
+        category: What for.
+        module: As in `ModuleShare.name`, with all modules in it; empty for what belongs to no module.
+        bytes: By how much; below 0 where it shrank.
+        change: What is different about it, such as `bfloat16 -> float32` or `new`; empty where only the size is.
+    """
+
+    category: Category
+    module: str
+    bytes: int
+    change: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """One case, compared.
+
+    Attributes:
+        case: Which.
+        outcome: What it came to.
+        exit_code: What it alone would end with.
+        reasons: Why it is not well, or what could not be measured, as sentences; the first is the heaviest.
+        hint: The way out, or the command that locks good news in; empty where there is none.
+        explanation: In one line what grew, by how much and what now fits, as in the issue; empty where nothing changed.
+        growths: What grew and shrank, the most first.
+        before: What it is compared with; None where there is none.
+        now: What was measured; None where it could not be.
+        warnings, notes: Sentences of the measurement.
+        traceback: The user's own frames, when their code raised.
+    """
+
+    case: Case
+    outcome: Outcome
+    exit_code: int = 0
+    reasons: tuple[str, ...] = ()
+    hint: str = ""
+    explanation: str = ""
+    growths: tuple[Growth, ...] = ()
+    before: Measurement | None = None
+    now: Measurement | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    traceback: str | None = None
+
+    @property
+    def growth_bytes(self) -> int | None:
+        """By how much the peak grew; None where it was not measured twice."""
+        return None if self.before is None or self.now is None else self.now.peak_bytes - self.before.peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All cases of one call.
+
+    Attributes:
+        judgements: In the order of the lock.
+        against: What they were compared with: the lock's path, or a revision.
+        tolerance: By what share of the peak it may grow.
+        updated: The lock that was written; None: none was.
+    """
+
+    judgements: tuple[Judgement, ...]
+    against: str
+    tolerance: float
+    updated: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1 where anything has regressed, else 3 or 2 where anything could not be measured, else 0."""
+        codes = {judgement.exit_code for judgement in self.judgements}
+        return next((code for code in (1, 3, 2) if code in codes), 0 if codes else 3)
