@@ -55,6 +55,42 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one module holds at the peak for one purpose, by itself, without the modules in it.
+
+    Attributes:
+        category: What for.
+        module: Its path in the model; empty for the model itself (`kind` tells) and for what belongs to no module.
+        kind: The name of its class; empty for what belongs to no module.
+        dtype: Of these tensors, such as `bfloat16`; empty for memory beside tensors.
+        op: The operator that made most of them, such as `aten.addmm`; empty for what was there before.
+        bytes: How many.
+    """
+
+    category: Category
+    module: str = ""
+    kind: str = ""
+    dtype: str = ""
+    op: str = ""
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When most is held during one phase of the update.
+
+    Attributes:
+        phase: Where the step is.
+        held_bytes: What tensors and workspaces hold then: the sum of `categories`.
+        categories: What for; those of 0 bytes and `unused` are left out.
+    """
+
+    phase: Phase
+    held_bytes: int
+    categories: Mapping[Category, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """What would become of the peak if one thing were changed, by a simulation of just that.
 
@@ -139,12 +175,17 @@ class Account:
         timeline: The memory over time.
         curve: The peak over the micro-batch, ascending; empty where sizes do not follow from each other.
         notes: Sentences for the plan.
+        holdings: What is held at the moment that is explained, by module and complete: without `unused`, they add up
+            to what `explanation` has of each category. In the order of the model.
+        moments: The same by category for each phase of the last update, in order.
     """
 
     explanation: Explanation
     timeline: Timeline
     curve: tuple[CurvePoint, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    holdings: tuple[Holding, ...] = ()
+    moments: tuple[Moment, ...] = ()
 
 
 @runtime_checkable

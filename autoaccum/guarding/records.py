@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import Category
+from autoaccum.devices.explanation import Category, Holding, Moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,42 +38,6 @@ class Case:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """What one module holds at the peak for one purpose, by itself, without the modules in it.
-
-    Attributes:
-        category: What for.
-        module: Its path in the model; empty for the model itself (`kind` tells) and for what belongs to no module.
-        kind: The name of its class; empty for what belongs to no module.
-        dtype: Of these tensors, such as `bfloat16`; empty for memory beside tensors.
-        op: The operator that made most of them, such as `aten.addmm`; empty for what was there before.
-        bytes: How many.
-    """
-
-    category: Category
-    module: str = ""
-    kind: str = ""
-    dtype: str = ""
-    op: str = ""
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """When most is held during one phase of the update.
-
-    Attributes:
-        phase: Where the step is.
-        held_bytes: What tensors and workspaces hold then: the sum of `categories`.
-        categories: What for; those of 0 bytes and `unused` are left out.
-    """
-
-    phase: Phase
-    held_bytes: int
-    categories: Mapping[Category, int]
 
 
 @dataclass(frozen=True, kw_only=True)
