@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 
 _NUMBER = re.compile(r"\d+")
+_SPECIAL = re.compile(r"[\\{}]")
+_TOKEN = re.compile(r"\{(?P<listed>[^\\{}]+)\}|\\(?P<escaped>[\\{}])|(?P<plain>[^\\{}]+)")
+_SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
 def numberless(name: str) -> str:
@@ -44,6 +47,48 @@ def tell_apart(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]
     for name, group in told:
         found += [(name, group)] if count[name] == 1 else [(_spelled(piece), piece) for piece in _pieces(group)]
     return found
+
+
+def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    r"""Names that differ in numbers only as one spelling, which stands for just these (`expand_name`).
+
+    What has a meaning in a spelling, and stands in a name itself, has a backslash before it: `{`, `}` and `\`.
+
+    Args:
+        names: In any order; one that is there twice counts once.
+
+    Returns:
+        The spellings and the names they stand for, in the order in which names that are called alike come first.
+
+    >>> compact_names(["h.0.up", "h.1.up", "h.2.up", "head"])
+    [('h.{0..2}.up', ['h.0.up', 'h.1.up', 'h.2.up']), ('head', ['head'])]
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
+    pieces = (list(piece) for group in alike.values() for piece in _pieces(group))
+    return [(_spelled([_SPECIAL.sub(r"\\\g<0>", name) for name in piece]), piece) for piece in pieces]
+
+
+def expand_name(spelled: str) -> list[str]:
+    """The names that a spelling of `compact_names` stands for.
+
+    Raises:
+        ValueError: It is none.
+
+    >>> expand_name("h.{0..2,5}.up")
+    ['h.0.up', 'h.1.up', 'h.2.up', 'h.5.up']
+    """
+    choices: list[list[str]] = []
+    at = 0
+    while at < len(spelled):
+        token = _TOKEN.match(spelled, at)
+        if token is None:
+            raise ValueError(f"{spelled!r} has a brace or a backslash at {at} that means nothing there")
+        listed = token["listed"]
+        choices.append(_numbers(listed) if listed else [token["escaped"] or token["plain"]])
+        at = token.end()
+    return ["".join(chosen) for chosen in product(*choices)]
 
 
 def _columns(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -83,3 +128,19 @@ def _listed(numbers: set[str]) -> str:
         str(first) if first == last else f"{first}{',' if last == first + 1 else '..'}{last}" for first, last in ends
     ]
     return f"{{{','.join([*spans, *odd])}}}"
+
+
+def _numbers(listed: str) -> list[str]:
+    """The numbers that `4..6,8` stands for.
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    found: list[str] = []
+    for each in listed.split(","):
+        span = _SPAN.fullmatch(each)
+        if span is None:
+            raise ValueError(f"{each!r} of {{{listed}}} is no number, and no span such as 4..6")
+        first, last = span["first"], span["last"]
+        found += [first] if last is None else map(str, range(int(first), int(last) + 1))
+    return found

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.workload.module_names import common_name, numberless, tell_apart
+from autoaccum.workload.module_names import (
+    common_name,
+    compact_names,
+    expand_name,
+    numberless,
+    tell_apart,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +55,6 @@ def test_a_group_that_is_no_product_is_told_in_pieces() -> None:
     ]
 
 
-def spelled(name: str) -> set[str]:
-    """All names that a name with its numbers given stands for."""
-    pieces = re.split(r"(\{[^}]*\})", name)
-    return {"".join(numbers) for numbers in product(*(_numbers(piece) for piece in pieces))}
-
-
-def _numbers(piece: str) -> list[str]:
-    if not piece.startswith("{"):
-        return [piece]
-    spans = [span.split("..") for span in piece[1:-1].split(",")]
-    return [str(n) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)]
-
-
 NUMBERS = st.integers(0, 12)
 NAMES = st.one_of(
     st.builds("layer{}.{}.conv{}".format, NUMBERS, NUMBERS, st.integers(1, 3)), st.builds("h.{}".format, NUMBERS)
@@ -83,4 +75,40 @@ def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
         if "*" in name:
             assert all(re.fullmatch(re.escape(name).replace(r"\*", r"\d+"), member) for member in members)
         else:
-            assert spelled(name) == set(members)
+            assert set(expand_name(name)) == set(members)
+
+
+@pytest.mark.parametrize(
+    ("names", "spelled"),
+    [
+        (["wte"], ["wte"]),
+        (["h.0.mlp.0", "h.1.mlp.0", "h.2.mlp.0"], ["h.{0..2}.mlp.0"]),
+        (["h.2", "h.0", "h.1", "h.7"], ["h.{0..2,7}"]),
+        (["h.9", "head", "h.10"], ["h.{9,10}", "head"]),
+        (["1.1", "2.2"], ["1.1", "2.2"]),
+        (["a{1}", "a{2}"], [r"a\{{1,2}\}"]),
+        (["a\\1", "a*,1..2", "", "*", "1"], [r"a\\1", "a*,1..2", "", "*", "1"]),
+    ],
+    ids=["one", "a run", "in any order", "other between", "no product", "braces", "other signs"],
+)
+def test_names_are_spelled_as_one_where_they_differ_in_numbers(names: list[str], spelled: list[str]) -> None:
+    compact = compact_names(names)
+    assert [name for name, _ in compact] == spelled
+    assert [sorted(expand_name(name)) for name, _ in compact] == [sorted(members) for _, members in compact]
+
+
+SIGNS = st.text(alphabet="ab.*,{}\\0123\u0663", max_size=8)
+
+
+@given(st.lists(st.one_of(NAMES, SIGNS), max_size=30))
+def test_a_spelling_stands_for_just_its_names(names: list[str]) -> None:
+    compact = compact_names(names)
+    assert all(sorted(expand_name(spelled)) == sorted(members) for spelled, members in compact)
+    assert sorted(name for _, members in compact for name in members) == sorted(set(names))
+    assert len({spelled for spelled, _ in compact}) == len(compact)
+
+
+@pytest.mark.parametrize("spelled", ["a{", "a}", "{}", "{a}", "{1..}", "{1,}", "{{1}}", "a\\b", "a\\"])
+def test_what_is_no_spelling_is_refused(spelled: str) -> None:
+    with pytest.raises(ValueError, match="means nothing there|no number"):
+        expand_name(spelled)
