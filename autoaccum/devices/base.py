@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -82,6 +82,7 @@ class TrialSettings:
         evaluation_batch: Overrides the samples of a pass of its evaluation.
         worst_of: Batches are made of the longest of so many samples of its dataset.
         batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
+        is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
     """
 
     reference: str
@@ -93,6 +94,7 @@ class TrialSettings:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str | None = None
+    is_stopped: Callable[[], bool] | None = None
 
     def to_request(self) -> dict[str, Any]:
         """What a child is told to load."""

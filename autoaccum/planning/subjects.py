@@ -40,7 +40,10 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `plan` that say how trials run, as they were given; `verb` is what messages call it."""
+    """The arguments of `plan` that say how trials run, as they were given; `verb` is what messages call it.
+
+    `is_stopped` is that of `TrialSettings`.
+    """
 
     share: int
     reduction: str | None = None
@@ -57,6 +60,7 @@ class Settings:
     batchnorm: Any = None
     on_output: Callable[[str], None] | None = None
     verb: str = "plan"
+    is_stopped: Callable[[], bool] | None = None
 
 
 def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) -> Subject:
@@ -91,6 +95,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         evaluation_batch=settings.evaluation_batch,
         worst_of=settings.worst_of,
         batchnorm=settings.batchnorm,
+        is_stopped=settings.is_stopped,
     )
     if settings.gpu is not None:
         simulated = simulate_device(settings.gpu, trials, memory=memory, reserve=reserve, on_output=settings.on_output)

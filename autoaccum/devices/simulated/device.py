@@ -156,13 +156,13 @@ class SimulatedDevice:
         return Foresight(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """What is predicted of `parts`, of which a fresh trial ran.
+        """What is predicted of `parts`, of which a fresh trial is known, whether they fit or not.
 
         Raises:
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
         traces = self._traces.of_schedule(parts, fresh=True)
-        least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
+        least_bytes = max(self._least_bytes(trace) for trace in traces)
         band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
         caution = band.warning(self.limit_bytes, least_bytes)
@@ -199,6 +199,10 @@ class SimulatedDevice:
     ) -> None:
         """Close, whatever happened."""
         self.close()
+
+    def _least_bytes(self, trace: Trace) -> int:
+        fits = self._replays.trial(trace, self.limit_bytes).ran
+        return self._replays.least_bytes(trace, self.limit_bytes if fits else self._replays.peak_bytes(trace))
 
     def _peak_bytes(self, size: int) -> int | None:
         """The peak of a size that follows from small ones; None of others."""
