@@ -20,6 +20,7 @@ from autoaccum.devices.simulated.context import context_bytes, loads_eagerly
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.supply import CardSupply
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Tracer
 from autoaccum.devices.simulated.traces import Traces
 from autoaccum.errors import NotMeasuredError, WorkloadError
