@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Final, Literal
 
 from autoaccum.devices.explanation import Category
 from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.tolerance import Tolerance
+from autoaccum.planning.shapes import thaw
+
+SCHEMA: Final = 1
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]
 """`unchanged`: to the byte. `within`: other bytes, within the tolerance. `regressed`: exit 1. `improved`: less than the
@@ -74,13 +79,13 @@ class Report:
     Attributes:
         judgements: In the order of the lock.
         against: What they were compared with: the lock's path, or a revision.
-        tolerance: By what share of the peak it may grow.
+        tolerance: By how much the peak may grow.
         updated: The lock that was written; None: none was.
     """
 
     judgements: tuple[Judgement, ...]
     against: str
-    tolerance: float
+    tolerance: Tolerance
     updated: str | None = None
 
     @property
@@ -88,3 +93,21 @@ class Report:
         """1 where anything has regressed, else 3 or 2 where anything could not be measured, else 0."""
         codes = {judgement.exit_code for judgement in self.judgements}
         return next((code for code in (1, 3, 2) if code in codes), 0 if codes else 3)
+
+    def to_json(self) -> str:
+        """The record as indented JSON: `schema`, `exit_code`, the fields of this record and of those in it.
+
+        Each judgement also has `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later versions of
+        this schema may add fields, and change none.
+        """
+        record = {"schema": SCHEMA, "exit_code": self.exit_code, **thaw(self)}
+        record["judgements"] = [_judgement_record(judgement) for judgement in self.judgements]
+        return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def _judgement_record(judgement: Judgement) -> dict[str, Any]:
+    record: dict[str, Any] = {**thaw(judgement), "growth_bytes": judgement.growth_bytes}
+    for name, measurement in (("before", judgement.before), ("now", judgement.now)):
+        if measurement is not None:
+            record[name] |= {"micro_batch": measurement.micro_batch, "spread_bytes": measurement.spread_bytes}
+    return record
