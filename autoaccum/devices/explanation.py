@@ -77,17 +77,20 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When most is held during one phase of the update.
+    """When most is held during one phase of all that is traced: of equal moments the last.
 
     Attributes:
         phase: Where the step is.
         held_bytes: What tensors and workspaces hold then: the sum of `categories`.
         categories: What for; those of 0 bytes and `unused` are left out.
+        holdings: The same by module, complete, in the order of the model. It tells where a growth comes from when the
+            peak moves to another phase; a lock does not keep it, and moments are equal without.
     """
 
     phase: Phase
     held_bytes: int
     categories: Mapping[Category, int]
+    holdings: tuple[Holding, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,8 @@ class Account:
         notes: Sentences for the plan.
         holdings: What is held at the moment that is explained, by module and complete: without `unused`, they add up
             to what `explanation` has of each category. In the order of the model.
-        moments: The same by category for each phase of the last update, in order.
+        moments: The same for each phase that asks for memory, the first of a step first; the highest of them is that
+            moment.
     """
 
     explanation: Explanation

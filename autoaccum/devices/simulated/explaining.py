@@ -14,6 +14,7 @@ from autoaccum.devices.explanation import Account, Change, CurvePoint
 from autoaccum.devices.simulated.breakdown import break_down
 from autoaccum.devices.simulated.curve import curve_points
 from autoaccum.devices.simulated.demand import Demand
+from autoaccum.devices.simulated.holdings import holdings_at, moments
 from autoaccum.devices.simulated.labels import LabelledTrace
 from autoaccum.devices.simulated.ledger import Ledger
 from autoaccum.devices.simulated.replays import Replays
@@ -90,6 +91,8 @@ class Accountant:
             timeline=timeline,
             curve=self._curve(max(trace.parts), clock) if curve else (),
             notes=notes,
+            holdings=holdings_at(ledger, ledger.peak_at),
+            moments=moments(ledger),
         )
 
     def _curve(self, size: int, clock: Clock) -> tuple[CurvePoint, ...]:

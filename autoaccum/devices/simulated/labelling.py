@@ -61,13 +61,14 @@ class Labeller:
             before.remove()
             after.remove()
 
-    def see(self, phase: Phase, beside_tensors: bool) -> None:
+    def see(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
         """Label the next block (`recorder.Witness`)."""
         if phase != self._phase:
             self._phase = phase
             self._ask_everyone()
         module, role = self._running.now()
-        self._origins.append(Origin(self._op(), module, "workspace" if beside_tensors else role))
+        named = "" if dtype is None else str(dtype).removeprefix("torch.")
+        self._origins.append(Origin(self._op(), module, "workspace" if beside_tensors else role, named))
 
     def mark_update(self) -> None:
         """An update begins: what modules keep by now, and still do in the end, is theirs for good."""

@@ -22,11 +22,13 @@ class Origin:
         op: The operator, such as `aten.mm`; empty for what was there before.
         module: The module it ran for: its index in `LabelledTrace.modules`.
         role: How it came to be.
+        dtype: Of the first tensor in it, such as `bfloat16`; empty for memory beside tensors.
     """
 
     op: str
     module: int
     role: Role = "plain"
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class LabelledTrace:
         return {
             "trace": self.trace.to_record(),
             "modules": [[module.path, module.kind] for module in self.modules],
-            "table": [[origin.op, origin.module, origin.role] for origin in table],
+            "table": [[origin.op, origin.module, origin.role, origin.dtype] for origin in table],
             "origins": [table[origin] for origin in self.origins],
             "claims": [[block, claim.category, claim.module] for block, claim in self.claims.items()],
         }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import get_args
 
+from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category
 from autoaccum.devices.simulated.demand import Demand
 from autoaccum.devices.simulated.labels import LabelledTrace
@@ -45,13 +47,23 @@ class Ledger:
         return [sum(held) for held in zip(*self.totals.values(), strict=True)]
 
     @cached_property
+    def highest(self) -> Mapping[Phase, int]:
+        """By phase, in order, the index of the event that asks for memory when most is held in it: the last such."""
+        trace, held, sizes = self.labelled.trace, self.held_bytes, self.demand.sizes
+        ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
+        found: dict[Phase, int] = {}
+        for (start, phase), end in zip(trace.phases, ends, strict=True):
+            for at in range(start, end):
+                event = trace.events[at]
+                asks = event >= 0 and (sizes[event] or not held[at])
+                if asks and held[at] >= held[found.get(phase, at)]:
+                    found[phase] = at
+        return {phase: found[phase] for phase in get_args(Phase) if phase in found}
+
+    @cached_property
     def peak_at(self) -> int:
         """The index of the event that asks for memory when most is held: the last such."""
-        held, events, sizes = self.held_bytes, self.labelled.trace.events, self.demand.sizes
-        most = max(held)
-        return max(
-            at for at, event in enumerate(events) if held[at] == most and event >= 0 and (sizes[event] or not most)
-        )
+        return max(self.highest.values(), key=lambda at: (self.held_bytes[at], at))
 
     def alive(self, event: int) -> list[tuple[int, Category]]:
         """The blocks that are there after an event, and what they are for."""

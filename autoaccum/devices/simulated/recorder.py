@@ -16,8 +16,12 @@ from autoaccum.devices.simulated.steps import GivenBack, Returned, Step
 from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.devices.simulated.values import SimulationLimit
 
-Witness = Callable[[Phase, bool], None]
-"""Is told the phase in which a block comes to be, and whether it is memory beside tensors: of a kernel or library."""
+Witness = Callable[[Phase, bool, torch.dtype | None], None]
+"""Is told the phase in which a block comes to be, whether it is memory beside tensors (of a kernel or library), and of
+a tensor's storage the dtype of the first tensor it was seen with."""
+
+_Known = tuple[weakref.ref[Any], int, int | Scratch, torch.dtype | None]
+"""Of what is alive: its storage, the number and size of its block, and its dtype."""
 
 
 class Recorder:
@@ -34,7 +38,7 @@ class Recorder:
 
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
-        self._alive: dict[int, tuple[weakref.ref[Any], int, int | Scratch]] = {}
+        self._alive: dict[int, _Known] = {}
         self._resident: dict[Scratch, int] = {}
         self._phase: Callable[[], Phase] = _no_phase
         self._witness: Witness | None = None
@@ -47,7 +51,7 @@ class Recorder:
     @property
     def alive_bytes(self) -> int:
         """What the storages hold that are alive."""
-        return sum(size for _, _, size in self._alive.values() if isinstance(size, int))
+        return sum(size for _, _, size, _ in self._alive.values() if isinstance(size, int))
 
     def see(self, out: Any) -> None:
         """Note the storages of what an operator returned."""
@@ -56,7 +60,7 @@ class Recorder:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
                     raise SimulationLimit(f"a tensor of layout {layout} is made, and only dense ones are followed")
-                self._see_storage(tensor.untyped_storage())
+                self._see_storage(tensor)
 
     def take(self, steps: Iterable[Step], out: Any = None) -> None:
         """Note memory that a kernel takes, in order, between what it returns; what it holds in the end it gives back.
@@ -85,7 +89,7 @@ class Recorder:
         """Note memory that lives as long as the storage of `tensor`."""
         storage = tensor.untyped_storage()
         key = ~id(storage)
-        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(scratch), scratch)
+        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(scratch), scratch, None)
 
     def block_of(self, tensor: Tensor) -> int | None:
         """The number of the block that holds `tensor`; None where none was noted."""
@@ -108,12 +112,12 @@ class Recorder:
             phase: Tells where the step is.
             witness: Called for each block before it is numbered.
         """
-        alive = sorted((block, size, key, ref) for key, (ref, block, size) in self._alive.items())
+        alive = sorted(self._alive.items(), key=lambda item: item[1][1])
         self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
         self._phase, self._witness, self.op = phase, witness, None
         self._resident.clear()
-        for _, size, key, ref in alive:
-            self._alive[key] = (ref, self._allocate(size), size)
+        for key, (ref, _, size, dtype) in alive:
+            self._alive[key] = (ref, self._allocate(size, dtype), size, dtype)
 
     def mark_update(self) -> None:
         """An update begins."""
@@ -133,21 +137,25 @@ class Recorder:
     def _give_back(self, blocks: list[int], step: GivenBack) -> None:
         self.events.extend(~blocks.pop() for _ in range(step.count))
 
-    def _see_storage(self, storage: torch.UntypedStorage) -> None:
+    def _see_storage(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[2] == size:
             return
         if size:
-            block = self._allocate(size)
-            self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size)
+            dtype = tensor.dtype if known is None else known[3]
+            block = self._allocate(size, dtype)
+            self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
+        elif known is not None:
+            del self._alive[key]
         if known is not None:  # It was resized: the old memory goes once the new one is there.
             self.events.append(~known[1])
 
-    def _allocate(self, size: int | Scratch, *, beside_tensors: bool = False) -> int:
+    def _allocate(self, size: int | Scratch, dtype: torch.dtype | None = None, *, beside_tensors: bool = False) -> int:
         phase = self._phase()
         if self._witness is not None:
-            self._witness(phase, beside_tensors)
+            self._witness(phase, beside_tensors, dtype)
         if not self.phases or self.phases[-1][1] != phase:
             self.phases.append((len(self.events), phase))
         block = len(self.sizes)
@@ -156,8 +164,7 @@ class Recorder:
         return block
 
     def _free(self, key: int, _: Any) -> None:
-        _, block, _ = self._alive.pop(key)
-        self.events.append(~block)
+        self.events.append(~self._alive.pop(key)[1])
 
 
 def _no_phase() -> Phase:
