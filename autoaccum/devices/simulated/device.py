@@ -175,9 +175,15 @@ class SimulatedDevice:
         )
 
     def explain(
-        self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
+        self,
+        parts: tuple[int, ...],
+        *,
+        changes: bool = True,
+        curve: bool = False,
+        growth: bool = True,
+        limit_seconds: float | None = None,
     ) -> Account:
-        """Account for `parts`, of which a fresh trial ran.
+        """Account for `parts`, of which a fresh trial is known, whether they fit or not; `growth` is the accountant's.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced.
@@ -185,7 +191,7 @@ class SimulatedDevice:
         clock = Clock(limit_seconds)
         made = self._traces.of_schedule(parts, True, clock.left_seconds)
         accountant = Accountant(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replays)
-        return accountant.account(made, clock, changes=changes, curve=curve)
+        return accountant.account(made, clock, changes=changes, curve=curve, growth=growth)
 
     def close(self) -> None:
         """End the tracer's process. Idempotent."""

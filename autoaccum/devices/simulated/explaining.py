@@ -62,7 +62,9 @@ class Accountant:
     traces: Traces
     replays: Replays
 
-    def account(self, made: Sequence[Trace], clock: Clock, *, changes: bool, curve: bool) -> Account:
+    def account(
+        self, made: Sequence[Trace], clock: Clock, *, changes: bool, curve: bool, growth: bool = True
+    ) -> Account:
         """Account for the one of `made` whose peak is the highest.
 
         Args:
@@ -70,6 +72,7 @@ class Accountant:
             clock: For traces beside those.
             changes: Simulate what would change the peak, too.
             curve: Tell how the peak grows with the micro-batch, too.
+            growth: Tell by how much each module's share does (`ModuleShare.bytes_per_sample`), too.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced again.
@@ -82,7 +85,7 @@ class Accountant:
             card=self.card,
             peak_bytes=self.replays.peak_bytes(labelled.trace),
             context_bytes=self.context_bytes,
-            growth=self._growth(trace, clock),
+            growth=self._growth(trace, clock) if growth else None,
         )
         timeline = draw_timeline(ledger, self.replays.reserved_bytes(labelled.trace))
         found, notes = self._all_changes(trace, labelled, clock) if changes else ((), ())
