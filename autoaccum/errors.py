@@ -58,6 +58,18 @@ class PlanFileError(AutoaccumError):
     exit_code = 2
 
 
+class LockFileError(AutoaccumError):
+    """A lock file that is damaged, half merged, of something else, or from a newer autoaccum; it stays as it is."""
+
+    exit_code = 2
+
+
+class MissingLockError(AutoaccumError):
+    """There is no lock to compare with."""
+
+    exit_code = 3
+
+
 class DoesNotFitError(AutoaccumError):
     """A clear no: not even the smallest micro-batch fits into the memory there is."""
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.devices.checkout import Checkout
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.
@@ -83,6 +84,7 @@ class TrialSettings:
         worst_of: Batches are made of the longest of so many samples of its dataset.
         batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
         is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
+        checkout: Where its modules lie; None: where this process finds them.
     """
 
     reference: str
@@ -95,6 +97,7 @@ class TrialSettings:
     worst_of: int | None = None
     batchnorm: str | None = None
     is_stopped: Callable[[], bool] | None = None
+    checkout: Checkout | None = None
 
     def to_request(self) -> dict[str, Any]:
         """What a child is told to load."""

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum.devices.replies import failure_reply, load_asked, look_where
+from autoaccum.devices.replies import astray_reply, failure_reply, load_asked, look_where
 
 if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(descriptor, False)
     child: Jobs = Child()
     own_pid = os.getpid()
+    where: Mapping[str, str] = {}
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)
@@ -52,7 +53,8 @@ def main(arguments: list[str]) -> None:
                 continue
             if "card" in request:
                 child = _simulated_child()
-            reply = child.answer(request)
+            where = request.get("checkout", where)
+            reply = {**child.answer(request), **astray_reply(where)}
             if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
                 os._exit(0)
             _flush()

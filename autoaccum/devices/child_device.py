@@ -154,7 +154,7 @@ class ChildDevice(ABC):
         """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
         if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= SPARE_BYTES:
             with suppress(NotMeasuredError):
-                self._spare = SpareChild(self._on_output)
+                self._spare = SpareChild(self._on_output, self._settings.checkout)
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -35,7 +35,7 @@ def record_reply(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str,
         failure = dict(reply["failure"])
         if failure["outcome"] == "oom":
             failure["message"] += _taken_by_others(reading, limit_bytes)
-        return Trial(phase=reply["phase"], **failure, **measured)
+        return Trial(phase=reply.get("phase"), **failure, **measured)
     peak, shared = reading.peak_reserved_bytes or 0, reading.shared_bytes
     if shared and peak > limit_bytes:
         held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"

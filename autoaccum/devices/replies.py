@@ -8,6 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.devices.checkout import check_imports
+from autoaccum.errors import NotMeasuredError
+
 if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
 
@@ -29,6 +32,18 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
 
     asked = {name: request.get(name) for name in ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm")}
     return adapt(load_workload(request["reference"]), most=request.get("share"), **asked)
+
+
+def astray_reply(checkout: Mapping[str, str]) -> dict[str, Any]:
+    """A failure where modules were imported from elsewhere than the checkout (`Checkout.to_record`), else nothing.
+
+    Whatever else a job came to, it is of another revision then.
+    """
+    try:
+        check_imports(checkout)
+    except NotMeasuredError as error:
+        return failure_reply(error, "looking at what was imported")
+    return {}
 
 
 def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.process import ChildProcess, child_environment
 from autoaccum.units import MIB
 
@@ -21,28 +22,35 @@ SPARE_BYTES = 512 * MIB
 as much again should stay free."""
 
 
-def start_child(on_output: Callable[[str], None] | None = None, *, simulated: bool = False) -> ChildProcess:
+def start_child(
+    on_output: Callable[[str], None] | None = None, *, simulated: bool = False, checkout: Checkout | None = None
+) -> ChildProcess:
     """Start a child of `devices.child` and have it import what all of them need; does not wait for that.
 
     Args:
         on_output: Gets each line it prints; None: it goes to stderr.
         simulated: It is to simulate a card, which needs more of PyTorch.
+        checkout: Where its modules lie; None: where this process finds them.
 
     Raises:
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
     process = ChildProcess(_MODULE, on_output=on_output)
-    process.tell({"job": "prepare", "simulated": simulated, **where_to_import()})
+    process.tell({"job": "prepare", "simulated": simulated, **where_to_import(checkout)})
     return process
 
 
-def where_to_import() -> Mapping[str, Any]:
-    """Where modules are found in this process, as a child is told."""
+def where_to_import(checkout: Checkout | None = None) -> Mapping[str, Any]:
+    """Where modules are found in this process, or in a checkout instead, as a child is told."""
+    pythonpath = os.environ.get("PYTHONPATH")
+    if checkout is None:
+        return {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": pythonpath}  # noqa: PTH109
     return {
-        "cwd": os.getcwd(),  # noqa: PTH109
-        "sys_path": sys.path,
-        "pythonpath": os.environ.get("PYTHONPATH"),
+        "cwd": str(checkout.folder),
+        "sys_path": [checkout.map_entry(entry) for entry in sys.path],
+        "pythonpath": None if pythonpath is None else checkout.map_path(pythonpath),
+        "checkout": checkout.to_record(),
     }
 
 
@@ -51,14 +59,15 @@ class SpareChild:
 
     Args:
         on_output: Gets each line it prints; None: it goes to stderr.
+        checkout: As in `start_child`.
 
     Raises:
         UsageError, NotMeasuredError: As `start_child`.
     """
 
-    def __init__(self, on_output: Callable[[str], None] | None = None) -> None:
+    def __init__(self, on_output: Callable[[str], None] | None = None, checkout: Checkout | None = None) -> None:
         self._started_in = _surroundings()
-        self._process = start_child(on_output)
+        self._process = start_child(on_output, checkout=checkout)
 
     @property
     def pid(self) -> int:

@@ -52,14 +52,14 @@ class Worker:
     ) -> None:
         self._settings = settings
         self._device = device
-        self._process = process or start_child(on_output, simulated=card is not None)
+        self._process = process or start_child(on_output, simulated=card is not None, checkout=settings.checkout)
         self.jobs = 0
         self.kept_bytes = 0
         request = {
             "job": "load",
             "device": device,
             **settings.to_request(),
-            **where_to_import(),
+            **where_to_import(settings.checkout),
             **({} if card is None else {"card": card}),
         }
         limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
