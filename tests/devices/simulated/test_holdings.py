@@ -109,7 +109,7 @@ def test_activations_that_become_wider_show_in_their_dtype(explained: Callable[.
     assert [dtype for module, _, dtype in narrow if module == "layers.0"] == ["bfloat16"]
     assert wide["layers.0", "activations", "float32"].bytes > narrow["layers.0", "activations", "bfloat16"].bytes
     # What has no tensor has no dtype, and numbers of tokens are no activations of a layer.
-    assert {dtype for _, category, dtype in wide if category == "workspace"} == {""}
+    assert {dtype for _, category, dtype in wide if category == "workspace"} <= {""}
     assert {dtype for _, category, dtype in wide if category in ("parameters", "gradients")} == {"float32"}
     assert wide["", "activations", "int64"].bytes >= 8 * SAMPLES * TOKENS
 
