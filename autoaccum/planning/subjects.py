@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.device_choice import check_device, make_device, simulate_device
 from autoaccum.planning.request import check_seconds
@@ -42,7 +43,7 @@ class Subject:
 class Settings:
     """The arguments of `plan` that say how trials run, as they were given; `verb` is what messages call it.
 
-    `is_stopped` is that of `TrialSettings`.
+    `is_stopped` and `checkout` are those of `TrialSettings`.
     """
 
     share: int
@@ -61,6 +62,7 @@ class Settings:
     on_output: Callable[[str], None] | None = None
     verb: str = "plan"
     is_stopped: Callable[[], bool] | None = None
+    checkout: Checkout | None = None
 
 
 def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) -> Subject:
@@ -96,6 +98,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         worst_of=settings.worst_of,
         batchnorm=settings.batchnorm,
         is_stopped=settings.is_stopped,
+        checkout=settings.checkout,
     )
     if settings.gpu is not None:
         simulated = simulate_device(settings.gpu, trials, memory=memory, reserve=reserve, on_output=settings.on_output)

@@ -1,0 +1,96 @@
+"""How large a micro-batch may be: a plan's search, of which a guard keeps the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoaccum.devices.base import Inspection
+from autoaccum.errors import DoesNotFitError, NotMeasuredError
+from autoaccum.planning.events import Event, Inspected, Listener
+from autoaccum.planning.planner import plan_on
+from autoaccum.planning.request import Request
+from autoaccum.planning.subjects import Subject
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be measured.
+
+    Attributes:
+        subject: The workload, and where it is tried.
+        request: What a plan of it is asked to do.
+        micro_batches: The schedule that is measured, whether it fits or not; None: the one that is planned.
+        tell: Told of every step.
+    """
+
+    subject: Subject
+    request: Request
+    micro_batches: tuple[int, ...] | None
+    tell: Listener
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What planning found out.
+
+    Attributes:
+        inspection: What is known of the workload.
+        micro_batches: The schedule to measure.
+        largest: The largest micro-batch that fits; 0: none.
+        capped: It is where the search was told to stop.
+        warnings: Sentences.
+    """
+
+    inspection: Inspection
+    micro_batches: tuple[int, ...]
+    largest: int
+    capped: bool
+    warnings: tuple[str, ...] = ()
+
+
+def size_up(task: Task) -> Sizing:
+    """Plan, and keep what a guard needs of it.
+
+    Raises:
+        UsageError, WorkloadError: As from `plan`.
+        DoesNotFitError: Nothing fits, and no schedule is given; or it cannot even be loaded.
+        NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known.
+    """
+    seen: list[Inspection] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Inspected):
+            seen.append(event.inspection)
+        task.tell(event)
+
+    try:
+        plan = plan_on(task.subject, task.request, on_event=listen)
+    except DoesNotFitError:
+        if task.micro_batches is None or not seen:
+            raise
+        return Sizing(inspection=seen[-1], micro_batches=task.micro_batches, largest=0, capped=False)
+    if plan.stopped is not None:
+        raise NotMeasuredError(
+            f"the limit on {plan.stopped} ended the search for the largest micro-batch at {plan.largest_fit}",
+            hint="allow more, or name the size with --micro-batch",
+        )
+    return Sizing(
+        inspection=seen[-1],
+        micro_batches=task.micro_batches or plan.micro_batches,
+        largest=plan.largest_fit,
+        capped=plan.capped,
+        warnings=plan.warnings,
+    )
+
+
+def trial_parts(micro_batches: tuple[int, ...]) -> tuple[int, ...]:
+    """What a trial has to run of a schedule, as a plan's confirmation does (`planning.runner.Runner.confirm`).
+
+    >>> trial_parts((4,)), trial_parts((4, 4, 4)), trial_parts((4, 3)), trial_parts((4, 4, 3, 3))
+    ((4,), (4, 4), (4, 3), (4, 4, 3))
+    """
+    largest, smallest = max(micro_batches), min(micro_batches)
+    if len(micro_batches) == 1:
+        return (largest,)
+    follows_itself = smallest < largest and micro_batches.count(largest) > 1
+    return (largest, largest, smallest) if follows_itself else (largest, smallest)
