@@ -29,13 +29,11 @@ class CaseStarted:
         case: Which; beside it another one may be under way.
         number: Of this case, counted from 1.
         count: Of all cases.
-        revision: What is measured; None: what lies in the folder.
     """
 
     case: Case
     number: int
     count: int
-    revision: str | None = None
 
 
 @dataclass(frozen=True)
