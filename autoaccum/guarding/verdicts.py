@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from autoaccum.devices.explanation import Category
+from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.planning.shapes import thaw
@@ -97,7 +98,7 @@ class Report:
     def to_json(self) -> str:
         """The record as indented JSON: `schema`, `exit_code`, the fields of this record and of those in it.
 
-        Each judgement also has `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later versions of
+        Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later versions of
         this schema may add fields, and change none.
         """
         record = {"schema": SCHEMA, "exit_code": self.exit_code, **thaw(self)}
@@ -106,7 +107,11 @@ class Report:
 
 
 def _judgement_record(judgement: Judgement) -> dict[str, Any]:
-    record: dict[str, Any] = {**thaw(judgement), "growth_bytes": judgement.growth_bytes}
+    record: dict[str, Any] = {
+        "name": case_name(judgement.case),
+        **thaw(judgement),
+        "growth_bytes": judgement.growth_bytes,
+    }
     for name, measurement in (("before", judgement.before), ("now", judgement.now)):
         if measurement is not None:
             record[name] |= {"micro_batch": measurement.micro_batch, "spread_bytes": measurement.spread_bytes}

@@ -1,0 +1,113 @@
+"""A guard's report on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
+
+from autoaccum.guarding.verdicts import Growth, Judgement
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.guard_text import print_report, report_text
+from autoaccum.units import MIB
+
+
+def lines_of(judgement: Judgement) -> list[str]:
+    return report_text(report(judgement)).splitlines()
+
+
+def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
+    assert lines_of(REGRESSED) == [
+        "regressed: train.py on rtx3090, target 256, bf16",
+        "  +1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
+        "                    before         now      change",
+        "  peak           14.00 GiB   15.25 GiB   +1.25 GiB  +8.9 %",
+        "  most held      13.00 GiB   14.00 GiB   +1.00 GiB  +7.7 %",
+        "  least budget   13.50 GiB   14.50 GiB   +1.00 GiB  +7.4 %",
+        "  largest fit           32          24          -8",
+        "        change  for what",
+        "     +1.17 GiB  activations of blocks.*.mlp (bf16 -> fp32)",
+        "      +100 MiB  optimizer state of head_|<b>`x (new)",
+        "     -20.0 MiB  unused",
+        "  why        the peak grew by 8.9 %, allowed are 1 %",
+        "  why        rtx3090 now holds 24 instead of 32",
+        "  way out    if meant, lock it:",
+        "    autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
+        "",
+        "1 case: 1 regressed; against autoaccum.lock, tolerance 1 %",
+    ]
+
+
+def test_what_is_well_takes_two_lines() -> None:
+    assert lines_of(UNCHANGED) == [
+        "unchanged: train.py on a100-80gb, target 256, bf16",
+        "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
+        "",
+        "1 case: 1 unchanged; against autoaccum.lock, tolerance 1 %",
+    ]
+    assert report_text(report(LOCKED, updated="autoaccum.lock")).splitlines() == [
+        "locked: train.py on rtx3090, target 256, bf16",
+        "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
+        "",
+        "1 case: 1 locked; written to autoaccum.lock",
+    ]
+
+
+def test_good_news_comes_with_the_command_that_keeps_it() -> None:
+    lines = lines_of(IMPROVED)
+    assert "  peak           15.25 GiB   14.00 GiB   -1.25 GiB  -8.2 %" in lines
+    assert lines[-4:-2] == ["  next       lock it in:", "    autoaccum guard train.py --gpu v100 --update"]
+
+
+def test_the_users_own_frames_and_the_reason_are_shown() -> None:
+    lines = lines_of(UNMEASURED)
+    assert lines[:3] == [
+        "not measured: package.broken:model on rtx3090, target 256, bf16",
+        '  File "broken.py", line 3, in model',
+        '      raise ValueError("50 %")',
+    ]
+    assert "  why        model() raised ValueError: 50 %, ::error::told" in lines
+    assert "  warning    its weight was not looked at" in lines
+
+
+def test_the_last_line_sums_up() -> None:
+    assert report_text(ALL).splitlines()[-1] == (
+        "5 cases: 1 regressed, 1 not measured, 1 improved, 1 within tolerance, 1 unchanged; "
+        "against autoaccum.lock, tolerance 1 %"
+    )
+    assert report_text(report()).splitlines() == [
+        "0 cases: nothing was measured; against autoaccum.lock, tolerance 1 %"
+    ]
+
+
+def test_runs_tell_their_spread_and_no_least_budget() -> None:
+    runs = (BEFORE.peak_bytes - MIB, BEFORE.peak_bytes, BEFORE.peak_bytes + MIB)
+    measured = dataclasses.replace(
+        BEFORE, kind="measured", runs=runs, held_bytes=None, least_bytes=None, capped=True, largest=256
+    )
+    lines = lines_of(Judgement(case=CASE, outcome="locked", now=measured))
+    assert lines[1] == "  peak 14.00 GiB (median of 3 runs, 2.0 MiB apart), largest fit 256 (all), parts 8 x 32"
+
+
+def test_many_growths_are_drawn_together() -> None:
+    grown = tuple(Growth(category="activations", module=f"block{number}", bytes=MIB) for number in range(14))
+    lines = lines_of(dataclasses.replace(REGRESSED, growths=grown))
+    assert sum("  activations of block" in line for line in lines) == 10
+    assert "      +4.0 MiB  4 more" in lines
+
+
+def test_it_is_plain_in_a_pipe_and_coloured_on_a_terminal() -> None:
+    piped, shown = io.StringIO(), io.StringIO()
+    print_report(make_console(file=piped, width=60), ALL)
+    print_report(make_console(file=shown, width=60, force_terminal=True, color_system="standard"), ALL)
+    assert "\x1b" not in piped.getvalue()
+    assert "\x1b[1;31mregressed" in shown.getvalue()
+    assert (
+        "    autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update\n" in piped.getvalue()
+    )
+
+
+def test_names_cannot_command_a_terminal() -> None:
+    odd = dataclasses.replace(REGRESSED, explanation="a\x1b[31mred", reasons=("b\x1b[2J",), now=NOW)
+    assert "\x1b" not in report_text(report(odd))

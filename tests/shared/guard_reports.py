@@ -1,0 +1,79 @@
+"""Reports of a guard made by hand, one judgement of each kind, with names that forms must not take for structure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.tolerance import Tolerance
+from autoaccum.guarding.verdicts import Growth, Judgement, Report
+from autoaccum.units import GIB, MIB
+
+CASE = Case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
+BEFORE = Measurement(
+    kind="predicted",
+    card="NVIDIA GeForce RTX 3090",
+    precision="bf16",
+    optimizer="AdamW",
+    batchnorm="micro",
+    parameters=1000,
+    micro_batches=(32,) * 8,
+    fits=True,
+    largest=32,
+    capped=False,
+    limit_bytes=23 * GIB,
+    peak_bytes=14 * GIB,
+    held_bytes=13 * GIB,
+    least_bytes=13 * GIB + 512 * MIB,
+    versions={"torch": "2.13.0"},
+)
+NOW = dataclasses.replace(
+    BEFORE, largest=24, peak_bytes=15 * GIB + 256 * MIB, held_bytes=14 * GIB, least_bytes=14 * GIB + 512 * MIB
+)
+REGRESSED = Judgement(
+    case=CASE,
+    outcome="regressed",
+    exit_code=1,
+    explanation="+1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
+    reasons=("the peak grew by 8.9 %, allowed are 1 %", "rtx3090 now holds 24 instead of 32"),
+    hint="if meant, lock it: `autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update`",
+    growths=(
+        Growth(category="activations", module="blocks.*.mlp", bytes=1200 * MIB, change="bf16 -> fp32"),
+        Growth(category="optimizer_state", module="head_|<b>`x", bytes=100 * MIB, change="new"),
+        Growth(category="unused", module="", bytes=-20 * MIB),
+    ),
+    before=BEFORE,
+    now=NOW,
+)
+UNCHANGED = Judgement(case=dataclasses.replace(CASE, gpu="a100-80gb"), outcome="unchanged", before=BEFORE, now=BEFORE)
+WITHIN = Judgement(
+    case=dataclasses.replace(CASE, precision="fp32"),
+    outcome="within",
+    explanation="+2.0 MiB (+0.0 %): temporaries +2.0 MiB",
+    before=BEFORE,
+    now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
+)
+IMPROVED = Judgement(
+    case=dataclasses.replace(CASE, gpu="v100"),
+    outcome="improved",
+    explanation="-1.25 GiB (-8.2 %): activations of blocks.*.mlp -1.20 GiB",
+    hint="lock it in: `autoaccum guard train.py --gpu v100 --update`",
+    before=NOW,
+    now=BEFORE,
+)
+UNMEASURED = Judgement(
+    case=dataclasses.replace(CASE, workload="package.broken:model"),
+    outcome="unmeasured",
+    exit_code=3,
+    reasons=("model() raised ValueError: 50 %,\n::error::told",),
+    traceback='File "broken.py", line 3, in model\n    raise ValueError("50 %")\n::error::raised\n  ##[group]old',
+    warnings=("its weight was not looked at",),
+)
+LOCKED = Judgement(case=CASE, outcome="locked", now=BEFORE)
+
+
+def report(*judgements: Judgement, updated: str | None = None) -> Report:
+    return Report(judgements=judgements, against="autoaccum.lock", tolerance=Tolerance(), updated=updated)
+
+
+ALL = report(UNCHANGED, WITHIN, IMPROVED, UNMEASURED, REGRESSED)
