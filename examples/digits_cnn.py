@@ -1,6 +1,6 @@
 """A convolutional net with BatchNorm on scikit-learn's handwritten digits, 1,797 real images.
 
-autoaccum plan examples/digits_cnn.py --target-batch 512 --memory 200MiB
+autoaccum plan examples/digits_cnn.py --target-batch 128 --memory 64MiB
 python examples/digits_cnn.py
 """
 

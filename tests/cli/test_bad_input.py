@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from kept_child import KeptChild
+
+from autoaccum.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +33,10 @@ criterion = nn.CrossEntropyLoss()
 
 @dataclass(frozen=True)
 class Case:
-    """A workload (`GOOD` with `extra` at its end, or `text` whole) and flags; what must be said, and the exit code."""
+    """A workload (`GOOD` with `extra` at its end, or `text` whole) and flags; what must be said, and the exit code.
+
+    `tried`: it gets as far as trials, or ends its process.
+    """
 
     name: str
     says: str
@@ -41,6 +47,7 @@ class Case:
     reference: str = "model.py"
     users_traceback: bool = False
     crashes: bool = False
+    tried: bool = False
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -52,7 +59,13 @@ CASES = [
     Case("missing name", "nonsense", reference="model.py:nonsense"),
     Case("missing package", "nonsense", reference="nonsense.package:name"),
     Case("syntax error", r"line 2", text="import torch\ndef model(:\n"),
-    Case("raises at import", "boom at import", extra="raise RuntimeError('boom at import')", users_traceback=True),
+    Case(
+        "raises at import",
+        "boom at import",
+        extra="raise RuntimeError('boom at import')",
+        users_traceback=True,
+        tried=True,
+    ),
     Case("imports what is not there", "not_installed", extra="import not_installed", users_traceback=True),
     Case("no model", "model", text=GOOD.replace("def model", "def other")),
     Case("no batch", "batch", text=GOOD.replace("def batch", "def other")),
@@ -115,9 +128,17 @@ CASES = [
         "    return m(b[0]).mean()\n",
         flags="--target-batch 5 --memory 200MiB",
         users_traceback=True,
+        tried=True,
     ),
-    Case("dies", r"status 7", 3, extra="import os\ndef model(): os._exit(7)"),
-    Case("is killed", r"SIGSEGV", 3, extra="import os\ndef model(): os.kill(os.getpid(), 11)", crashes=True),
+    Case("dies", r"status 7", 3, extra="import os\ndef model(): os._exit(7)", tried=True),
+    Case(
+        "is killed",
+        r"SIGSEGV",
+        3,
+        extra="import os\ndef model(): os.kill(os.getpid(), 11)",
+        crashes=True,
+        tried=True,
+    ),
     Case(
         "hangs",
         r"2(\.0)? s",
@@ -125,6 +146,7 @@ CASES = [
         extra="import time\ncriterion = None\ndef loss(m, b):\n"
         "    if len(b[0]) >= 4: time.sleep(600)\n    return m(b[0]).mean()\n",
         flags="--target-batch 4 --memory 200MiB --trial-limit 2",
+        tried=True,
     ),
     # Flags.
     Case("no target", "target-batch", flags="--memory 200MiB"),
@@ -148,6 +170,7 @@ CASES = [
         1,
         extra="def model(): return nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 2))",
         flags="--target-batch 4 --memory 30MiB",
+        tried=True,
     ),
     Case(
         "budget smaller than one sample",
@@ -155,6 +178,7 @@ CASES = [
         1,
         extra="criterion = None\ndef loss(m, b): return m(b[0].repeat_interleave(1_000_000, 0)).relu().exp().mean()",
         flags="--target-batch 4 --memory 20MiB",
+        tried=True,
     ),
 ]
 
@@ -182,26 +206,62 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_bad_input(case: Case, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def kept_child() -> Iterator[KeptChild]:
+    child = KeptChild()
+    yield child
+    child.close()
+
+
+def write(case: Case, folder: Path) -> None:
     (folder / "model.py").write_text(case.text if case.text is not None else GOOD + case.extra)
     for name, text in case.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    before = snapshot(folder)
-    done = autoaccum(folder, case.reference, *case.flags.split())
-    assert done.returncode == case.code, done.stderr
-    assert done.stdout == ""
-    errors = [line for line in done.stderr.splitlines() if re.match("error: ", line, re.IGNORECASE)]
-    assert len(errors) == 1, done.stderr
+
+
+def check(case: Case, code: object, stdout: str, stderr: str) -> None:
+    assert code == case.code, stderr
+    assert stdout == ""
+    errors = [line for line in stderr.splitlines() if re.match("error: ", line, re.IGNORECASE)]
+    assert len(errors) == 1, stderr
     assert re.search(case.says, errors[0]), errors[0]
     if case.crashes:
-        assert 'model.py", line' in done.stderr, "where the interpreter stood is worth showing, ours or theirs"
+        assert 'model.py", line' in stderr, "where the interpreter stood is worth showing, ours or theirs"
         return
-    assert f"{ROOT / 'autoaccum'}/" not in done.stderr, "a traceback of ours"
-    assert ("Traceback" in done.stderr) == case.users_traceback, done.stderr
+    assert f"{ROOT / 'autoaccum'}/" not in stderr, "a traceback of ours"
+    assert ("Traceback" in stderr) == case.users_traceback, stderr
     if case.users_traceback:
-        assert re.search(r'File ".*(model|linear)\.py", line', done.stderr), "their frame, or the module of torch's"
+        assert re.search(r'File ".*(model|linear)\.py", line', stderr), "their frame, or the module of torch's"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.tried], ids=lambda case: case.name.replace(" ", "-"))
+def test_bad_input_from_a_terminal(case: Case, folder: Path) -> None:
+    write(case, folder)
+    before = snapshot(folder)
+    done = autoaccum(folder, case.reference, *case.flags.split())
+    check(case, done.returncode, done.stdout, done.stderr)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.tried], ids=lambda case: case.name.replace(" ", "-")
+)
+def test_bad_input(
+    case: Case,
+    folder: Path,
+    kept_child: KeptChild,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write(case, folder)
+    before = snapshot(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr("autoaccum.devices.worker.start_child", kept_child.start)
+    with pytest.raises(SystemExit) as leaving:
+        main(["plan", case.reference, *case.flags.split()])
+    check(case, leaving.value.code, *capfd.readouterr())
     assert snapshot(folder) == before
 
 

@@ -61,13 +61,13 @@ def test_little_time_is_marked(folder: Path) -> None:
     slow = "\nimport time\n_forward = nn.Linear.forward\n"
     slow += "nn.Linear.forward = lambda self, x: (time.sleep(len(x) / 500), _forward(self, x))[1]\n"
     (folder / "model.py").write_text(MODEL + slow)
-    done = run(folder, "--time-limit", "30", "--json")
+    done = run(folder, "--time-limit", "20", "--json")
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
     assert plan.stopped == "time"
     assert plan.trials[-1].ran
     assert plan.trials[-1].micro_batch == plan.micro_batch
-    assert "warning: the time limit of 30 s ended the search" in done.stderr
+    assert "warning: the time limit of 20 s ended the search" in done.stderr
 
 
 def test_no_time_at_all_is_no_answer(folder: Path) -> None:

@@ -8,7 +8,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB, MemorySize
 
-LEAST, MOST = 8, 24
+LEAST, MOST = 12, 20
 
 WORKLOAD = """
 import torch

@@ -29,7 +29,7 @@ def loss(model, batch):
 def test_brute_force_agrees(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     settings = TrialSettings(reference=str(tmp_path / "model.py"), share=64)
-    with CpuDevice(settings, memory=MemorySize(bytes=50 * MIB)) as device:
+    with CpuDevice(settings, memory=MemorySize(bytes=38 * MIB)) as device:
         device.inspect()
 
         def trial(size: int, *, fresh: bool = False) -> Trial:
