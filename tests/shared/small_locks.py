@@ -1,0 +1,135 @@
+"""Cases and measurements that never were, small and of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
+from autoaccum.guarding.folding import fold
+from autoaccum.guarding.lock_file import Lock
+from autoaccum.guarding.records import Case, Measurement
+from autoaccum.units import GIB, MIB
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+COUNTS = st.integers(1, 10**6)
+HELD = tuple(category for category in CATEGORIES if category != "unused")
+
+
+def a_case(workload: str = "train.py", **fields: Any) -> Case:
+    fields = {"gpu": "rtx3090", "target_batch": 256, **fields}
+    return Case(workload=workload, **fields)
+
+
+def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
+    """Of `holdings`, or of a model of four like blocks; the sums are right."""
+    rows = holdings or (
+        Holding(category="parameters", module="head", kind="Linear", dtype="float32", bytes=100 * MIB),
+        *(
+            Holding(
+                category="activations",
+                module=f"blocks.{number}.mlp.0",
+                kind="Linear",
+                dtype="bfloat16",
+                op="aten.addmm",
+                bytes=300 * MIB,
+            )
+            for number in range(4)
+        ),
+        Holding(category="workspace", bytes=32 * MIB),
+    )
+    categories: dict[Category, int] = {}
+    for row in rows:
+        categories[row.category] = categories.get(row.category, 0) + row.bytes
+    held_bytes = sum(categories.values())
+    known: dict[str, Any] = {
+        "kind": "predicted",
+        "card": "NVIDIA GeForce RTX 3090",
+        "precision": "bf16",
+        "optimizer": "AdamW",
+        "batchnorm": "micro",
+        "parameters": 124_439_808,
+        "micro_batches": (32,) * 8,
+        "fits": True,
+        "largest": 32,
+        "capped": False,
+        "limit_bytes": 22 * GIB,
+        "peak_bytes": held_bytes + 10 * MIB,
+        "held_bytes": held_bytes,
+        "least_bytes": held_bytes + 2 * MIB,
+        "phase": "backward",
+        "op": "aten.mm",
+        "module": "head",
+        "categories": {**categories, "unused": 10 * MIB},
+        "holdings": rows,
+        "moments": (Moment(phase="forward", held_bytes=MIB, categories={"activations": MIB}),),
+        "versions": {"torch": "2.13.0", "autoaccum": "0.1.0"},
+    }
+    return fold(Measurement(**{**known, **fields}))
+
+
+def a_lock(*cases: Case) -> Lock:
+    return Lock({case: a_measurement() for case in cases or (a_case(), a_case(gpu="a100-80gb"))})
+
+
+def holdings() -> st.SearchStrategy[Holding]:
+    names = st.one_of(
+        WORDS, st.builds("{}.{}.{}".format, st.sampled_from(["h", "{h}", "a\\b"]), st.integers(0, 12), WORDS)
+    )
+    return st.builds(
+        Holding,
+        category=st.sampled_from(HELD),
+        module=names,
+        kind=WORDS,
+        dtype=st.sampled_from(["", "float32", "bfloat16"]),
+        op=st.sampled_from(["", "aten.mm"]),
+        bytes=st.integers(1, 10**12),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = st.none() | st.sampled_from(["20GiB", "80%", "1.5 GiB"])
+    gpu = draw(st.none() | st.sampled_from(["rtx3090", "a100-80gb", "24GiB"]))
+    return Case(
+        workload=draw(st.sampled_from(["train.py", "a b.py:c", 'we, "on" x.py']) | WORDS),
+        gpu=gpu,
+        device=draw(st.sampled_from(["cpu", "cuda", "cuda:1"])) if gpu is None else None,
+        target_batch=draw(st.none() | COUNTS),
+        micro_batch=draw(st.none() | COUNTS),
+        precision=draw(st.none() | st.sampled_from(["fp32", "bf16"])),
+        optimizer=draw(st.none() | st.sampled_from(["AdamW", "SGD"])),
+        memory=draw(sizes),
+        reserve=draw(sizes),
+        world_size=draw(st.integers(1, 3)),
+        equal=draw(st.booleans()),
+        keeps=draw(st.none() | st.sampled_from([(), ("outputs",), ("outputs", "ema")])),
+        evaluation_batch=draw(st.none() | COUNTS),
+        worst_of=draw(st.none() | COUNTS),
+        batchnorm=draw(st.none() | st.sampled_from(["micro", "frozen"])),
+    )
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> Measurement:
+    if draw(st.booleans()):
+        runs = tuple(sorted(draw(st.lists(COUNTS, min_size=1, max_size=3))))
+        empty: dict[str, Any] = dict.fromkeys(("held_bytes", "least_bytes"))
+        empty |= {"categories": {}, "holdings": (), "moments": (), "phase": "", "op": "", "module": ""}
+        return a_measurement(kind="measured", runs=runs, peak_bytes=runs[0], **empty)
+    parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    settings = st.dictionaries(WORDS, WORDS | st.booleans() | COUNTS | st.floats(allow_nan=False), max_size=2)
+    return a_measurement(
+        *draw(st.lists(holdings(), min_size=1, max_size=12)),
+        micro_batches=tuple(parts),
+        settings=draw(settings),
+        versions=draw(st.dictionaries(WORDS, WORDS, max_size=2)),
+        fits=draw(st.booleans()),
+        largest=draw(st.integers(0, 64)),
+        op=draw(WORDS),
+    )
+
+
+def locks() -> st.SearchStrategy[Lock]:
+    return st.dictionaries(cases(), measurements(), max_size=3).map(Lock)
