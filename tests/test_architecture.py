@@ -72,6 +72,8 @@ WITHOUT_TORCH = (
     "devices/simulated/trace.py",
     "training/run_folder/appended_file.py",
     "training/run_folder/metrics.py",
+    "reporting/guard_figures.py",
+    "reporting/source_place.py",
     "reporting/pictures/formats.py",
     "reporting/pictures/layout.py",
     "reporting/pictures/spans.py",

@@ -19,7 +19,9 @@ import click
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "verify", "fit", "gpus")
+_COMMANDS = ("plan", "verify", "fit", "guard", "gpus")
+_ENDED = {"verify": "the comparison was", "guard": "the measurements were"}
+"""What Ctrl-C ends; other commands run trials."""
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
@@ -76,7 +78,7 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
     except click.ClickException as error:
         return _report(_usage_error(error, asked))
     except (KeyboardInterrupt, click.Abort):
-        ended = "the comparison was" if asked.endswith(" verify") else "the trials were"
+        ended = _ENDED.get(asked.rpartition(" ")[2], "the trials were")
         _say(f"interrupted: {ended} ended, nothing was written")
         return _CODE_INTERRUPTED
     except BrokenPipeError:

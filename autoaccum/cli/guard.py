@@ -1,0 +1,220 @@
+"""`autoaccum guard`: no out-of-memory regression gets merged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoaccum.cli.outputs import check_apart
+from autoaccum.cli.parameters import count, seconds
+from autoaccum.errors import AutoaccumError, UsageError
+
+if TYPE_CHECKING:
+    from autoaccum.guarding.project import Project
+    from autoaccum.guarding.verdicts import Report
+
+_FORMS = ("text", "json", "markdown", "github")
+
+
+@click.command("guard", short_help="Tell whether a change takes more memory than is locked.")
+@click.argument("workload", required=False)
+@click.option("--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card (`autoaccum gpus`). Repeatable.")
+@click.option("--device", metavar="cpu|cuda|cuda:N", help="Measure here instead, by three runs in fresh processes.")
+@click.option("--target-batch", type=count, metavar="N", help="Samples per update, over all ranks.")
+@click.option("--micro-batch", type=count, metavar="N", help="The most samples at once.  [default: it is planned]")
+@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
+@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
+@click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
+@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
+@click.option("--world-size", type=count, metavar="N", help="Ranks that share the target.")
+@click.option("--equal", is_flag=True, help="Equal micro-batches only.")
+@click.option("--keeps", multiple=True, metavar="outputs|ema", help="What training keeps beside the step. Repeatable.")
+@click.option("--evaluation-batch", type=count, metavar="N", help="Of an evaluation in batches of N, too.")
+@click.option("--worst-of", type=count, metavar="N", help="Batches of the longest of N samples of the dataset.")
+@click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
+@click.option("--tolerance", metavar="SHARE|SIZE", help="How far the peak may grow.  [default: the project's, or 1%]")
+@click.option("--lock", metavar="FILE", help="The lock.  [default: the project's autoaccum.lock]")
+@click.option("--update", is_flag=True, help="Plan anew, and write the lock.")
+@click.option("--prune", is_flag=True, help="With --update: drop what pyproject.toml does not name.")
+@click.option("--baseline", metavar="REV", help="Compare with this git revision, measured too; no lock is needed.")
+@click.option("--time-limit", type=seconds, metavar="SECONDS", help="What all of it may take.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(_FORMS),
+    help="What is on stdout.  [default: text; github within GitHub Actions]",
+)
+@click.option("--json", "as_json", is_flag=True, help="As --format json.")
+@click.option("-o", "--output", metavar="FILE", help="Keep the report in a file, too; that of github as markdown.")
+@click.option("--force", is_flag=True, help="Overwrite that file, and with --update a lock that cannot be read.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+def command(
+    workload: str | None,
+    tolerance: str | None,
+    lock: str | None,
+    update: bool,
+    prune: bool,
+    baseline: str | None,
+    time_limit: float | None,
+    form: str | None,
+    as_json: bool,
+    output: str | None,
+    force: bool,
+    quiet: bool,
+    **asked: Any,
+) -> None:
+    """Measure again what is locked, and tell what grew.
+
+    Without WORKLOAD, all that autoaccum.lock and [tool.autoaccum] of pyproject.toml name is measured. WORKLOAD is
+    model.py, model.py:name or package.module:name; with --target-batch and --gpu it need not be named there. What
+    the lock has is run as it was then, and the largest micro-batch is sought anew.
+
+    Exit code: 0 within the tolerance, 1 something has regressed, 2 bad usage, workload or lock, 3 something could not
+    be measured, or is not locked.
+    """
+    from autoaccum.guarding.guarding import guard
+    from autoaccum.guarding.project import find_project
+    from autoaccum.guarding.selection import Selection
+    from autoaccum.guarding.tolerance import parse_tolerance
+
+    form = _chosen_form(form, as_json)
+    with _annotating(form):
+        _check_together(asked, update=update, prune=prune, baseline=baseline, lock=lock)
+        allowed = None if tolerance is None else parse_tolerance(tolerance)
+        asked["keeps"] = asked["keeps"] or None
+        selection = Selection(workload=workload, **asked)
+        project = find_project(Path.cwd(), lock)
+        if output is not None:
+            _check_output(output, project, workload, force=force)
+        with _progress(form, quiet=quiet) as listeners:
+            report = guard(
+                selection,
+                project,
+                update=update,
+                prune=prune,
+                baseline=baseline,
+                tolerance=allowed,
+                time_limit=time_limit,
+                force=force,
+                **listeners,
+            )
+        _show(report, form, project)
+        if output is not None:
+            _keep(report, form, Path(output), force=force)
+    if report.exit_code:
+        raise click.exceptions.Exit(report.exit_code)
+
+
+def _chosen_form(form: str | None, as_json: bool) -> str:
+    if as_json and form not in (None, "json"):
+        raise UsageError(f"both --json and --format {form} are given", hint="leave one of them away")
+    if as_json:
+        return "json"
+    return form or ("github" if _on_github() else "text")
+
+
+def _check_together(
+    asked: dict[str, Any], *, update: bool, prune: bool, baseline: str | None, lock: str | None
+) -> None:
+    """What can be said before anything is read."""
+    if asked["gpus"] and asked["device"] is not None:
+        raise UsageError(
+            f"both --device {asked['device']} and --gpu {asked['gpus'][0]} are given",
+            hint="--device measures on what is here, --gpu simulates a card that need not be: take one",
+        )
+    if update and baseline is not None:
+        raise UsageError(
+            "both --update and --baseline are given", hint="a baseline needs no lock: leave one of them away"
+        )
+    if lock is not None and baseline is not None:
+        raise UsageError("both --lock and --baseline are given", hint="a baseline reads no lock: take one")
+    if prune and not update:
+        raise UsageError("--prune is given without --update", hint="add --update: it writes the lock")
+
+
+def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
+    """Refuse now what could not be written later, and what must not be written over at all."""
+    from autoaccum.planning.files import check_output
+
+    if Path(output).resolve() == project.lock.resolve():
+        raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
+    check_output(output, force=force, way_out="for a report on stdout, take --format")
+    if workload is not None:
+        check_apart("-o", output, workload)
+    for case in project.cases:
+        check_apart("-o", output, str(project.folder / case.workload))
+
+
+@contextmanager
+def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.guard_github import harmless
+    from autoaccum.reporting.guard_progress import GuardProgress
+
+    stderr = make_console(stderr=True)
+    read_by_github = form == "github" or _on_github()
+    with GuardProgress(stderr, quiet=quiet, harmless=harmless if read_by_github else None) as progress:
+        passing = progress.pass_on if stderr.can_redraw or read_by_github else None
+        yield {"on_event": progress.tell, "on_output": passing}
+    if not quiet and form == "text":
+        stderr.print()
+
+
+def _show(report: Report, form: str, project: Project) -> None:
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.errors import print_line
+    from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
+    from autoaccum.reporting.guard_text import print_report
+
+    if form == "text":
+        print_report(make_console(), report)
+        return
+    click.echo(harmless(_written(report, "text")) if form == "github" else _written(report, form), nl=False)
+    if form == "github":
+        for line in annotation_lines(report, project.folder, os.environ):
+            click.echo(line)
+        if unwritten := write_summary(report, os.environ):
+            print_line(make_console(stderr=True), "warning", unwritten, "yellow")
+
+
+def _written(report: Report, form: str) -> str:
+    """The report as the text of a file."""
+    if form == "json":
+        return report.to_json()
+    if form in ("markdown", "github"):
+        from autoaccum.reporting.guard_markdown import report_markdown
+
+        return report_markdown(report)
+    from autoaccum.reporting.guard_text import report_text
+
+    return report_text(report)
+
+
+def _keep(report: Report, form: str, path: Path, *, force: bool) -> None:
+    from autoaccum.planning.files import write_text
+
+    write_text(path, _written(report, form), force=force)
+    if form == "text":
+        click.echo(f"kept in {path}")
+
+
+@contextmanager
+def _annotating(form: str) -> Iterator[None]:
+    """Tell GitHub of an error, too, in the form that it shows."""
+    try:
+        yield
+    except AutoaccumError as error:
+        if form == "github":
+            from autoaccum.reporting.guard_github import error_annotation
+
+            click.echo(error_annotation(error))
+        raise
+
+
+def _on_github() -> bool:
+    return os.environ.get("GITHUB_ACTIONS") == "true"

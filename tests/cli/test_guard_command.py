@@ -1,0 +1,258 @@
+"""`autoaccum guard` as a person or a runner types it: what it asks for, prints, writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+
+from autoaccum.cli import main, root
+from autoaccum.errors import MissingLockError
+from autoaccum.guarding import guarding
+from autoaccum.guarding.events import CaseFinished, CaseStarted
+from autoaccum.guarding.project import Project
+from autoaccum.guarding.selection import Selection
+from autoaccum.guarding.tolerance import Tolerance
+from autoaccum.guarding.verdicts import Report
+from autoaccum.reporting.guard_markdown import report_markdown
+from autoaccum.reporting.guard_text import report_text
+
+
+class Guard:
+    """Answers in place of `guard`, which has tests of its own, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Report | BaseException = report(UNCHANGED)
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, selection: Selection, project: Project, **options: Any) -> Report:
+        self.asked = {"selection": selection, "project": project, **options}
+        options["on_event"](CaseStarted(CASE, 1, 1))
+        if options["on_output"] is not None:
+            options["on_output"]("::error::of the workload")
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        options["on_event"](CaseFinished(1, 1, self.answer.judgements[0]))
+        return self.answer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("def model():\n    pass\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.autoaccum]\nlock = "locks/memory.lock"\n')
+    monkeypatch.chdir(tmp_path)
+    for name in ("GITHUB_ACTIONS", "GITHUB_WORKSPACE", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
+    found = Guard()
+    monkeypatch.setattr(guarding, "guard", found)
+    return found
+
+
+def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
+    return CliRunner().invoke(main, ["guard", *words], env=env)
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (report(UNCHANGED), 0),
+        (report(IMPROVED), 0),
+        (report(LOCKED, updated="autoaccum.lock"), 0),
+        (ALL, 1),
+        (report(UNMEASURED), 3),
+        (report(UNMEASURED, REGRESSED), 1),
+    ],
+    ids=["unchanged", "improved", "locked", "all", "unmeasured", "unmeasured and regressed"],
+)
+def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report, code: int) -> None:
+    guard.answer = found
+    result = invoke()
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-1] == report_text(found).splitlines()[-1]
+    assert result.stderr.startswith("1/1    0.0 s  ")
+    assert invoke("-q").stderr == ""
+
+
+def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:
+    words = "train.py --gpu rtx3090 --gpu a100-80gb --target-batch 256 --micro-batch 8 --precision bf16 --optimizer SGD"
+    more = "--memory 80% --reserve 1GiB --world-size 2 --equal --keeps ema --evaluation-batch 4 --worst-of 9"
+    rest = "--batchnorm frozen --tolerance 2% --lock other.lock --update --time-limit 60 --force"
+    assert invoke(*f"{words} {more} {rest}".split()).exit_code == 0
+    assert guard.asked["selection"] == Selection(
+        workload="train.py",
+        gpus=("rtx3090", "a100-80gb"),
+        target_batch=256,
+        micro_batch=8,
+        precision="bf16",
+        optimizer="SGD",
+        memory="80%",
+        reserve="1GiB",
+        world_size=2,
+        equal=True,
+        keeps=("ema",),
+        evaluation_batch=4,
+        worst_of=9,
+        batchnorm="frozen",
+    )
+    assert guard.asked["project"].lock == folder.resolve() / "other.lock"
+    kept = {name: guard.asked[name] for name in ("update", "prune", "baseline", "tolerance", "time_limit", "force")}
+    assert kept == {
+        "update": True,
+        "prune": False,
+        "baseline": None,
+        "tolerance": Tolerance(fraction=0.02),
+        "time_limit": 60.0,
+        "force": True,
+    }
+
+
+def test_nothing_asked_for_is_everything(guard: Guard, folder: Path) -> None:
+    assert invoke("--baseline", "HEAD~1").exit_code == 0
+    assert guard.asked["selection"] == Selection()
+    assert guard.asked["baseline"] == "HEAD~1"
+    assert guard.asked["tolerance"] is None
+    assert guard.asked["on_output"] is None, "it goes to stderr by itself"
+    assert guard.asked["project"].lock == folder.resolve() / "locks" / "memory.lock"
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--format", "json"], ["--json", "--format", "json"]])
+def test_json_is_alone_on_stdout(guard: Guard, words: list[str]) -> None:
+    guard.answer = ALL
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["exit_code"] == 1
+    assert result.stdout == ALL.to_json()
+
+
+def test_markdown_is_alone_on_stdout(guard: Guard) -> None:
+    guard.answer = ALL
+    assert invoke("--format", "markdown").stdout == report_markdown(ALL)
+
+
+def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) -> None:
+    guard.answer = ALL
+    summary = folder / "summary.md"
+    result = invoke(
+        env={"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(folder), "GITHUB_STEP_SUMMARY": str(summary)}
+    )
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0] == "unchanged: train.py on a100-80gb, target 256, bf16"
+    commands = [line for line in lines if line.startswith("::")]
+    assert [line.partition(" ")[0] for line in commands] == ["::error", "::error", "::notice"]
+    assert commands[0].startswith("::error file=train.py,line=1,title=autoaccum guard%3A regressed")
+    assert lines[-3:] == commands
+    assert summary.read_text() == report_markdown(ALL)
+    assert not any(line.lstrip().startswith("::") for line in result.stderr.splitlines())
+    assert ": :error::of the workload" in result.stderr
+
+
+def test_another_form_writes_no_commands_under_github_actions(guard: Guard, folder: Path) -> None:
+    summary = folder / "summary.md"
+    result = invoke("--format", "text", env={"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)})
+    assert result.stdout == report_text(report(UNCHANGED))
+    assert not summary.exists()
+    assert ": :error::of the workload" in result.stderr
+
+
+def test_a_summary_that_cannot_be_written_is_a_warning(guard: Guard) -> None:
+    result = invoke("--format", "github", "-q", env={"GITHUB_STEP_SUMMARY": "/nowhere/summary.md"})
+    assert result.exit_code == 0
+    assert "warning: the step's summary cannot be written (No such file or directory)\n" in result.stderr
+
+
+def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
+    guard.answer = MissingLockError("there is no lock", hint="write one")
+    result = invoke("-q", env={"GITHUB_ACTIONS": "true"})
+    assert result.exit_code == 3
+    assert result.stdout == "::error title=autoaccum guard::there is no lock: write one\n"
+    assert result.stderr.endswith("error: there is no lock: write one\n")
+    assert invoke("-q").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "written"),
+    [
+        ([], 1, report_text(ALL)),
+        (["--json"], 1, ALL.to_json()),
+        (["--format", "markdown"], 1, report_markdown(ALL)),
+        (["--format", "github"], 1, report_markdown(ALL)),
+    ],
+    ids=["text", "json", "markdown", "github"],
+)
+def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], code: int, written: str) -> None:
+    guard.answer = ALL
+    assert invoke(*words, "-o", "report").exit_code == code
+    assert (folder / "report").read_text() == written
+    again = invoke(*words, "-o", "report")
+    assert again.exit_code == 2
+    assert "report is already there: add --force" in again.stderr
+    assert invoke(*words, "-o", "report", "--force").exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--update", "--baseline", "HEAD"], "both --update and --baseline are given: a baseline needs no lock"),
+        (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
+        (["--json", "--format", "markdown"], "both --json and --format markdown are given: leave one of them away"),
+        (["train.py", "--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
+        (["--prune"], "--prune is given without --update: add --update"),
+        (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
+        (["--format", "html"], "'html' is not one of 'text', 'json', 'markdown', 'github'"),
+        (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
+        (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
+        (["-o", "/nowhere/report"], "there is no folder /nowhere"),
+        (["train.py", "--target-batch", "0"], "0 is too small, the least is 1"),
+        (["train.py", "other.py"], "unexpected extra argument (other.py): see `autoaccum guard --help`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, words: list[str], told: str) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert guard.asked == {}
+
+
+def test_a_workload_that_the_project_names_is_not_overwritten(guard: Guard, folder: Path) -> None:
+    table = '[[tool.autoaccum.guard]]\nworkload = "train.py"\ngpu = "rtx3090"\ntarget-batch = 8\n'
+    (folder / "pyproject.toml").write_text(table)
+    result = invoke("-o", "train.py", "--force")
+    assert result.exit_code == 2
+    assert "names the workload itself" in result.stderr
+
+
+def test_an_interrupted_guard_says_so(guard: Guard) -> None:
+    guard.answer = KeyboardInterrupt()
+    result = invoke()
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted: the measurements were ended, nothing was written\n")
+
+
+def test_it_is_listed_after_fit() -> None:
+    assert root.main.list_commands(root.main.make_context("autoaccum", ["guard"])) == [
+        *("plan", "verify", "fit", "guard", "gpus")
+    ]
+
+
+def test_what_needs_no_measurement_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom autoaccum.cli import main\n"
+        "try: main(['guard', 'train.py', '--gpu', 'rtx3090'])\nexcept SystemExit as left: print(left.code)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna', 'pynvml')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
