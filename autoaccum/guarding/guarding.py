@@ -108,7 +108,7 @@ def _cases(selection: Selection, locked: Locked, *, prune: bool) -> tuple[Case, 
     """
     project = locked.project
     known = project.cases if prune else (*project.cases, *locked.lock.entries)
-    cases = locked.without_moved(select_cases(selection, project.folder, known, locked.gone))
+    cases = locked.without_moved(select_cases(selection, project, known, locked.gone))
     if cases:
         return cases
     what = selection.workload or "model.py"
@@ -124,15 +124,16 @@ def _way_out(locked: Locked, case: Case) -> str:
     project = locked.project
     if case not in locked.lock.entries or case in project.cases:
         return ""
-    drop = "run `autoaccum guard --update --prune`" if project.cases else f"delete its entry from {project.lock.name}"
-    return f"if it is guarded no more, {drop}"
+    if not project.cases:
+        return f"delete its entry from {project.lock.name} if it is guarded no more"
+    return "drop its entry if it is guarded no more: autoaccum guard --update --prune"
 
 
 def _compare_revisions(
     selection: Selection, project: Project, revision: str, tolerance: Tolerance, round_: Round
 ) -> Report:
     """Measure all cases in both."""
-    cases = select_cases(selection, project.folder, project.cases, ())
+    cases = select_cases(selection, project, project.cases)
     if not cases:
         raise NotMeasuredError(
             "pyproject.toml names nothing that is as asked, and a baseline reads no lock",

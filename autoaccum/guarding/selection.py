@@ -6,17 +6,18 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autoaccum.errors import UsageError
-from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.cases import case_name, check_case
+from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
 
-_BESIDE_SIZES = ("precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
-_FLAGS = ("gpu", "device", "target_batch", "micro_batch", *_BESIDE_SIZES)
+_SIZES = ("target_batch", "micro_batch")
+_FURTHER = ("precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
+_FLAGS = ("gpu", "device", *_SIZES, *_FURTHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,7 @@ class Selection:
 
     def agrees(self, case: Case) -> bool:
         """Whether a case of its workload is as asked."""
-        names = ("device", "target_batch", "micro_batch", "world_size", *_BESIDE_SIZES)
-        asked = {name: getattr(self, name) for name in names}
+        asked = {name: getattr(self, name) for name in ("device", *_SIZES, "world_size", *_FURTHER)}
         return (
             all(value is None or getattr(case, name) == value for name, value in asked.items())
             and (not self.gpus or case.gpu in self.gpus)
@@ -63,37 +63,60 @@ class Selection:
         )
 
 
-def select_cases(selection: Selection, folder: Path, known: Iterable[Case], gone: Iterable[Case]) -> tuple[Case, ...]:
+def select_cases(
+    selection: Selection, project: Project, known: Iterable[Case], gone: Iterable[Case] = ()
+) -> tuple[Case, ...]:
     """The cases that are asked for, ordered by name.
 
     Args:
-        selection: What is asked for.
-        folder: What references in cases are relative to.
+        selection: What is asked for, from the current folder.
+        project: What cases are relative to.
         known: The cases that are named or locked.
         gone: Those of them whose file is there no more.
 
     Raises:
-        UsageError: A size is asked for without a workload, or without a card or device.
+        UsageError: Something cannot be asked for so, or a size is without a workload, or without a card or device.
     """
+    written = _as_cases(selection)
+    selection = _as_written(selection, written)
     if selection.workload is None:
         if selection.sizes:
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
         return _ordered(case for case in known if selection.agrees(case))
-    reference = reference_within(selection.workload, folder)
+    reference = project.reference(selection.workload, Path.cwd())
     alike = [case for case in known if case.workload == reference and selection.agrees(case)]
-    if selection.sizes:
-        return _ordered(_asked(selection, reference, alike))
-    return _ordered(alike or _moved(reference, folder, [case for case in gone if selection.agrees(case)]))
+    if selection.sizes and (selection.gpus or selection.device is not None):
+        return _ordered(dataclasses.replace(case, workload=reference) for case in written)
+    if selection.sizes and not alike:
+        raise UsageError(
+            f"{reference} is to be guarded, and no card is named",
+            hint="add --gpu NAME (see `autoaccum gpus`), or --device cpu to measure here",
+        )
+    moved = [case for case in gone if selection.agrees(case)]
+    return _ordered(alike or _moved(reference, project.folder, moved))
 
 
-def reference_within(workload: str, folder: Path) -> str:
-    """A reference that is relative to the current folder, as one that is relative to `folder`; a module as it is."""
-    target, colon, name = split_reference(workload)
-    path = Path(target).expanduser()
-    if not (path.exists() or target.endswith(".py") or "/" in target):
-        return workload
-    relative = os.path.relpath(path.resolve(), folder.resolve())
-    return f"{Path(relative).as_posix()}{colon}{name}"
+def _as_cases(selection: Selection) -> list[Case]:
+    """What a selection says, as cases of some workload on each card, each thing written in one way.
+
+    Raises:
+        UsageError: It cannot be asked for so.
+    """
+    if selection.gpus and selection.device is not None:
+        raise UsageError(
+            f"both --device {selection.device} and --gpu {selection.gpus[0]} are given",
+            hint="--device measures on what is here, --gpu simulates a card that need not be: take one",
+        )
+    said = {name: getattr(selection, name) for name in (*_SIZES, *_FURTHER)}
+    said |= {} if selection.sizes else {"target_batch": 1}
+    said |= {"world_size": selection.world_size or 1, "equal": selection.equal, "workload": "any"}
+    device = selection.device if selection.device or selection.gpus else "cpu"
+    return [check_case(Case(gpu=gpu, device=device, **said)) for gpu in dict.fromkeys(selection.gpus) or (None,)]
+
+
+def _as_written(selection: Selection, written: Sequence[Case]) -> Selection:
+    gpus = tuple(case.gpu for case in written if case.gpu is not None)
+    return dataclasses.replace(selection, gpus=gpus, **{name: getattr(written[0], name) for name in _FURTHER})
 
 
 def split_reference(workload: str) -> tuple[str, str, str]:
@@ -128,28 +151,6 @@ def guard_words(case: Case, folder: Path, *further: str) -> str:
 
 def _ordered(cases: Iterable[Case]) -> tuple[Case, ...]:
     return tuple(sorted(dict.fromkeys(cases), key=case_name))
-
-
-def _asked(selection: Selection, reference: str, alike: list[Case]) -> Iterator[Case]:
-    """The very cases of a selection that says the size; where it says no card, on those that are known for it."""
-    given: dict[str, Any] = {name: getattr(selection, name) for name in ("target_batch", "micro_batch", *_BESIDE_SIZES)}
-    given |= {"workload": reference, "equal": selection.equal, "world_size": selection.world_size or 1}
-    if selection.gpus and selection.device is not None:
-        raise UsageError(
-            f"both --device {selection.device} and --gpu {selection.gpus[0]} are given",
-            hint="--device measures on what is here, --gpu simulates a card that need not be: take one",
-        )
-    if selection.device is not None:
-        yield Case(device=selection.device, **given)
-    elif selection.gpus:
-        yield from (Case(gpu=gpu, **given) for gpu in selection.gpus)
-    elif alike:
-        yield from alike
-    else:
-        raise UsageError(
-            f"{reference} is to be guarded, and no card is named",
-            hint="add --gpu NAME (see `autoaccum gpus`), or --device cpu to measure here",
-        )
 
 
 def _moved(reference: str, folder: Path, gone: list[Case]) -> list[Case]:
