@@ -1,0 +1,89 @@
+"""The fixture `assert_fits`: a test that fails where a training step does not fit into a card's memory.
+
+    def test_fits(assert_fits):
+        assert_fits("model.py", gpu="rtx3090", micro_batch=32, limit="20GiB")
+
+Nothing is imported before a test calls it. PYTEST_DONT_REWRITE
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from autoaccum.errors import AutoaccumError
+
+
+class AssertFits(Protocol):
+    """Fails the test where a schedule does not fit, or cannot be measured."""
+
+    def __call__(
+        self,
+        workload: str | os.PathLike[str],
+        *,
+        gpu: str | None = None,
+        device: str | None = None,
+        micro_batch: int | None = None,
+        target_batch: int | None = None,
+        limit: str | None = None,
+        precision: str | None = None,
+        optimizer: str | None = None,
+        **further: Any,
+    ) -> None:
+        """Measure two micro-batches of `micro_batch`, or as many as make up `target_batch`.
+
+        Args:
+            workload: `model.py`, `model.py:name` or `package.module:name`; a file is looked for from pytest's root
+                folder, then beside the test.
+            gpu: The card to simulate, such as `rtx3090` or `24GiB`.
+            device: In place of it, `cpu`, `cuda` or `cuda:N`, measured by three runs.
+            micro_batch: The most samples at once; planned where only a target batch is given.
+            target_batch: Samples per update.
+            limit: The budget, such as `20GiB` or `80%`; what the card has when None.
+            precision: `fp32`, `bf16` or `fp16`, instead of the workload's.
+            optimizer: A name of `torch.optim`, instead of the workload's.
+            further: `reserve`, `world_size`, `equal`, `keeps`, `evaluation_batch`, `worst_of` and `batchnorm`, as of
+                `autoaccum.plan`.
+        """
+
+
+@pytest.fixture
+def assert_fits(request: pytest.FixtureRequest) -> AssertFits:
+    """Fail where a training step does not fit: `assert_fits("model.py", gpu="rtx3090", micro_batch=32)`.
+
+    What cannot be measured fails, too; it is never a pass, and never skipped.
+    """
+    root, beside = request.config.rootpath, request.path.parent
+
+    def check(workload: str | os.PathLike[str], *, limit: str | None = None, **asked: Any) -> None:
+        __tracebackhide__ = True
+        from autoaccum.errors import AutoaccumError
+        from autoaccum.guarding.fitting_check import check_fits
+
+        try:
+            found = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
+        except AutoaccumError as error:
+            pytest.fail(_told(error), pytrace=False)
+        if not found.fits:
+            pytest.fail(found.explanation, pytrace=False)
+
+    return check
+
+
+def _find(workload: str, root: Path, beside: Path) -> str:
+    """The reference with its file's whole path, where there is such a file; else as it is."""
+    target, colon, name = workload.rpartition(":")
+    file, rest = (target, f":{name}") if colon and name.isidentifier() else (workload, "")
+    for folder in (root, beside):
+        if (folder / file).is_file():
+            return f"{folder / file}{rest}"
+    return workload
+
+
+def _told(error: AutoaccumError) -> str:
+    traceback = getattr(error, "user_traceback", None)
+    return f"{traceback.rstrip()}\n{error}" if traceback else str(error)
