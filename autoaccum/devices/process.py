@@ -31,6 +31,8 @@ _MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+_HASH_SETTINGS = {"PYTHONHASHSEED": "0"}
+
 _INSIDE = "AUTOACCUM_INSIDE_CHILD"
 """Set in every child: a script that plans at its top level and is its own workload would start children for ever."""
 
@@ -68,11 +70,12 @@ def child_environment() -> dict[str, str]:
 
     glibc's malloc gives back what is freed at once, from one arena (its manual, "Memory Allocation Tunables"). Python
     uses it too: its own allocator takes 1 MiB at a time, by chance before or after the limit is set. A build without
-    the GIL has no choice of allocator. The child finds this very autoaccum.
+    the GIL has no choice of allocator. A set of names is in the same order each time. The child finds this very
+    autoaccum.
     """
     python = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"PYTHONMALLOC": "malloc"}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **_MALLOC_SETTINGS, **python, "PYTHONPATH": path, _INSIDE: "1"}
+    return {**os.environ, **_MALLOC_SETTINGS, **_HASH_SETTINGS, **python, "PYTHONPATH": path, _INSIDE: "1"}
 
 
 class ChildProcess:

@@ -15,6 +15,7 @@ from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.numbering import Numbering
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
 from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
@@ -60,6 +61,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on what is simulated otherwise than it would run.
         kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
+        numbering: Gives tensors and modules their hashes.
         phase: Where the last rehearsal was when it ended, one way or another.
     """
 
@@ -76,6 +78,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self.kept: dict[str, torch.Tensor] = {}
+        self.numbering = Numbering()
         self.phase: Phase = "start"
         self._depth = 0
         self._repetitions = Repetitions(self._make)

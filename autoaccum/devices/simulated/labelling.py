@@ -17,7 +17,7 @@ from autoaccum.devices.explanation import Category
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.labels import Claim, LabelledTrace, Origin
 from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.running import Running
+from autoaccum.devices.simulated.running import Running, walk_modules
 from autoaccum.devices.simulated.trace import Trace
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -40,7 +40,7 @@ class Labeller:
         self, recorder: Recorder, rehearsal: Rehearsal, kept: Mapping[str, Tensor], beside: Iterable[nn.Module] = ()
     ) -> None:
         self._recorder, self._rehearsal, self._kept = recorder, rehearsal, kept
-        self._beside = [module for root in beside for module in root.modules()]
+        self._beside = [module for root in beside for _, module in walk_modules(root)]
         self._running = Running(lambda: None if rehearsal.made is None else rehearsal.made[0])
         self._phase: Phase | None = None
         self._ops: dict[Any, str] = {None: ""}
@@ -144,7 +144,7 @@ class Labeller:
                     yield block, index
 
     def _modules(self) -> Iterator[tuple[nn.Module, int]]:
-        yield from self._running.modules().items()
+        yield from self._running.modules()
         yield from ((module, 0) for module in self._beside)
 
     def _op(self) -> str:

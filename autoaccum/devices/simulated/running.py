@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from autoaccum.devices.simulated.labels import NO_MODULE, ModuleName, Role
 
 _NODE_OF_LEAF = "AccumulateGrad"
+
+
+def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `root.named_modules()`, which would have each module hashed: that numbers it (`numbering`), in this order."""
+    known: set[int] = set()
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in known:
+            continue
+        known.add(id(module))
+        yield path, module
+        inner = ((f"{path}.{name}" if path else name, each) for name, each in module._modules.items())
+        waiting += reversed([(name, each) for name, each in inner if each is not None])
 
 
 class Running:
@@ -31,8 +47,9 @@ class Running:
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         self._model = model
-        self._indices: dict[nn.Module, int] = {}
-        self._owners: dict[int, int] = {}
+        self._modules: list[nn.Module] = []
+        self._indices: dict[int, int] = {}
+        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._stack: list[tuple[int, bool]] = []
         self._numbers: list[int] = []
         self._running: list[int] = []
@@ -63,25 +80,33 @@ class Running:
 
     def owner_of(self, tensor: torch.Tensor) -> int:
         """The index of the module whose own parameter or buffer `tensor` is; 0 for none's."""
-        return self._owners.get(id(tensor), 0)
+        known = self._owners.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else 0  # Another may lie where one has died.
 
-    def modules(self) -> Mapping[nn.Module, int]:
+    def modules(self) -> Iterator[tuple[nn.Module, int]]:
         """The model's modules with their indices, once it is there; each under the first of its names."""
-        model = None if self._indices else self._model()
-        if model is not None:
-            for path, module in model.named_modules():
-                self._indices[module] = len(self.names)
-                self.names.append(ModuleName(path, type(module).__name__))
-        return self._indices
+        self._look()
+        return zip(self._modules, count(1), strict=False)
 
     def own(self, tensor: torch.Tensor, module: int) -> None:
         """Note whose `tensor` is, unless another had it first."""
-        self._owners.setdefault(id(tensor), module)
+        known = self._owners.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            self._owners[id(tensor)] = weakref.ref(tensor), module
+
+    def _look(self) -> None:
+        model = None if self._modules else self._model()
+        if model is not None:
+            for path, module in walk_modules(model):
+                self._indices[id(module)] = len(self.names)
+                self._modules.append(module)
+                self.names.append(ModuleName(path, type(module).__name__))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        self._look()
         outside = self._stack[-1][0] if self._stack else 0
         within_backward = torch._C._current_autograd_node() is not None
-        self._stack.append((self.modules().get(module, outside), within_backward))
+        self._stack.append((self._indices.get(id(module), outside), within_backward))
         self._note()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:

@@ -32,6 +32,7 @@ from autoaccum.devices.simulated.kernels import (
     rnn,
     softmax,
 )
+from autoaccum.devices.simulated.numbering import hash_by_number
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
 
@@ -48,6 +49,7 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
         impersonate(card, mode.recorder, stack)
         adapt_functions(mode.notices, stack)
         read_checkpoints(stack)
+        hash_by_number(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         for overrides in _OVERRIDES:

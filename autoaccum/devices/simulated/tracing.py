@@ -97,6 +97,7 @@ def _trace(
 ) -> tuple[Trace, StepResult]:
     mode.kept.clear()
     gc.collect()
+    mode.numbering.restart()
     mode.recorder.begin(lambda: rehearsal.phase, witness)
     with collecting_by_hand():
         try:
