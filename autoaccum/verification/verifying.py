@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.failures import failure_error
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.in_place.interruptions import Interruptions
 from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.training.seeds import kept_randomness

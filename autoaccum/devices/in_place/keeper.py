@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from autoaccum.accumulation.recovery import release_memory
-from autoaccum.devices.in_place.interruptions import Interruptions
 from autoaccum.devices.in_place.live_state import LiveState
 from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.in_place.verdicts import not_restored
+from autoaccum.devices.interruptions import Interruptions
 from autoaccum.errors import NotMeasuredError
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.devices.in_place.interruptions import Interruptions
 from autoaccum.devices.in_place.live_state import LiveState
+from autoaccum.devices.interruptions import Interruptions
 
 
 def test_a_signal_waits_for_a_window_and_closes_it() -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals while live objects train: they strike within a trial, and wait while all is put back."""
+"""Ctrl-C and other signals while something must not be left half done: they wait, or strike where they may."""
 
 from __future__ import annotations
 
