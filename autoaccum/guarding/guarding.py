@@ -149,7 +149,7 @@ def _compare_revisions(
             except AutoaccumError as error:
                 raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
             now = measure(Checkout(project.folder), before.micro_batches)
-            return compare(case, before, now, tolerance)
+            return compare(case, before, now, tolerance, command="")
 
         judgements = round_.judge_all(cases, judge)
     return Report(judgements=judgements, against=revision, tolerance=tolerance)

@@ -71,7 +71,7 @@ class Locked:
             return not_locked(case, f"{path} has no entry for it" if self.there else f"there is no {path}", command)
         before = self.lock.entries[name]
         now = measure(Checkout(self.project.folder), before.micro_batches)
-        judgement = incomparable(case, before, now, command) or compare(case, before, now, tolerance)
+        judgement = incomparable(case, before, now, command) or compare(case, before, now, tolerance, command=command)
         notes = () if name == case else (_moved(name, case, command),)
         return dataclasses.replace(judgement, notes=(*judgement.notes, *notes))
 
@@ -88,7 +88,7 @@ class Locked:
             return judgement
         before = self.lock.entries[name]
         if now.measurement.micro_batches == before.micro_batches and incomparable(case, before, now, "") is None:
-            seen = compare(case, before, now, tolerance)
+            seen = compare(case, before, now, tolerance, command="")
             judgement = dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
         notes = () if name == case else (f"it takes the place of the entry for {name.workload}",)
         return dataclasses.replace(judgement, before=before, notes=(*judgement.notes, *notes))
