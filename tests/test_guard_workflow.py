@@ -1,0 +1,147 @@
+"""The ready workflow of examples/, as far as it can be checked without GitHub: its shape, and its steps by running."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import autoaccum
+from autoaccum.cli import guard as guard_command
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "examples" / "guard_workflow.yml").read_text(encoding="utf-8")
+WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)
+JOB: dict[str, Any] = WORKFLOW["jobs"]["guard"]
+STEPS: list[dict[str, Any]] = JOB["steps"]
+SCRIPTS = {step["name"]: step["run"] for step in STEPS if "run" in step}
+EVENTS = WORKFLOW[True]
+"""YAML 1.1 reads `on` as true; GitHub does not."""
+
+
+def step(name: str) -> dict[str, Any]:
+    (found,) = [step for step in STEPS if name in (step.get("name"), step.get("uses"))]
+    return found
+
+
+def test_it_runs_on_pull_requests_with_no_more_rights_than_it_needs() -> None:
+    assert EVENTS == {"pull_request": None, "push": {"branches": ["main"]}, "workflow_dispatch": None}
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert "permissions" not in JOB
+    assert "secrets." not in TEXT
+    assert step("actions/checkout@v5")["with"] == {"fetch-depth": 0, "persist-credentials": False}
+    assert JOB["timeout-minutes"] <= 15
+
+
+def test_actions_are_githubs_own_at_major_versions() -> None:
+    used = [step["uses"] for step in STEPS if "uses" in step]
+    assert used == ["actions/checkout@v5", "actions/setup-python@v6", "actions/upload-artifact@v4"]
+    assert step("actions/setup-python@v6")["with"] == {"python-version": "3.12", "cache": "pip"}
+
+
+def test_each_step_has_its_event() -> None:
+    asked = {step.get("name", step.get("uses")): step["if"] for step in STEPS if "if" in step}
+    assert asked == {
+        "Compare with the lock": "github.event_name != 'workflow_dispatch'",
+        "Compare with the base branch": "github.event_name == 'pull_request' && !cancelled()",
+        "Lock anew": "github.event_name == 'workflow_dispatch'",
+        "actions/upload-artifact@v4": "github.event_name == 'workflow_dispatch'",
+    }
+
+
+def test_versions_are_those_that_work() -> None:
+    assert WORKFLOW["env"]["AUTOACCUM"] == f"autoaccum=={autoaccum.__version__}"
+    assert re.fullmatch(r"torch==2\.1[1-9]\.\d+", WORKFLOW["env"]["TORCH"])
+    assert "--index-url https://download.pytorch.org/whl/cpu\n" in SCRIPTS[STEPS[2]["name"]]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_bash_and_get_what_others_name_by_the_environment(name: str) -> None:
+    subprocess.run(["bash", "-n", "-c", SCRIPTS[name]], check=True)
+    assert "${{" not in SCRIPTS[name], "a branch's name could be a command"
+
+
+def test_every_command_is_one_that_there_is() -> None:
+    lines = [line for script in SCRIPTS.values() for line in script.splitlines() if line.startswith("autoaccum ")]
+    assert len(lines) == 3
+    for line in lines:
+        _, command, *words = shlex.split(line)
+        assert command == "guard"
+        guard_command.command.make_context(command, words)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 8, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the table of the workflow's own comment, and `autoaccum` on the path beside it."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "repository").mkdir()
+    (folder / "repository" / "train.py").write_text(MODEL)
+    table = [line[1:].strip() for line in TEXT.splitlines() if line.startswith("#   ")]
+    (folder / "repository" / "pyproject.toml").write_text("\n".join(table))
+    program = folder / "autoaccum"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autoaccum "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess[str]:
+    """A step as the runner runs it (`bash --noprofile --norc -eo pipefail`)."""
+    repository = project / "repository"
+    environment = {
+        "PATH": f"{project}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_WORKSPACE": str(repository),
+        "GITHUB_STEP_SUMMARY": str(project / "summary.md"),
+        **further,
+    }
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SCRIPTS[name]],
+        cwd=repository,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_steps_lock_pass_and_fail(project: Path) -> None:
+    unlocked = run(project, "Compare with the lock")
+    assert unlocked.returncode == 3, unlocked.stderr
+    assert "::error file=train.py,line=5,title=autoaccum guard%3A not measured" in unlocked.stdout
+    locked = run(project, "Lock anew")
+    assert locked.returncode == 0, locked.stderr
+    path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]
+    assert path.is_file()
+    passed = run(project, "Compare with the lock")
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "::error" not in passed.stdout
+    model = project / "repository" / "train.py"
+    model.write_text(MODEL.replace("512", "262144"))
+    failed = run(project, "Compare with the lock")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
+    assert "**regressed**" in (project / "summary.md").read_text()
