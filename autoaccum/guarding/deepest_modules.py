@@ -1,0 +1,142 @@
+"""Which modules explain a growth: it is pushed down the tree of modules as far as one of them has most of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoaccum.guarding.differences import Difference
+from autoaccum.workload.module_names import common_name, numberless, tell_apart
+
+_LITTLE = 0.1
+"""What a module has of a growth is told with its parent's, up to this share of all that grew and shrank there."""
+
+_MOST = 3
+"""More modules than this are told as the one they are in."""
+
+_NEARLY_ALL = 0.8
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a growth.
+
+    Attributes:
+        module: Whose it is, with all modules in it: as `ModuleShare.name`.
+        differences: All of it.
+    """
+
+    module: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def bytes(self) -> int:
+        """By how much it grew."""
+        return sum(difference.bytes for difference in self.differences)
+
+
+def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
+    """Split what grew for one purpose among the deepest modules that explain it.
+
+    Modules that differ in numbers only are pushed into as one, unless one of them has nearly all. Where all in a module
+    grew alike, or it and those in it both have a part, or too many in it do, it is theirs together. What is no module's
+    is told apart.
+
+    Args:
+        differences: By module, those that are as they were too.
+        modules: All there are, before and now.
+    """
+    known = _Names(modules)
+    inside = [difference for difference in differences if difference.module]
+    outside = [difference for difference in differences if not difference.module and difference.bytes]
+    groups = [*(([difference], 0) for difference in outside), *_split(inside, 0)]
+    return [Share(known.called(_changed(rows), depth), tuple(rows)) for rows, depth in groups]
+
+
+Group = tuple[list[Difference], int]
+"""Differences, and how many steps of their paths make the module that explains them."""
+
+
+def _split(rows: list[Difference], depth: int) -> list[Group]:
+    """Groups that explain what grew in a module, or in several that differ in numbers only."""
+    changed = _changed(rows)
+    children: dict[str, list[Difference]] = defaultdict(list)
+    for row in rows:
+        parts = _parts(row)
+        children[numberless(parts[depth]) if len(parts) > depth else ""].append(row)
+    own = children.pop("", [])
+    nets = {name: abs(_net(child)) for name, child in children.items()}
+    gross = sum(nets.values()) + abs(_net(own))
+    large = [child for name, child in children.items() if nets[name] > _LITTLE * gross]
+    if not changed or not large or abs(_net(own)) > _LITTLE * gross or (len(children) > 1 and _is_even(rows)):
+        return [(rows, depth)] if changed else []
+    taken = {id(row) for child in large for row in child}
+    rest = [row for row in changed if id(row) not in taken]
+    told = [group for child in large for group in _numbered(child, depth)]
+    if sum(abs(_net(group)) > _LITTLE * gross for group, _ in told) > _MOST:
+        told = [(child, depth + 1) for child in large]
+    if len(large) > _MOST:
+        return [(rows, depth)]
+    return [*told, *([(rest, depth)] if rest else [])]
+
+
+def _numbered(rows: list[Difference], depth: int) -> list[Group]:
+    """Into modules that differ in numbers only: into the one that has nearly all, or into all as one."""
+    single: dict[str, list[Difference]] = defaultdict(list)
+    for row in rows:
+        single[_parts(row)[depth]].append(row)
+    nets = {name: abs(_net(own)) for name, own in single.items()}
+    most = max(nets, key=lambda name: nets[name])
+    if len(single) > 1 and nets[most] >= (1 - _LITTLE) * sum(nets.values()):
+        rest = _changed(row for name, own in single.items() if name != most for row in own)
+        return [*_split(single[most], depth + 1), *([(rest, depth + 1)] if rest else [])]
+    return _split(rows, depth + 1)
+
+
+def _is_even(rows: Iterable[Difference]) -> bool:
+    """Whether nearly all of it grew by about the same factor, or is new."""
+    rows = list(rows)
+    grown, before = _net(rows), sum(row.before_bytes for row in rows)
+    if not before:
+        return True
+    factor = grown / before
+    alike = [row for row in rows if row.before_bytes and 0.5 <= row.bytes / row.before_bytes / (factor or 1) <= 2]
+    return sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before and _net(alike) >= _NEARLY_ALL * grown
+
+
+class _Names:
+    """Names for modules, of all there are."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._alike: dict[str, set[str]] = defaultdict(set)
+        for module in modules:
+            parts = module.split(".")
+            for depth in range(1, len(parts) + 1):
+                path = ".".join(parts[:depth])
+                self._alike[numberless(path)].add(path)
+
+    def called(self, rows: Iterable[Difference], depth: int) -> str:
+        """The module of these rows; with `*` where they are of most that are called alike."""
+        names = list(dict.fromkeys(".".join(_parts(row)[:depth]) for row in rows))
+        if len(names) == 1:
+            return names[0]
+        if len({numberless(name) for name in names}) > 1:  # What is left of several.
+            return ""
+        others = sorted(self._alike[numberless(names[0])] - set(names))
+        if 2 * len(names) > len(others) or not others:
+            return common_name(names)
+        pieces = [name for name, own in tell_apart([names, others]) if set(own) <= set(names)]
+        return pieces[0] if len(pieces) == 1 else common_name(names)
+
+
+def _parts(row: Difference) -> list[str]:
+    return row.module.split(".") if row.module else []
+
+
+def _changed(rows: Iterable[Difference]) -> list[Difference]:
+    return [row for row in rows if row.bytes]
+
+
+def _net(rows: Iterable[Difference]) -> int:
+    return sum(row.bytes for row in rows)

@@ -1,0 +1,122 @@
+"""What two measurements hold, module by module, side by side."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from autoaccum.devices.explanation import Category, Holding
+from autoaccum.guarding.folding import natural
+
+LASTING: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one module holds for one purpose, before and now.
+
+    Attributes:
+        category: What for.
+        module: Its path as it is now; before where it is gone. Empty for the model itself and what is no module's.
+        before: What it held.
+        now: What it holds.
+    """
+
+    category: Category
+    module: str
+    before: tuple[Holding, ...] = ()
+    now: tuple[Holding, ...] = ()
+
+    @property
+    def before_bytes(self) -> int:
+        """What it held."""
+        return sum(holding.bytes for holding in self.before)
+
+    @property
+    def bytes(self) -> int:
+        """By how much it grew."""
+        return sum(holding.bytes for holding in self.now) - self.before_bytes
+
+
+def differences(before: Sequence[Holding], now: Sequence[Holding]) -> list[Difference]:
+    """What is held on either side, by category and module; by the model itself apart from what is no module's.
+
+    A module that is called otherwise is the same if it holds the same; what is left of two such, if its parameters are.
+
+    Args:
+        before: What was held.
+        now: What is held; small things are told as before.
+    """
+    names = _renamed(before, now)
+    sides: dict[tuple[Category, str, bool], tuple[list[Holding], list[Holding]]] = defaultdict(lambda: ([], []))
+    for holding in before:
+        module = names.get(holding.module, holding.module)
+        sides[holding.category, module, not module and bool(holding.kind)][0].append(holding)
+    for holding in now:
+        sides[holding.category, holding.module, not holding.module and bool(holding.kind)][1].append(holding)
+    return [
+        Difference(category, module, tuple(was), tuple(is_now))
+        for (category, module, _), (was, is_now) in sides.items()
+    ]
+
+
+def is_rest(holding: Holding) -> bool:
+    """Whether it is what a lock has left of all modules that hold little."""
+    return not (holding.module or holding.kind or holding.op or holding.dtype)
+
+
+def _renamed(before: Sequence[Holding], now: Sequence[Holding]) -> dict[str, str]:
+    """From names that are no more to those that hold the same now."""
+    old, new = _by_module(before), _by_module(now)
+    same = {name for name in old.keys() & new.keys() if _kind(old[name]) == _kind(new[name])}
+    for name in same:
+        del old[name], new[name]
+    found: dict[str, str] = {}
+    for signature in (_all_of, _lasting):
+        for name, other in _matched(old, new, signature):
+            found[name] = other
+            del old[name], new[other]
+    for name in old.keys() & new.keys():
+        found[name] = name
+    taken = set(found.values())
+    # A name that is now another module's must not be mistaken for it.
+    return {**{name: f"{name} (before)" for name in old if name not in found and name in taken}, **found}
+
+
+def _matched(
+    old: Mapping[str, Sequence[Holding]],
+    new: Mapping[str, Sequence[Holding]],
+    signature: Callable[[Iterable[Holding]], object],
+) -> Iterator[tuple[str, str]]:
+    waiting: dict[object, list[str]] = defaultdict(list)
+    for name in sorted(new, key=natural, reverse=True):
+        waiting[signature(new[name])].append(name)
+    for name in sorted(old, key=natural):
+        own = signature(old[name])
+        if own and waiting.get(own):
+            yield name, waiting[own].pop()
+
+
+def _all_of(holdings: Iterable[Holding]) -> tuple[object, ...]:
+    rows = Counter[tuple[str, str]]()
+    for holding in holdings:
+        rows[holding.category, holding.dtype] += holding.bytes
+    return tuple(sorted(rows.items()))
+
+
+def _lasting(holdings: Iterable[Holding]) -> tuple[object, ...]:
+    return _all_of(holding for holding in holdings if holding.category in LASTING)
+
+
+def _by_module(holdings: Iterable[Holding]) -> dict[str, list[Holding]]:
+    found: dict[str, list[Holding]] = defaultdict(list)
+    for holding in holdings:
+        if holding.module:
+            found[holding.module].append(holding)
+    return dict(found)
+
+
+def _kind(holdings: Sequence[Holding]) -> str:
+    return holdings[0].kind

@@ -1,0 +1,139 @@
+"""What grew, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoaccum.devices.explanation import CATEGORIES
+from autoaccum.guarding.differences import LASTING
+from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.verdicts import Growth
+from autoaccum.units import GIB, format_bytes
+
+_MOST = 3
+_LITTLE = 0.1
+
+
+def explain(case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth]) -> str:
+    """Say by how much the peak grew, for what, and what fits now; empty where nothing changed.
+
+    Args:
+        case: What was measured: it names the card as it was asked for.
+        before: What it took.
+        now: What it takes.
+        growths: All that grew and shrank, the most first.
+    """
+    grown = now.peak_bytes - before.peak_bytes
+    causes = list(_causes(before, now, growths))
+    held = _held(before, now) if not grown else ""
+    fits = _fits(case, before, now)
+    if not (grown or causes or held):
+        return fits
+    told = f"{signed_bytes(grown)} ({share_of(grown, before.peak_bytes, sign=True)})" if grown else held
+    return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
+
+
+def signed_bytes(count: int) -> str:
+    """A growth, to three digits.
+
+    >>> signed_bytes(1299227607), signed_bytes(-8 * 2**20), signed_bytes(0)
+    ('+1.21 GiB', '-8.0 MiB', '+0 B')
+    """
+    sign, size = "-" if count < 0 else "+", abs(count)
+    if GIB <= size < 100 * GIB:
+        return f"{sign}{size / GIB:.{2 if size < 10 * GIB else 1}f} GiB"
+    return f"{sign}{format_bytes(size)}"
+
+
+def share_of(part_bytes: int, whole_bytes: int, *, sign: bool = False) -> str:
+    """A part in percent.
+
+    >>> share_of(83, 1000), share_of(83, 1000, sign=True), share_of(1, 100000)
+    ('8.3 %', '+8.3 %', '0.001 %')
+    """
+    if not whole_bytes:
+        return "from 0"
+    percent = 100 * part_bytes / whole_bytes
+    shown = f"{percent:.1f}" if abs(percent) >= 0.05 or not percent else f"{percent:.1g}"
+    return f"{'+' if sign and percent > 0 else ''}{shown} %"
+
+
+@dataclass
+class _Cause:
+    """Growths that are told in one: what lasts of a module is often made, and gone, at the same time."""
+
+    growths: list[Growth]
+
+    @property
+    def bytes(self) -> int:
+        return sum(growth.bytes for growth in self.growths)
+
+    def __str__(self) -> str:
+        first = self.growths[0]
+        of = f" of {first.module}" if first.module else ""
+        change = f" ({first.change})" if first.change else ""
+        named = sorted({growth.category for growth in self.growths}, key=CATEGORIES.index)
+        return f"{_listed([name.replace('_', ' ') for name in named])}{of} {signed_bytes(self.bytes)}{change}"
+
+
+def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth]) -> Iterator[str]:
+    moved = bool(before.phase and now.phase and before.phase != now.phase)
+    told = [growth for growth in growths if growth.category != "unused" or not moved]
+    grown = now.peak_bytes - before.peak_bytes or sum(each.bytes for each in told if each.category != "unused")
+    sign = -1 if grown < 0 else 1
+    causes = sorted(_joined(told), key=lambda cause: -sign * cause.bytes)
+    most = max((abs(cause.bytes) for cause in causes), default=0)
+    shown = [cause for cause in causes if sign * cause.bytes >= max(_LITTLE * most, 1)][:_MOST]
+    against = [cause for cause in causes if -sign * cause.bytes >= max(0.5 * most, 1) and not _is_unused(cause)]
+    yield from map(str, sorted([*shown, *against[:1]], key=_is_unused))
+    if moved:
+        yield f"the peak moved from {before.phase} to {now.phase}"
+    yield from _settings(before, now)
+    had_state = before.categories.get("optimizer_state", 0)
+    if shown and had_state and had_state == now.categories.get("optimizer_state", 0):
+        yield "optimizer unchanged"
+
+
+def _joined(growths: Sequence[Growth]) -> list[_Cause]:
+    causes: dict[tuple[str, ...], _Cause] = {}
+    for growth in growths:
+        lasts = growth.category in LASTING and growth.module
+        key = (growth.module, growth.change) if lasts else (growth.module, growth.change, growth.category)
+        if key in causes and causes[key].bytes * growth.bytes >= 0:
+            causes[key].growths.append(growth)
+        elif key not in causes:
+            causes[key] = _Cause([growth])
+        else:
+            causes[(*key, growth.category)] = _Cause([growth])
+    return list(causes.values())
+
+
+def _is_unused(cause: _Cause) -> bool:
+    return cause.growths[0].category == "unused"
+
+
+def _settings(before: Measurement, now: Measurement) -> Iterator[str]:
+    for name in ("precision", "optimizer", "batchnorm"):
+        was, is_now = getattr(before, name), getattr(now, name)
+        if was != is_now:
+            yield f"{name} {was} -> {is_now}"
+    if before.parameters != now.parameters:
+        yield f"parameters {before.parameters:,} -> {now.parameters:,}"
+
+
+def _held(before: Measurement, now: Measurement) -> str:
+    if before.held_bytes is None or now.held_bytes is None or before.held_bytes == now.held_bytes:
+        return ""
+    grown = now.held_bytes - before.held_bytes
+    return f"{signed_bytes(grown)} ({share_of(grown, before.held_bytes, sign=True)}) of the same peak are held"
+
+
+def _fits(case: Case, before: Measurement, now: Measurement) -> str:
+    if before.largest == now.largest:
+        return ""
+    return f"{case.gpu or case.device} now holds {now.largest or 'none'} instead of {before.largest}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

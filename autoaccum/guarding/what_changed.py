@@ -1,0 +1,125 @@
+"""What is different about memory that grew or shrank: its dtype, the operator that made it, whether it is new."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from autoaccum.devices.explanation import Holding
+from autoaccum.guarding.deepest_modules import Share
+from autoaccum.guarding.differences import LASTING, is_rest
+
+_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_KERNELS: Final = {
+    "_flash_attention": "flash attention",
+    "_efficient_attention": "efficient attention",
+    "_cudnn_attention": "cuDNN attention",
+}
+_MATH: Final = "math"
+"""Attention by products and a softmax, with a score for each two positions."""
+
+_MOST = 0.5
+_PART = 8
+_SURELY_NEW = 10
+_MOVED = {"", "aten._to_copy"}
+"""Operators that bring to the card what a model was built with."""
+
+
+def what_changed(share: Share, held: Sequence[Holding]) -> str:
+    """What is different, as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
+
+    Args:
+        share: What grew or shrank.
+        held: All that was held before.
+
+    Returns:
+        The phrase; empty where only the size is different.
+    """
+    changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
+    itself = "in the model itself" if changed and all(row.kind and not row.module for row in changed) else ""
+    return ", ".join(filter(None, (_difference(share, held), itself)))
+
+
+def _difference(share: Share, held: Sequence[Holding]) -> str:
+    before = [holding for difference in share.differences for holding in difference.before]
+    now = [holding for difference in share.differences for holding in difference.now]
+    if not now:
+        return "gone" if before else ""
+    lasting = now[0].category in LASTING
+    if not before and not _may_be_in_the_rest(now, held):
+        made = "" if lasting else _made(now, ())
+        return f"new, {made}" if made else "new"
+    if lasting:
+        return _dtypes(before, now) or _kept(before, now)
+    if not any(holding.module for holding in now):
+        return _made(now, before)
+    kernels, dtypes = _kernels(before, now), _dtypes(before, now)
+    # Another fused kernel is what follows from another dtype; score matrices are no one's intention.
+    first = kernels if kernels.endswith(_MATH) else dtypes
+    return first or kernels or _new_operator(before, now, share)
+
+
+def _may_be_in_the_rest(now: Sequence[Holding], held: Sequence[Holding]) -> bool:
+    """Whether what holds `now` may have been there before, as a part of what a lock does not tell by module."""
+    rest_bytes = sum(holding.bytes for holding in held if is_rest(holding) and holding.category == now[0].category)
+    return sum(holding.bytes for holding in now) < _SURELY_NEW * rest_bytes
+
+
+def _kernels(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    was, is_now = _attention(before), _attention(now)
+    grew = sum(holding.bytes for holding in now) > sum(holding.bytes for holding in before)
+    is_now = is_now or (_MATH if grew else "")
+    return f"{was} -> {is_now}" if was and is_now and was != is_now else ""
+
+
+def _attention(holdings: Iterable[Holding]) -> str:
+    """How attention was computed, where that shows."""
+    return next((name for holding in holdings for part, name in _KERNELS.items() if part in holding.op), "")
+
+
+def _dtypes(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    """From the dtype that shrank most to the one that grew most, where memory went from one to the other."""
+    change = Counter({holding.dtype: 0 for holding in (*before, *now) if holding.dtype})
+    for holding in now:
+        change[holding.dtype] += holding.bytes
+    for holding in before:
+        change[holding.dtype] -= holding.bytes
+    if len(change) < 2:
+        return ""
+    grown, shrunk = max(change, key=lambda dtype: change[dtype]), min(change, key=lambda dtype: change[dtype])
+    most = max(change[grown], -change[shrunk])
+    if min(change[grown], -change[shrunk]) * _PART < most or not (grown and shrunk):
+        return ""
+    return f"{_short(shrunk)} -> {_short(grown)}"
+
+
+def _kept(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    """What a module keeps from update to update, beside what it was built with."""
+    made = {holding.op for holding in now} - {holding.op for holding in before} - _MOVED
+    kept = [holding for holding in now if holding.op in made and holding.category == "parameters"]
+    return f"kept from update to update: {_made(kept, ())}" if kept else ""
+
+
+def _new_operator(before: Sequence[Holding], now: Sequence[Holding], share: Share) -> str:
+    """What made most of the growth, where it made none of it before."""
+    known = {holding.op for holding in before}
+    made = [holding for holding in now if holding.op not in known]
+    return _made(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
+
+
+def _made(now: Iterable[Holding], before: Iterable[Holding]) -> str:
+    """The operator whose memory grew most, and its dtype."""
+    change = Counter[tuple[str, str]]()
+    for holding in now:
+        change[holding.op, holding.dtype] += holding.bytes
+    for holding in before:
+        change[holding.op, holding.dtype] -= holding.bytes
+    (op, dtype), more = max(change.items(), key=lambda pair: pair[1], default=(("", ""), 0))
+    if not op or more <= 0:
+        return ""
+    return f"{op} in {_short(dtype)}" if dtype else op
+
+
+def _short(dtype: str) -> str:
+    return _SHORT.get(dtype, dtype)
