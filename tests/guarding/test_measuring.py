@@ -1,0 +1,162 @@
+"""What a simulated card makes of a case: the figures of its plan, also where the schedule fits no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_traces import SyntheticTracer, linear
+
+from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
+from autoaccum.guarding.measuring import measure, request_of
+from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.simulated_measuring import measure_simulated
+from autoaccum.guarding.sizing import Task
+from autoaccum.planning.planner import plan_on
+from autoaccum.planning.records import Plan
+from autoaccum.planning.request import Request
+from autoaccum.planning.subjects import Subject
+from autoaccum.units import GIB, MIB, MemorySize
+
+
+def make_subject(tracer: SyntheticTracer, request: Request, gib: float) -> Subject:
+    device = SimulatedDevice(
+        find_card("rtx3090"),
+        lambda: tracer,
+        share=request.share,
+        torch_version=(2, 13),
+        memory=MemorySize(bytes=int(gib * GIB)),
+        environment={},
+    )
+    return Subject(device, "model.py", isolated=False)
+
+
+def measure_traces(
+    tracer: SyntheticTracer,
+    micro_batches: tuple[int, ...] | None = None,
+    *,
+    target: int = 256,
+    gib: float = 2.0,
+    **asked: Any,
+) -> Measurement:
+    request = Request(target, **asked)
+    with (subject := make_subject(tracer, request, gib)).device:
+        return measure_simulated(Task(subject, request, micro_batches, lambda event: None)).measurement
+
+
+def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
+    request = Request(target, **asked)
+    with (subject := make_subject(SyntheticTracer(), request, gib)).device:
+        return plan_on(subject, request)
+
+
+@pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (251, 5.0), (64, 20.0), (5, 20.0), (1, 20.0)])
+def test_the_figures_are_the_plans_whether_it_is_planned_or_given(target: int, gib: float) -> None:
+    found, plan = measure_traces(SyntheticTracer(), target=target, gib=gib), plan_traces(target, gib)
+    assert (found.micro_batches, found.largest, found.capped) == (plan.micro_batches, plan.largest_fit, plan.capped)
+    assert (found.peak_bytes, found.least_bytes, found.limit_bytes) == (
+        plan.peak_bytes,
+        plan.least_bytes,
+        plan.limit_bytes,
+    )
+    assert found.fits
+    assert measure_traces(SyntheticTracer(), plan.micro_batches, target=target, gib=gib) == found
+
+
+def test_the_breakdown_adds_up() -> None:
+    found = measure_traces(SyntheticTracer())
+    assert sum(found.categories.values()) == found.peak_bytes
+    assert sum(holding.bytes for holding in found.holdings) == found.held_bytes
+    assert found.held_bytes == found.peak_bytes - found.categories.get("unused", 0)
+    assert max(moment.held_bytes for moment in found.moments) == found.held_bytes
+    assert found.card == "NVIDIA GeForce RTX 3090"
+    assert set(found.versions) == {"torch", "autoaccum"}
+
+
+def test_as_few_traces_as_it_takes() -> None:
+    tracer = SyntheticTracer()
+    measure_traces(tracer, (64,), target=64, gib=20.0)
+    assert tracer.asked == [(64,), (64,)], "one for the figures, one for what they are of"
+    tracer = SyntheticTracer()
+    measure_traces(tracer)
+    assert len(tracer.asked) <= 5
+
+
+def test_a_schedule_that_fits_no_more_has_its_figures_all_the_same() -> None:
+    before = measure_traces(SyntheticTracer())
+    now = measure_traces(SyntheticTracer(linear(8 * MIB)), before.micro_batches)
+    assert now.micro_batches == before.micro_batches
+    assert before.fits
+    assert not now.fits
+    assert 0 < now.largest < before.largest
+    assert now.least_bytes is not None
+    assert now.least_bytes > now.limit_bytes
+    assert sum(now.categories.values()) == now.peak_bytes > before.peak_bytes
+
+
+@pytest.mark.parametrize("schedule", [(10, 10), (256,)])
+def test_where_not_even_one_sample_fits_there_is_a_breakdown(schedule: tuple[int, ...]) -> None:
+    now = measure_traces(SyntheticTracer(), schedule, gib=0.3)
+    assert (now.fits, now.largest, now.capped) == (False, 0, False)
+    assert sum(now.categories.values()) == now.peak_bytes
+    assert now.holdings
+    with pytest.raises(DoesNotFitError):
+        measure_traces(SyntheticTracer(), gib=0.3)
+
+
+def test_a_search_that_was_cut_short_tells_nothing() -> None:
+    with pytest.raises(NotMeasuredError, match="the limit on trials ended the search"):
+        measure_traces(SyntheticTracer(lambda size: 100_000 * size * size), max_trials=2)
+
+
+def test_what_differs_from_trace_to_trace_is_said() -> None:
+    tracer = SyntheticTracer()
+    tracer._change = lambda parts: linear(7 * MIB) if tracer.asked.count(parts) > 1 else None
+    request = Request(64)
+    with (subject := make_subject(tracer, request, 20.0)).device:
+        found = measure_simulated(Task(subject, request, (64,), lambda event: None))
+    assert "differs from run to run" in found.warnings[-1]
+    assert sum(found.measurement.categories.values()) == found.measurement.peak_bytes
+
+
+def test_without_a_target_two_of_the_size_are_an_update() -> None:
+    request = request_of(Case(workload="model.py", gpu="rtx3090", micro_batch=32))
+    assert request.schedule(32).micro_batches == (32, 32)
+    assert request.cap == 32
+    request = request_of(Case(workload="model.py", gpu="rtx3090", micro_batch=32, target_batch=100))
+    assert request.schedule(32).micro_batches == (25, 25, 25, 25)
+    request = request_of(Case(workload="model.py", gpu="rtx3090", micro_batch=32, world_size=4))
+    assert (request.target_batch, request.share) == (256, 64)
+    with pytest.raises(UsageError, match="is not said"):
+        request_of(Case(workload="model.py", gpu="rtx3090"))
+
+
+LINEAR = """
+    from torch import nn, randn
+
+    def model():
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def batch(size):
+        return randn(size, 64), randn(size, 8)
+
+    criterion = nn.MSELoss()
+"""
+
+
+def test_a_file_is_measured_where_its_checkout_lies(write_workload: Callable[[str], str], tmp_path: Path) -> None:
+    folder = Path(write_workload(LINEAR)).parent
+    case = Case(workload="model.py", gpu="rtx3090", micro_batch=1000, memory="64MiB", precision="bf16", optimizer="SGD")
+    found = measure(case, Checkout(folder)).measurement
+    assert (found.micro_batches, found.largest, found.capped, found.fits) == ((1000, 1000), 1000, True, True)
+    assert (found.precision, found.optimizer, found.limit_bytes) == ("bf16", "SGD", 64 * MIB)
+    assert {holding.module for holding in found.holdings} >= {"0", "2"}
+    with pytest.raises(DoesNotFitError, match="the largest that fits is [1-9]") as told:
+        measure(dataclasses.replace(case, micro_batch=100_000), Checkout(folder))
+    assert "micro-batch 100000 does not fit: it takes" in told.value.message
