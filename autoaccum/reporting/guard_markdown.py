@@ -124,6 +124,7 @@ def _body(judgement: Judgement) -> Iterator[str]:
         # Indented code would end at the first line that is not; a fence, at one in the text.
         yield f"<pre>{_referred(judgement.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
     points = [*judgement.reasons, *(f"warning: {one}" for one in judgement.warnings)]
+    points += [f"note: {one}" for one in judgement.notes]
     lines = [f"- {escape(one_line(point))}" for point in points]
     if judgement.hint:
         words, offered = split_command(judgement.hint)

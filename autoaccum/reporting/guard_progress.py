@@ -81,8 +81,11 @@ class GuardProgress:
 
     def _show_under_way(self) -> None:
         if self._began:
-            names = "; ".join(case_name(case) for case in self._began)
-            self._show(f"measuring {names} ({self._count} in all) ..." if self._count > 1 else f"measuring {names} ...")
+            first, *others = map(case_name, self._began)
+            beside = f" and {len(others)} beside it" if others else ""
+            self._show(
+                f"measuring {first}{beside}, of {self._count} ..." if self._count > 1 else f"measuring {first} ..."
+            )
 
     def _show(self, text: str) -> None:
         self._stop()

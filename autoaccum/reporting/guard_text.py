@@ -137,8 +137,8 @@ def growth_words(growth: Growth) -> str:
     >>> growth_words(Growth(category="optimizer_state", module="blocks.*.mlp", bytes=1))
     'optimizer state of blocks.*.mlp'
     """
-    of = f" of {growth.module}" if growth.module else ""
-    return f"{growth.category.replace('_', ' ')}{of}"
+    nobody = "" if growth.category == "unused" else " (no module)"
+    return f"{growth.category.replace('_', ' ')}{f' of {growth.module}' if growth.module else nobody}"
 
 
 def _remarks(judgement: Judgement) -> Iterator[tuple[str, Text]]:
@@ -146,9 +146,8 @@ def _remarks(judgement: Judgement) -> Iterator[tuple[str, Text]]:
         yield "  why", Text(reason)
     for warning in judgement.warnings:
         yield "  warning", Text(warning, "yellow")
-    if judgement.outcome not in ("unchanged", "within"):
-        for note in judgement.notes:
-            yield "  note", Text(note)
+    for note in judgement.notes:
+        yield "  note", Text(note)
 
 
 def _hint_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
