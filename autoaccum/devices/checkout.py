@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ class Checkout:
         place = Path(os.path.realpath(entry))
         if self.original is None:
             return str(Path(entry).absolute())
-        if not _is_within(place, self.original) or _is_within(place, self.root) or _is_library(place):
+        if not _is_within(place, self.original) or _is_within(place, self.root) or _is_library(str(place)):
             return str(Path(entry).absolute())
         return str(self.root / place.relative_to(self.original))
 
@@ -78,8 +79,8 @@ def check_imports(record: Mapping[str, Any], modules: Iterable[tuple[str, Module
     original, root = Path(record["original"]), Path(record["root"])
     for name, module in list(sys.modules.items()) if modules is None else modules:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or _is_library(Path(file)):
-            continue
+        if not isinstance(file, str) or not file.startswith("/") or _is_library(file):
+            continue  # An import makes it absolute; torch.ops says `_ops.py`.
         place = Path(os.path.realpath(file))
         if _is_within(place, original) and not any(_is_within(place, other) for other in (root, _OWN)):
             above = len(name.split(".")) + (place.stem == "__init__")
@@ -99,8 +100,13 @@ def _is_within(place: Path, folder: Path) -> bool:
     return place == folder or folder in place.parents
 
 
-def _is_library(place: Path) -> bool:
-    """Whether it belongs to an environment, which may lie in the repository."""
-    if any(part in ("site-packages", "dist-packages") for part in place.parts):
-        return True
-    return any(_is_within(place, Path(os.path.realpath(sysconfig.get_path(name)))) for name in _LIBRARIES)
+def _is_library(file: str) -> bool:
+    """Whether a file or folder belongs to an environment, which may lie in the repository."""
+    return any(name in file for name in ("/site-packages", "/dist-packages")) or f"{file}/".startswith(_libraries())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """The folders of Python itself and of what is installed, as they are called and as they really are."""
+    folders = [sysconfig.get_path(name) for name in _LIBRARIES]
+    return tuple(f"{folder}/" for folder in {*folders, *map(os.path.realpath, folders)})

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.checkout import Checkout, check_imports
+from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.devices.spare import where_to_import
+from autoaccum.devices.worker import Worker
+from autoaccum.errors import NotMeasuredError
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """The user's repository, and another checkout of it."""
+    for name in ("original", "other"):
+        for inside in ("src/pkg", ".venv/lib/python3.11/site-packages", "app"):
+            (tmp_path / name / inside).mkdir(parents=True)
+    return tmp_path / "original", tmp_path / "other"
+
+
+def test_entries_within_the_repository_are_looked_for_in_the_checkout(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, other = places
+    checkout = Checkout(other / "app", original, other)
+    assert checkout.map_entry(str(original)) == str(other)
+    assert checkout.map_entry(str(original / "src")) == str(other / "src")
+    (tmp_path / "link").symlink_to(original / "src")
+    assert checkout.map_entry(str(tmp_path / "link")) == str(other / "src")
+    for stays in (
+        str(original / ".venv/lib/python3.11/site-packages"),
+        str(tmp_path),
+        str(other / "src"),
+        str(original) + "-not",
+        "__editable__.pkg-1.0.finder.__path_hook__",
+        "",
+        *(entry for entry in sys.path if "python" in entry),
+    ):
+        assert checkout.map_entry(stays) == stays
+    monkeypatch.chdir(original)
+    assert checkout.map_entry("src") == str(other / "src")
+    assert Checkout(original / "app").map_entry("src") == str(original / "src")
+    assert checkout.map_path(os.pathsep.join(["src", "", str(tmp_path)])) == f"{other}/src{os.pathsep * 2}{tmp_path}"
+
+
+def test_a_child_is_told_its_folder_and_where_to_look(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, other = places
+    monkeypatch.setattr(sys, "path", [str(original), "/elsewhere"])
+    monkeypatch.setenv("PYTHONPATH", str(original / "src"))
+    told = where_to_import(Checkout(other / "app", original, other))
+    assert told == {
+        "cwd": str(other / "app"),
+        "sys_path": [str(other), "/elsewhere"],
+        "pythonpath": str(other / "src"),
+        "checkout": {"original": str(original), "root": str(other)},
+    }
+    monkeypatch.delenv("PYTHONPATH")
+    told = where_to_import(Checkout(original))
+    assert (told["cwd"], told["sys_path"][0], told["pythonpath"]) == (str(original), str(original), None)
+    assert told["checkout"] == {}
+
+
+def a_module(name: str, file: object) -> tuple[str, ModuleType]:
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    return name, module
+
+
+def test_modules_of_the_users_own_folders_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
+    original, other = places
+    record = Checkout(other, original).to_record()
+    check_imports({}, [a_module("pkg", original / "src/pkg/__init__.py")])
+    (tmp_path / "link").symlink_to(original / "src")
+    sound = [
+        a_module("pkg", other / "src/pkg/__init__.py"),
+        a_module("numpy", original / ".venv/lib/python3.11/site-packages/numpy/__init__.py"),
+        a_module("elsewhere", "/elsewhere/elsewhere.py"),
+        a_module("torch.ops", "_ops.py"),
+        ("builtins", sys.modules["builtins"]),
+    ]
+    check_imports(record, sound)
+    check_imports(record)
+    for name, file in (
+        ("pkg", "src/pkg/__init__.py"),
+        ("pkg.part", "src/pkg/part.py"),
+        ("pkg.deep", "src/pkg/deep/__init__.py"),
+    ):
+        with pytest.raises(NotMeasuredError) as told:
+            check_imports(record, [*sound, a_module(name, original / file)])
+        assert str(told.value) == (
+            f"{name} is imported from {original / file}, not from the revision that is to be measured, as an editable"
+            f" installation has it: set PYTHONPATH={original}/src, or install it with"
+            " `pip install -e . --config-settings editable_mode=compat`"
+        )
+    with pytest.raises(NotMeasuredError, match="pkg is imported from"):
+        check_imports(record, [a_module("pkg", tmp_path / "link/pkg/__init__.py")])
+
+
+def test_autoaccum_measures_itself_with_itself(places: tuple[Path, Path]) -> None:
+    record = Checkout(places[1], PACKAGE_ROOT).to_record()
+    check_imports(record, [item for item in sys.modules.items() if item[0].partition(".")[0] == "autoaccum"])
+    with pytest.raises(NotMeasuredError, match="small_data is imported from"):
+        check_imports(record, [a_module("small_data", PACKAGE_ROOT / "tests/shared/small_data.py")])
+
+
+WORKLOAD = """
+import sys
+import helper
+import torch
+from torch import nn
+
+print("helper", helper.version, flush=True)
+
+def model():
+    sys.path.insert(0, {late!r})
+    import late  # As through a hook that nobody can tell before.
+    return nn.Linear(2, 2)
+
+def batch(size):
+    return torch.randn(size, 2), torch.randn(size, 2)
+
+criterion = nn.MSELoss()
+"""
+
+
+def test_a_child_imports_from_the_checkout_and_tells_what_it_could_not(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, other = places
+    for number, place in enumerate(places):
+        (place / "src/helper.py").write_text(f"version = {number}\n")
+        (place / "app/model.py").write_text(WORKLOAD.format(late=str(original / "src/pkg")))
+    (original / "src/pkg/late.py").write_text("")
+    monkeypatch.syspath_prepend(original / "src")
+    printed: list[str] = []
+    settings = TrialSettings(
+        reference="app/model.py", share=4, checkout=Checkout(other, original), trial_limit_seconds=120
+    )
+    worker = Worker(settings, "cpu", on_output=printed.append)
+    try:
+        with pytest.raises(
+            NotMeasuredError, match=rf"^late is imported from {original}/src/pkg/late.py, not from the rev"
+        ):
+            worker.inspect()
+    finally:
+        worker.end()
+    assert "helper 1" in printed
