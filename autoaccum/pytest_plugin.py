@@ -64,26 +64,37 @@ def assert_fits(request: pytest.FixtureRequest) -> AssertFits:
         from autoaccum.errors import AutoaccumError
         from autoaccum.guarding.fitting_check import check_fits
 
+        failure = ""
         try:
-            found = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
+            failure = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
         except AutoaccumError as error:
-            pytest.fail(_told(error), pytrace=False)
-        if not found.fits:
-            pytest.fail(found.explanation, pytrace=False)
+            failure = _told(error)
+        if failure:
+            pytest.fail(failure, pytrace=False)
 
     return check
 
 
 def _find(workload: str, root: Path, beside: Path) -> str:
-    """The reference with its file's whole path, where there is such a file; else as it is."""
+    """The reference with its file's whole path; a module as it is.
+
+    Raises:
+        WorkloadError: There is no such file.
+    """
+    from autoaccum.errors import WorkloadError
+
     target, colon, name = workload.rpartition(":")
     file, rest = (target, f":{name}") if colon and name.isidentifier() else (workload, "")
     for folder in (root, beside):
         if (folder / file).is_file():
             return f"{folder / file}{rest}"
+    if file.endswith(".py"):
+        places = " or in ".join(dict.fromkeys((str(root), str(beside))))
+        raise WorkloadError(f"there is no file {file} in {places}", hint="name it from pytest's root or from the test")
     return workload
 
 
 def _told(error: AutoaccumError) -> str:
-    traceback = getattr(error, "user_traceback", None)
+    """The user's own frames, where their code raised, and the sentence."""
+    traceback: str | None = getattr(error, "user_traceback", None)
     return f"{traceback.rstrip()}\n{error}" if traceback else str(error)

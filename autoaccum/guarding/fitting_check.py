@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,17 @@ from autoaccum.workload.module_names import numberless
 _MOST_MODULES = 5
 
 
-@dataclass(frozen=True)
-class FittingCheck:
-    """What came of a check.
-
-    Attributes:
-        fits: Whether it fits.
-        explanation: Lines that say what is needed, the bound, where the memory goes, and what grew since the lock;
-            empty where it fits.
-    """
-
-    fits: bool
-    explanation: str = ""
-
-
-def check_fits(workload: Path | str, folder: Path, **asked: Any) -> FittingCheck:
-    """Measure what is asked for, whether it fits or not.
+def check_fits(workload: str, folder: Path, **asked: Any) -> str:
+    """Measure what is asked for, and say why it does not fit.
 
     Args:
         workload: A file, absolute, with `:name` where it has one; or a module.
         folder: Where the project is looked for, upwards.
         asked: Fields of `Case`.
+
+    Returns:
+        Lines that say what is needed, the bound, where the memory goes, and what grew since the lock; empty where it
+        fits.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
@@ -55,13 +45,12 @@ def check_fits(workload: Path | str, folder: Path, **asked: Any) -> FittingCheck
     if unknown:
         raise UsageError(f"there is no argument {unknown[0]!r}", hint="take those of autoaccum.plan, and micro_batch")
     project = find_project(folder)
-    case = check_case(Case(workload=_reference(str(workload), project), **asked))
+    case = check_case(Case(workload=_reference(workload, project), **asked))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
     measured = measure(case, Checkout(project.folder), micro_batches=schedule).measurement
     if measured.fits:
-        return FittingCheck(True)
-    lines = [_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project)]
-    return FittingCheck(False, "\n".join(lines))
+        return ""
+    return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project)])
 
 
 def _reference(workload: str, project: Project) -> str:
@@ -76,13 +65,13 @@ def _shortage(case: Case, measured: Measurement) -> str:
     """What is needed, and the bound."""
     needed = format_bytes(measured.peak_bytes)
     if measured.least_bytes is not None and measured.least_bytes < measured.peak_bytes:
-        needed += f" at its peak, and at least {format_bytes(measured.least_bytes)}"
-    where = case.device if case.gpu is None else case.gpu
+        needed += f", and cannot do with less than {format_bytes(measured.least_bytes)}"
     bound = f"the limit is {case.memory}" if case.memory else f"{format_bytes(measured.limit_bytes)} are there"
-    holds = f"{where} holds {measured.largest}" if measured.largest else f"{where} does not hold even 1"
+    fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
+    parts = format_parts(measured.micro_batches)
     return (
-        f"{case.workload} does not fit: micro-batch {measured.micro_batch} in {measured.precision} "
-        f"({format_parts(measured.micro_batches)}) takes {needed}, {bound}; {holds}"
+        f"{case.workload} on {case.gpu or case.device} does not fit: micro-batch {measured.micro_batch} "
+        f"({parts}, {measured.precision}) takes {needed}; {bound}, {fitting}"
     )
 
 
