@@ -46,9 +46,9 @@ class Band:
         )
 
     def warning(self, limit_bytes: int, least_bytes: int) -> str | None:
-        """A sentence where what the budget leaves above the least that is needed is less than the band."""
+        """A sentence where the budget leaves something above the least that is needed, and less than the band."""
         room_bytes = limit_bytes - least_bytes
-        if room_bytes >= self.bytes:
+        if not 0 <= room_bytes < self.bytes:
             return None
         reserve = -(-self.bytes // (100 * MIB)) * 100
         keep = f", or keep more (--reserve {reserve}MiB)" if 2 * reserve * MIB < limit_bytes else ""

@@ -308,6 +308,7 @@ def test_no_more_is_offered_to_be_kept_than_there_is() -> None:
     band = Band(context_bytes(CARD), Weigher(CARD, (2, 13)).weigh(make_trace((1, 1), linear())))
     assert str(band.warning(150 * MIB, 140 * MIB)).endswith("measure on the card (--device cuda)")
     assert band.warning(2 * GIB, GIB) is None
+    assert band.warning(GIB, 2 * GIB) is None, "it does not fit, whatever the band"
 
 
 def test_a_host_that_is_too_small_for_the_batch_has_a_way_out() -> None:
