@@ -16,7 +16,7 @@ from autoaccum.guarding.records import Case, Measurement
 from autoaccum.workload.module_names import compact_names, expand_name
 
 DIGEST: Final = "digest"
-_DIGITS = 16
+_DIGITS, _ROW = 16, 7
 _CASE_FIELDS = {field.name: field.default for field in dataclasses.fields(Case)}
 _FIELDS = [field.name for field in dataclasses.fields(Measurement)]
 _OF_NOTHING: tuple[Any, ...] = (None, "", (), {})
@@ -120,7 +120,10 @@ def _in_order(categories: Mapping[Category, int]) -> dict[str, int]:
 
 
 def _to_rows(holdings: tuple[Holding, ...]) -> Iterator[list[Any]]:
-    """`[count, bytes of each, category, modules, kind, dtype, op]`; modules that differ in numbers only share one."""
+    """`[count, bytes of each, category, modules, kind, dtype, op]`; modules that differ in numbers only share one.
+
+    Empty words at the end are left out.
+    """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for each in holdings:
         key = (CATEGORIES.index(each.category), each.kind, each.dtype, each.op, each.bytes)
@@ -130,11 +133,14 @@ def _to_rows(holdings: tuple[Holding, ...]) -> Iterator[list[Any]]:
         for key, modules in alike.items()
         for spelled, names in compact_names(modules)
     ]
-    return (row for _, row in sorted(rows))
+    for _, row in sorted(rows):
+        while not row[-1]:
+            row.pop()
+        yield row
 
 
 def _from_row(row: list[Any]) -> Iterator[Holding]:
-    count, each_bytes, category, spelled, kind, dtype, op = row
+    count, each_bytes, category, spelled, kind, dtype, op = [*row, *[""] * (_ROW - len(row))]
     modules = expand_name(spelled) if spelled else [""]
     if len(modules) != count or category not in CATEGORIES or type(each_bytes) is not int:
         raise ValueError(f"the row of {spelled or category} tells of {count} modules")

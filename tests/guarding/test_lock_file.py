@@ -79,6 +79,7 @@ def test_it_is_made_to_be_read(tmp_path: Path) -> None:
         "categories.activations = 1_258_291_200  # 1.17 GiB",
         '  [   4,     314_572_800, "activations", "blocks.{0..3}.mlp.0", "Linear", "bfloat16", "aten.addmm"],'
         "  # 1.17 GiB",
+        '  [   1,      33_554_432, "workspace"],  # 32.0 MiB',
         '  ["forward", 1_048_576, { activations = 1_048_576 }],  # 1.0 MiB',
         'versions.torch = "2.13.0"',
     ):
