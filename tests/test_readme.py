@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum.cli import guard
 from autoaccum.devices.base import Trial
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.catalog import all_cards
+from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.project import find_project
 from autoaccum.planning.records import Plan
 from autoaccum.workload.loading import load_workload
 
@@ -148,6 +152,21 @@ def test_one_call_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     made = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert {"metrics.jsonl", "plan.json", "checkpoints", "model.pt"} <= made
+
+
+def test_the_guarded_table_is_one(tmp_path: Path) -> None:
+    (table,) = [str(code) for code in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "[tool.autoaccum]" in code]
+    (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
+    names = [case_name(case) for case in find_project(tmp_path).cases]
+    assert names == ["train.py on rtx3090, target 256", "train.py on a100-80gb, target 256"]
+
+
+def test_commands_that_guard_are_ones_that_there_are() -> None:
+    lines = re.findall(r"^(?:\$ )?autoaccum guard\b([^#\n]*)", README, re.MULTILINE)
+    lines += re.findall(r"`autoaccum guard\b([^`]*)`", README)
+    assert len(lines) >= 6
+    for line in lines:
+        guard.command.make_context("guard", shlex.split(line))
 
 
 def test_files_and_scripts_it_names_are_there() -> None:

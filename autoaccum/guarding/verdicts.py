@@ -102,6 +102,7 @@ class Report:
         this schema may add fields, and change none.
         """
         record = {"schema": SCHEMA, "exit_code": self.exit_code, **thaw(self)}
+        del record["judgements"]
         record["judgements"] = [_judgement_record(judgement) for judgement in self.judgements]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
