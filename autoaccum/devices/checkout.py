@@ -46,7 +46,7 @@ class Checkout:
         An empty one stays, too: it is the current folder, whichever that is. So does what is no path, but a name that
         an editable installation has a hook for.
         """
-        if not entry or not Path(entry).exists():
+        if not entry or not (entry.startswith("/") or Path(entry).exists()):
             return entry
         place = Path(os.path.realpath(entry))
         if self.original is None:

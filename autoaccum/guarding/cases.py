@@ -92,6 +92,8 @@ def check_case(case: Case) -> Case:
         raise UsageError(
             f"the workload is {case.workload!r}", hint="write model.py, model.py:name or package.module:name"
         )
+    if not _is_text(case.workload):
+        raise UsageError(f"the name {case.workload!r} is not UTF-8, and a lock is", hint="rename the file")
     _check_place(case.gpu, case.device)
     for name in _COUNTS:
         _as_asked(read_count, getattr(case, name), name.replace("_", "-"))
@@ -130,6 +132,14 @@ def _check_place(gpu: Any, device: Any) -> None:
     if device is not None and (not isinstance(device, str) or not _DEVICE.fullmatch(device)):
         same = ", which is not the same everywhere" if device == "auto" else ""
         raise UsageError(f"the device is {device!r}{same}", hint="take cpu, cuda or cuda:N")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _listed(given: Any, what: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -92,7 +93,7 @@ class Repository:
         Raises:
             NotMeasuredError: Git cannot.
         """
-        done = self._git("worktree", "add", "--detach", "--force", "--quiet", str(place), commit)
+        done = self._git("worktree", "add", "--detach", "--quiet", str(place), commit)
         if done.returncode:
             raise NotMeasuredError(
                 f"{commit[:12]} cannot be checked out ({_last_line(done)})", hint="see what `git worktree add` says"
@@ -132,16 +133,16 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     own = {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
     settings = [word for setting in _SETTINGS for word in ("-c", setting)]
     try:
-        return subprocess.run(
+        process = subprocess.Popen(
             ["git", *settings, *words],
             cwd=folder,
             env={**kept, **own},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="surrogateescape",
             start_new_session=True,
-            check=False,
         )
     except FileNotFoundError:
         if not folder.is_dir():
@@ -151,9 +152,14 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
             hint="install it, or compare with a lock, without --baseline",
         ) from None
     except OSError as error:
-        raise NotMeasuredError(
-            f"git cannot be run ({error.strerror})", hint="see whether `git --version` runs"
-        ) from None
+        raise NotMeasuredError(f"git cannot be run ({error.strerror})", hint="see whether `git version` runs") from None
+    with process:
+        try:
+            said, complaint = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # With the filters that it has started.
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, said, complaint)
 
 
 def _first_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -31,6 +31,7 @@ def test_entries_within_the_repository_are_looked_for_in_the_checkout(
     checkout = Checkout(other / "app", original, other)
     assert checkout.map_entry(str(original)) == str(other)
     assert checkout.map_entry(str(original / "src")) == str(other / "src")
+    assert checkout.map_entry(str(original / "not there now")) == str(other / "not there now")
     (tmp_path / "link").symlink_to(original / "src")
     assert checkout.map_entry(str(tmp_path / "link")) == str(other / "src")
     for stays in (

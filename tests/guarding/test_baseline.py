@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,8 +146,8 @@ with checked_out(Path(sys.argv[1]), "v1") as checkout:
 """
 
 
-def started(clone: Path) -> tuple[subprocess.Popen[str], Path]:
-    process = subprocess.Popen(
+def launched(clone: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(clone)],
         env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
         stdout=subprocess.PIPE,
@@ -154,6 +155,17 @@ def started(clone: Path) -> tuple[subprocess.Popen[str], Path]:
         text=True,
         start_new_session=True,
     )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def started(clone: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = launched(clone)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -168,6 +180,22 @@ def test_nothing_is_left_by_a_process_that_is_told_to_end(clone: Path, temporary
             os.killpg(process.pid, number)
             time.sleep(0.002)
         assert process.wait(20) in (128 + number, -number)  # The latter if it hears of it once more as it leaves.
+    assert snapshot(clone) == before
+    assert list(temporary.iterdir()) == []
+
+
+def test_nothing_is_left_when_it_is_still_being_checked_out(clone: Path, temporary: Path) -> None:
+    commit(clone, {"slow.bin": "", ".gitattributes": "*.bin filter=slow\n"})
+    git(clone, "tag", "-f", "v1")
+    git(clone, "config", "filter.slow.smudge", f"touch '{temporary}/begun'; sleep 60")
+    before = snapshot(clone)
+    process = launched(clone)
+    with process:
+        wait_for(lambda: (temporary / "begun").exists())
+        assert len(list((clone / ".git/worktrees").iterdir())) == 1
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    (temporary / "begun").unlink()
     assert snapshot(clone) == before
     assert list(temporary.iterdir()) == []
 
