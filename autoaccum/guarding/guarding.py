@@ -21,6 +21,7 @@ from autoaccum.guarding.rounds import Measure, Round
 from autoaccum.guarding.selection import Selection, select_cases
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Judgement, Report
+from autoaccum.planning.files import check_output
 
 
 def guard(
@@ -66,6 +67,8 @@ def guard(
     if baseline is not None:
         return _compare_revisions(selection, project, baseline, allowed, Round(tell, on_output, deadline))
     locked = _read(project, fresh=update and force)
+    if update:
+        check_output(project.lock, force=True, way_out="name another by --lock")
     cases = _cases(selection, locked, prune=prune)
     round_ = Round(tell, on_output, deadline, otherwise=partial(_way_out, locked))
     judgements = round_.judge_all(cases, partial(locked.relock if update else locked.check, tolerance=allowed))

@@ -140,7 +140,7 @@ def _to_rows(holdings: tuple[Holding, ...]) -> Iterator[list[Any]]:
 
 
 def _from_row(row: list[Any]) -> Iterator[Holding]:
-    count, each_bytes, category, spelled, kind, dtype, op = [*row, *[""] * (_ROW - len(row))]
+    count, each_bytes, category, spelled, kind, dtype, op = row + [""] * (_ROW - len(row))
     modules = expand_name(spelled) if spelled else [""]
     if len(modules) != count or category not in CATEGORIES or type(each_bytes) is not int:
         raise ValueError(f"the row of {spelled or category} tells of {count} modules")
