@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ _FORMS = ("text", "json", "markdown", "github")
 @click.option("--update", is_flag=True, help="Plan anew, and write the lock.")
 @click.option("--prune", is_flag=True, help="With --update: drop what pyproject.toml does not name.")
 @click.option("--baseline", metavar="REV", help="Compare with this git revision, measured too; no lock is needed.")
-@click.option("--time-limit", type=seconds, metavar="SECONDS", help="What all of it may take.")
+@click.option("--time-limit", type=seconds, metavar="SECONDS", help="What all searches may take together.")
 @click.option(
     "--format",
     "form",
@@ -139,15 +139,21 @@ def _check_together(
 
 def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
     """Refuse now what could not be written later, and what must not be written over at all."""
+    from autoaccum.guarding.lock_file import read_lock
     from autoaccum.planning.files import check_output
+    from autoaccum.reporting.source_place import source_file
 
     if Path(output).resolve() == project.lock.resolve():
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
     check_output(output, force=force, way_out="for a report on stdout, take --format")
     if workload is not None:
         check_apart("-o", output, workload)
-    for case in project.cases:
-        check_apart("-o", output, str(project.folder / case.workload))
+    known = list(project.cases)
+    with suppress(AutoaccumError):  # The guard itself tells of a lock that cannot be read.
+        known += read_lock(project.lock).entries
+    for case in known:
+        if source := source_file(case.workload, project.folder):
+            check_apart("-o", output, str(source))
 
 
 @contextmanager

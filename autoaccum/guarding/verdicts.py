@@ -98,8 +98,8 @@ class Report:
     def to_json(self) -> str:
         """The record as indented JSON: `schema`, `exit_code`, the fields of this record and of those in it.
 
-        Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later versions of
-        this schema may add fields, and change none.
+        Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
+        versions of this schema may add fields, and change none.
         """
         record = {"schema": SCHEMA, "exit_code": self.exit_code, **thaw(self)}
         del record["judgements"]

@@ -31,8 +31,7 @@ def find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> S
     Returns:
         None where there is no such file in the repository.
     """
-    target, _, name = split_reference(workload)
-    path = next((path for path in _candidates(target, folder) if path.is_file()), None)
+    path = source_file(workload, folder)
     if path is None:
         return None
     root = _root(folder, environment)
@@ -40,7 +39,13 @@ def find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> S
         file = path.resolve().relative_to(root.resolve()).as_posix()
     except ValueError:
         return None
-    return SourcePlace(file, _line(path, name))
+    return SourcePlace(file, _line(path, split_reference(workload)[2]))
+
+
+def source_file(workload: str, folder: Path) -> Path | None:
+    """The file that defines `workload`; a module is looked for in `folder` and its `src`. None where there is none."""
+    candidates = _candidates(split_reference(workload)[0], folder)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _candidates(target: str, folder: Path) -> Iterator[Path]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guarding
 from autoaccum.guarding.events import CaseFinished, CaseStarted
+from autoaccum.guarding.lock_file import Lock, write_lock
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.selection import Selection
 from autoaccum.guarding.tolerance import Tolerance
@@ -228,11 +229,15 @@ def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, wo
 
 
 def test_a_workload_that_the_project_names_is_not_overwritten(guard: Guard, folder: Path) -> None:
-    table = '[[tool.autoaccum.guard]]\nworkload = "train.py"\ngpu = "rtx3090"\ntarget-batch = 8\n'
-    (folder / "pyproject.toml").write_text(table)
-    result = invoke("-o", "train.py", "--force")
-    assert result.exit_code == 2
-    assert "names the workload itself" in result.stderr
+    table = '[[tool.autoaccum.guard]]\nworkload = "{}"\ngpu = "rtx3090"\ntarget-batch = 8\n'
+    for workload in ("train.py:model", "train:model"):
+        (folder / "pyproject.toml").write_text(table.format(workload))
+        result = invoke("-o", "train.py", "--force")
+        assert result.exit_code == 2
+        assert "names the workload itself" in result.stderr
+    (folder / "pyproject.toml").unlink()
+    write_lock(folder / "autoaccum.lock", Lock({CASE: BEFORE}))
+    assert "names the workload itself" in invoke("-o", "train.py", "--force").stderr
 
 
 def test_an_interrupted_guard_says_so(guard: Guard) -> None:
