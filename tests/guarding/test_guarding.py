@@ -280,3 +280,11 @@ def test_side_by_side_an_error_stops_the_others(monkeypatch: pytest.MonkeyPatch)
         run_side_by_side([wait_for_stop, fail, lambda is_stopped: len(ended)])
     assert ended == ["told to"]
     assert run_side_by_side([lambda is_stopped: 1, lambda is_stopped: 2, lambda is_stopped: 3]) == [1, 2, 3]
+
+
+def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(bench: Bench) -> None:
+    project = dataclasses.replace(bench.project, lock=bench.project.folder / "none" / "autoaccum.lock")
+    selection = Selection(workload="train.py", gpus=("rtx3090",), target_batch=256)
+    with pytest.raises(UsageError, match=r"there is no folder .*none for autoaccum.lock: create it first"):
+        bench.guard({"train.py": a_measurement()}, project=project, selection=selection, update=True)
+    assert bench.asked == []
