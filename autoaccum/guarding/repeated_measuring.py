@@ -18,7 +18,7 @@ _CARD_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 
 
 def measure_by_runs(task: Task) -> Measured:
-    """Plan by real trials, then run the schedule three times from clean states.
+    """Plan by real trials, then run the schedule from clean states until there are three such runs with the plan's.
 
     The peak is the median of the runs that went through: of a card what PyTorch's allocator held at most, in whole
     segments, without the context; of the CPU what the process held beyond what it held with the workload loaded
@@ -31,7 +31,9 @@ def measure_by_runs(task: Task) -> Measured:
         DoesNotFitError: Nothing fits, and no schedule is given.
     """
     sizing = size_up(task)
-    runs = [_run(task, trial_parts(sizing.micro_batches), number) for number in range(1, RUNS + 1)]
+    parts = trial_parts(sizing.micro_batches)
+    runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
+    runs += [_run(task, parts, number) for number in range(len(runs) + 1, RUNS + 1)]
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
     device, inspection = task.subject.device, sizing.inspection
     described = device.describe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoaccum.devices.base import Inspection
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.planning.events import Event, Inspected, Listener
 from autoaccum.planning.planner import plan_on
@@ -38,6 +38,7 @@ class Sizing:
         micro_batches: The schedule to measure.
         largest: The largest micro-batch that fits; 0: none.
         capped: It is where the search was told to stop.
+        proved: Trials of schedules from clean states, in the plan's own budget.
         warnings: Sentences.
     """
 
@@ -45,6 +46,7 @@ class Sizing:
     micro_batches: tuple[int, ...]
     largest: int
     capped: bool
+    proved: tuple[Trial, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -79,6 +81,7 @@ def size_up(task: Task) -> Sizing:
         micro_batches=task.micro_batches or plan.micro_batches,
         largest=plan.largest_fit,
         capped=plan.capped,
+        proved=tuple(trial for trial in plan.trials if trial.fresh and trial.ran),
         warnings=plan.warnings,
     )
 
