@@ -29,9 +29,9 @@ class Figure:
 
 
 def figures(judgement: Judgement) -> Iterator[Figure]:
-    """What was measured before and now; nothing where it was not measured twice."""
+    """What was measured before and now; nothing where it was not measured twice, or is not to be compared."""
     before, now = judgement.before, judgement.now
-    if before is None or now is None:
+    if before is None or now is None or judgement.outcome == "unmeasured":
         return
     yield _bytes("peak", before.peak_bytes, now.peak_bytes)
     if before.held_bytes is not None and now.held_bytes is not None:

@@ -106,6 +106,6 @@ def finished_line(judgement: Judgement, number: int, count: int, seconds: float)
     whole = Text.assemble(line, (f"{LABELS[judgement.outcome]:<{_LABEL_WIDTH}}", STYLES[judgement.outcome]))
     whole.append(f"  {one_line(case_name(judgement.case))}")
     grown = judgement.growth_bytes
-    if grown and judgement.before is not None:
+    if grown and judgement.before is not None and judgement.outcome != "unmeasured":
         whole.append(f"  {signed(grown)} ({percent(grown / judgement.before.peak_bytes)})", "dim")
     return whole

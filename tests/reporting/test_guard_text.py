@@ -9,6 +9,8 @@ from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, U
 
 from autoaccum.guarding.verdicts import Growth, Judgement
 from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.guard_markdown import report_markdown
+from autoaccum.reporting.guard_progress import finished_line
 from autoaccum.reporting.guard_text import print_report, report_text
 from autoaccum.units import MIB
 
@@ -69,6 +71,13 @@ def test_the_users_own_frames_and_the_reason_are_shown() -> None:
     ]
     assert "  why        model() raised ValueError: 50 %, ::error::told" in lines
     assert "  warning    its weight was not looked at" in lines
+
+
+def test_figures_that_are_not_to_be_compared_stand_alone() -> None:
+    other = dataclasses.replace(UNMEASURED, before=BEFORE, now=NOW, reasons=("locked with torch 2.11.0",))
+    assert "  peak 15.25 GiB, least budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
+    assert "1.25 GiB" not in finished_line(other, 1, 1, 0.0).plain
+    assert " | 15.25 GiB | 14.50 GiB | 24 |" in report_markdown(report(other))
 
 
 def test_the_last_line_sums_up() -> None:
