@@ -45,7 +45,8 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
         shares = push_down([row for row in rows if row.category == category], modules)
         grown = now.categories.get(category, 0) - moment.categories.get(category, 0)
         if category != "unused":
-            found += _cut(_joined(category, shares, held), category, grown)
+            hidden_bytes = max(0, _rest_bytes(category, held) - _rest_bytes(category, now.holdings))
+            found += _cut(_joined(category, shares, hidden_bytes), category, grown)
     unused = (now.peak_bytes - (now.held_bytes or 0)) - (before.peak_bytes - moment.held_bytes)
     found.append(Growth(category="unused", module="", bytes=unused))
     sign = 1 if now.peak_bytes >= before.peak_bytes else -1
@@ -69,7 +70,12 @@ def moment_compared(before: Measurement, now: Measurement) -> Moment:
     )
 
 
-def _joined(category: Category, shares: Sequence[Share], held: Sequence[Holding]) -> list[Growth]:
+def _rest_bytes(category: Category, holdings: Sequence[Holding]) -> int:
+    """What is not told by module."""
+    return sum(holding.bytes for holding in holdings if holding.category == category and is_rest(holding))
+
+
+def _joined(category: Category, shares: Sequence[Share], hidden_bytes: int) -> list[Growth]:
     """A growth for each share; those that are little beside another of the same module are told with it."""
     found: list[Growth] = []
     for share in sorted(shares, key=lambda share: -abs(share.bytes)):
@@ -77,7 +83,7 @@ def _joined(category: Category, shares: Sequence[Share], held: Sequence[Holding]
         if first is not None and abs(share.bytes) < _LITTLE * abs(found[first].bytes):
             found[first] = dataclasses.replace(found[first], bytes=found[first].bytes + share.bytes)
         else:
-            change = what_changed(share, held)
+            change = what_changed(share, hidden_bytes)
             found.append(Growth(category=category, module=share.module, bytes=share.bytes, change=change))
     return found
 

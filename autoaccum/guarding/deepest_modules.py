@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from autoaccum.guarding.differences import Difference
+from autoaccum.guarding.differences import LASTING, Difference
 from autoaccum.workload.module_names import common_name, numberless, tell_apart
 
 _LITTLE = 0.1
@@ -25,15 +26,25 @@ class Share:
     Attributes:
         module: Whose it is, with all modules in it: as `ModuleShare.name`.
         differences: All of it.
+        is_rest: Whether it is what is left beside other shares.
     """
 
     module: str
     differences: tuple[Difference, ...]
+    is_rest: bool = False
 
     @property
     def bytes(self) -> int:
         """By how much it grew."""
         return sum(difference.bytes for difference in self.differences)
+
+
+class _Group(NamedTuple):
+    """Differences, and how many steps of their paths make the module that explains them."""
+
+    rows: list[Difference]
+    depth: int
+    is_rest: bool = False
 
 
 def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
@@ -50,15 +61,13 @@ def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list
     known = _Names(modules)
     inside = [difference for difference in differences if difference.module]
     outside = [difference for difference in differences if not difference.module and difference.bytes]
-    groups = [*(([difference], 0) for difference in outside), *_split(inside, 0)]
-    return [Share(known.called(_changed(rows), depth), tuple(rows)) for rows, depth in groups]
+    groups = [*(_Group([difference], 0) for difference in outside), *_split(inside, 0)]
+    return [
+        Share(known.called(_changed(group.rows), group.depth), tuple(group.rows), group.is_rest) for group in groups
+    ]
 
 
-Group = tuple[list[Difference], int]
-"""Differences, and how many steps of their paths make the module that explains them."""
-
-
-def _split(rows: list[Difference], depth: int) -> list[Group]:
+def _split(rows: list[Difference], depth: int) -> list[_Group]:
     """Groups that explain what grew in a module, or in several that differ in numbers only."""
     changed = _changed(rows)
     children: dict[str, list[Difference]] = defaultdict(list)
@@ -69,19 +78,24 @@ def _split(rows: list[Difference], depth: int) -> list[Group]:
     nets = {name: abs(_net(child)) for name, child in children.items()}
     gross = sum(nets.values()) + abs(_net(own))
     large = [child for name, child in children.items() if nets[name] > _LITTLE * gross]
-    if not changed or not large or abs(_net(own)) > _LITTLE * gross or (len(children) > 1 and _is_even(rows)):
-        return [(rows, depth)] if changed else []
+    if (
+        not changed
+        or not large
+        or abs(_net(own)) > _LITTLE * gross
+        or (len(large) > 1 and _is_even(rows, deep=depth > 0))
+    ):
+        return [_Group(rows, depth)] if changed else []
     taken = {id(row) for child in large for row in child}
     rest = [row for row in changed if id(row) not in taken]
     told = [group for child in large for group in _numbered(child, depth)]
-    if sum(abs(_net(group)) > _LITTLE * gross for group, _ in told) > _MOST:
-        told = [(child, depth + 1) for child in large]
+    if sum(abs(_net(group.rows)) > _LITTLE * gross for group in told) > _MOST:
+        told = [_Group(child, depth + 1) for child in large]
     if len(large) > _MOST:
-        return [(rows, depth)]
-    return [*told, *([(rest, depth)] if rest else [])]
+        return [_Group(rows, depth)]
+    return [*told, *([_Group(rest, depth, True)] if rest else [])]
 
 
-def _numbered(rows: list[Difference], depth: int) -> list[Group]:
+def _numbered(rows: list[Difference], depth: int) -> list[_Group]:
     """Into modules that differ in numbers only: into the one that has nearly all, or into all as one."""
     single: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
@@ -90,16 +104,15 @@ def _numbered(rows: list[Difference], depth: int) -> list[Group]:
     most = max(nets, key=lambda name: nets[name])
     if len(single) > 1 and nets[most] >= (1 - _LITTLE) * sum(nets.values()):
         rest = _changed(row for name, own in single.items() if name != most for row in own)
-        return [*_split(single[most], depth + 1), *([(rest, depth + 1)] if rest else [])]
+        return [*_split(single[most], depth + 1), *([_Group(rest, depth + 1, True)] if rest else [])]
     return _split(rows, depth + 1)
 
 
-def _is_even(rows: Iterable[Difference]) -> bool:
-    """Whether nearly all of it grew by about the same factor, or is new."""
-    rows = list(rows)
+def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
+    """Whether nearly all of it grew by about the same factor; or is new, in a module or of what a model lasts with."""
     grown, before = _net(rows), sum(row.before_bytes for row in rows)
     if not before:
-        return True
+        return deep or rows[0].category in LASTING
     factor = grown / before
     alike = [row for row in rows if row.before_bytes and 0.5 <= row.bytes / row.before_bytes / (factor or 1) <= 2]
     return sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before and _net(alike) >= _NEARLY_ALL * grown

@@ -68,21 +68,45 @@ def is_rest(holding: Holding) -> bool:
 
 
 def _renamed(before: Sequence[Holding], now: Sequence[Holding]) -> dict[str, str]:
-    """From names that are no more to those that hold the same now."""
+    """From names as they were to names as they are, of modules that are called otherwise or are another's name now."""
     old, new = _by_module(before), _by_module(now)
-    same = {name for name in old.keys() & new.keys() if _kind(old[name]) == _kind(new[name])}
-    for name in same:
+    for name in [name for name in old.keys() & new.keys() if _kind(old[name]) == _kind(new[name])]:
         del old[name], new[name]
     found: dict[str, str] = {}
     for signature in (_all_of, _lasting):
-        for name, other in _matched(old, new, signature):
+        for name, other in list(_matched(old, new, signature)):
             found[name] = other
             del old[name], new[other]
     for name in old.keys() & new.keys():
         found[name] = name
-    taken = set(found.values())
-    # A name that is now another module's must not be mistaken for it.
-    return {**{name: f"{name} (before)" for name in old if name not in found and name in taken}, **found}
+        del old[name], new[name]
+    places = _places(found)
+    taken = set(_by_module(now)) - new.keys()
+    for name in old:
+        other = _placed(name, places)
+        # A name that is another module's now must not be mistaken for it.
+        found[name] = f"{other} (before)" if other in taken else other
+    return found
+
+
+def _places(found: Mapping[str, str]) -> dict[str, str]:
+    """What modules around those that were found are called now."""
+    places = {}
+    for name, other in found.items():
+        was, is_now = name.split("."), other.split(".")
+        if len(was) == len(is_now):
+            places.update({".".join(was[:depth]): ".".join(is_now[:depth]) for depth in range(1, len(was) + 1)})
+    return places
+
+
+def _placed(name: str, places: Mapping[str, str]) -> str:
+    """A module by the name of the innermost module around it that was found."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        place = places.get(".".join(parts[:depth]))
+        if place is not None:
+            return ".".join([place, *parts[depth:]])
+    return name
 
 
 def _matched(

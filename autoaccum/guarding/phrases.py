@@ -91,7 +91,11 @@ def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth]) ->
         yield f"the peak moved from {before.phase} to {now.phase}"
     yield from _settings(before, now)
     had_state = before.categories.get("optimizer_state", 0)
-    if shown and had_state and had_state == now.categories.get("optimizer_state", 0):
+    if (
+        any(not _is_unused(cause) for cause in shown)
+        and had_state
+        and had_state == now.categories.get("optimizer_state", 0)
+    ):
         yield "optimizer unchanged"
 
 

@@ -26,44 +26,39 @@ _MOVED = {"", "aten._to_copy"}
 """Operators that bring to the card what a model was built with."""
 
 
-def what_changed(share: Share, held: Sequence[Holding]) -> str:
+def what_changed(share: Share, hidden_bytes: int) -> str:
     """What is different, as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
 
     Args:
         share: What grew or shrank.
-        held: All that was held before.
+        hidden_bytes: What of it may have been there before, among what a lock does not tell by module.
 
     Returns:
         The phrase; empty where only the size is different.
     """
     changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
     itself = "in the model itself" if changed and all(row.kind and not row.module for row in changed) else ""
-    return ", ".join(filter(None, (_difference(share, held), itself)))
+    return ", ".join(filter(None, (_difference(share, hidden_bytes), itself)))
 
 
-def _difference(share: Share, held: Sequence[Holding]) -> str:
+def _difference(share: Share, hidden_bytes: int) -> str:
     before = [holding for difference in share.differences for holding in difference.before]
     now = [holding for difference in share.differences for holding in difference.now]
     if not now:
-        return "gone" if before else ""
-    lasting = now[0].category in LASTING
-    if not before and not _may_be_in_the_rest(now, held):
-        made = "" if lasting else _made(now, ())
-        return f"new, {made}" if made else "new"
-    if lasting:
-        return _dtypes(before, now) or _kept(before, now)
+        return "" if all(map(is_rest, before)) else "gone"
+    is_new = not before and share.bytes >= _SURELY_NEW * hidden_bytes
+    if now[0].category in LASTING:
+        kept = "" if is_new and share.module else _kept(before, now)
+        return kept or _dtypes(before, now) or ("new" if is_new else "")
+    if is_new:
+        return ", ".join(filter(None, ("new", _made(now, ()))))
     if not any(holding.module for holding in now):
         return _made(now, before)
     kernels, dtypes = _kernels(before, now), _dtypes(before, now)
     # Another fused kernel is what follows from another dtype; score matrices are no one's intention.
     first = kernels if kernels.endswith(_MATH) else dtypes
-    return first or kernels or _new_operator(before, now, share)
-
-
-def _may_be_in_the_rest(now: Sequence[Holding], held: Sequence[Holding]) -> bool:
-    """Whether what holds `now` may have been there before, as a part of what a lock does not tell by module."""
-    rest_bytes = sum(holding.bytes for holding in held if is_rest(holding) and holding.category == now[0].category)
-    return sum(holding.bytes for holding in now) < _SURELY_NEW * rest_bytes
+    throughout = "" if share.module else "in other modules" if share.is_rest else "throughout the model"
+    return first or kernels or throughout or _new_operator(before, now, share)
 
 
 def _kernels(before: Sequence[Holding], now: Sequence[Holding]) -> str:
@@ -104,7 +99,7 @@ def _kept(before: Sequence[Holding], now: Sequence[Holding]) -> str:
 def _new_operator(before: Sequence[Holding], now: Sequence[Holding], share: Share) -> str:
     """What made most of the growth, where it made none of it before."""
     known = {holding.op for holding in before}
-    made = [holding for holding in now if holding.op not in known]
+    made = [holding for holding in now if known and holding.op not in known]
     return _made(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
 
 

@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.stem = Stem()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("positions", torch.ones(LENGTH, WIDTH))
-        self.early = nn.ModuleList([Block(), Block()])
+        self.early = nn.ModuleList([Block()])
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)

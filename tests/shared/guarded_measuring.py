@@ -6,7 +6,11 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.simulated.catalog import Card, find_card
@@ -17,6 +21,11 @@ from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Offer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
+from autoaccum.guarding.measuring import request_of
+from autoaccum.guarding.records import Case, Measured
+from autoaccum.guarding.simulated_measuring import measure_simulated
+from autoaccum.guarding.sizing import Task
+from autoaccum.planning.subjects import Subject
 
 
 class TracerHere:
@@ -53,9 +62,24 @@ class TracerHere:
         return reply
 
 
-def device_here(settings: TrialSettings, gpu: str = "rtx3090") -> SimulatedDevice:
-    """A simulated card whose traces are made in this process."""
-    card = find_card(gpu)
-    return SimulatedDevice(
-        card, lambda: TracerHere(settings, card), share=settings.share, torch_version=read_torch_release()
-    )
+CASE: Final = Case(workload="train.py", gpu="rtx3090", micro_batch=32)
+"""Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
+
+
+def measure_here(source: str, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> Measured:
+    """Measure a workload as a guard does, but for the process.
+
+    Args:
+        source: Of the workload.
+        folder: An empty one.
+        files: Source by name of what lies beside it.
+    """
+    for name, text in {CASE.workload: source, **files}.items():
+        (folder / name).write_text(text)
+    reference, request, card = str(folder / CASE.workload), request_of(CASE), find_card(str(CASE.gpu))
+    settings = TrialSettings(reference=reference, share=request.share)
+    tracer = partial(TracerHere, settings, card)
+    device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release())
+    with device:
+        schedule = request.schedule(request.cap).micro_batches
+        return measure_simulated(Task(Subject(device, reference), request, schedule, lambda event: None))

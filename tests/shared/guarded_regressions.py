@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from autoaccum.devices.explanation import Category
+from guarded_edits import Edits
 
-Edits = tuple[tuple[str, str], ...]
+from autoaccum.devices.explanation import Category
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ REGRESSIONS: Final = (
     Regression(
         name="an activation kept in a list across updates",
         edits=((_TIED, _TIED + "        self.seen = []\n"), (_HEAD, "        self.seen.append(x.detach())\n" + _HEAD)),
-        category="activations",
+        category="parameters",
+        change="kept from update to update: aten.add in fp32, in the model itself",
     ),
     Regression(
         name="activations kept in a list within the update",
@@ -81,7 +82,7 @@ REGRESSIONS: Final = (
         edits=(*_LOSS_WITHIN, ("F.relu(wide, inplace=True)", "F.relu(wide)")),
         category="temporaries",
         module="expand",
-        change="new",
+        change="aten.convolution in bf16",
     ),
     Regression(
         name="an fp32 cast under autocast",
@@ -94,7 +95,7 @@ REGRESSIONS: Final = (
         name="checkpointing removed",
         edits=(("checkpoint(block, x, use_reentrant=False)", "block(x)"),),
         category="activations",
-        module="early.*",
+        module="early.0",
     ),
     Regression(
         name="a wider layer",
@@ -143,7 +144,7 @@ REGRESSIONS: Final = (
             ),
         ),
         category="activations",
-        change="aten",
+        change="aten._to_copy in int64",
     ),
     Regression(
         name="a graph retained for a gradient penalty",
@@ -158,6 +159,8 @@ REGRESSIONS: Final = (
             ),
         ),
         category="activations",
+        module="early",
+        change="aten._softmax in fp32",
     ),
     Regression(
         name="attention by the math path",
@@ -177,17 +180,19 @@ REGRESSIONS: Final = (
         edits=(_BY_HAND,),
         category="activations",
         module="blocks.*.attn",
+        change="flash attention -> math",
     ),
     Regression(
         name="a large fp32 buffer",
         edits=((_TIED, _TIED + '        self.register_buffer("relative", torch.zeros(HEADS, 1024, 1024))\n'),),
         category="parameters",
+        change="in the model itself",
     ),
     Regression(
         name="positions repeated",
         edits=(("* self.positions", "* self.positions.repeat(len(tokens), 1, 1)"),),
         category="activations",
-        change="aten.repeat",
+        change="aten.repeat in fp32, in the model itself",
     ),
     Regression(
         name="outputs kept by the loop",
@@ -207,6 +212,7 @@ REGRESSIONS: Final = (
         ),
         category="activations",
         module="blocks.*.mlp",
+        change="aten.mul in bf16",
     ),
     Regression(
         name="all hidden states side by side",
@@ -254,7 +260,9 @@ REGRESSIONS: Final = (
             (_LOGITS, "    logits, others = model(tokens, sound)\n"),
             (_LOSS, _LOSS.rstrip() + " + F.cross_entropy(others.flatten(0, 1), targets.flatten())\n"),
         ),
-        category="activations",
+        category="temporaries",
+        module="other",
+        change="new",
     ),
     Regression(
         name="hooks that log outputs",
@@ -270,13 +278,14 @@ REGRESSIONS: Final = (
         ),
         category="activations",
         module="blocks.*.mlp.down",
+        change="aten.addmm in bf16",
     ),
     Regression(
         name="a second forward for a metric",
         edits=(
             (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
         ),
-        category="activations",
+        category="temporaries",
         module="blocks.*",
     ),
     Regression(
@@ -307,12 +316,14 @@ REGRESSIONS: Final = (
         name="longer sequences",
         edits=(("4, 128, 1024, 1024\n", "4, 160, 1024, 1024\n"),),
         category="activations",
+        change="throughout the model",
     ),
     Regression(
         name="fp32 in place of bf16",
         edits=(('precision = "bf16"', 'precision = "fp32"'),),
         category="activations",
         change="bf16 -> fp32",
+        module="blocks",
     ),
     Regression(
         name="one more block",

@@ -1,0 +1,282 @@
+"""What grew is told of the deepest modules that explain it, and adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
+from autoaccum.guarding.attribution import growths
+from autoaccum.guarding.folding import fold
+from autoaccum.guarding.records import Measurement
+from autoaccum.guarding.verdicts import Growth
+from autoaccum.units import MIB
+
+
+def row(
+    category: Category, module: str, mib: float, dtype: str = "bfloat16", op: str = "aten.mm", kind: str = "L"
+) -> Holding:
+    return Holding(category=category, module=module, kind=kind, dtype=dtype, op=op, bytes=round(mib * MIB))
+
+
+def measured(*rows: Holding, unused_mib: int = 0, **other: Any) -> Measurement:
+    categories: dict[Category, int] = {}
+    for each in rows:
+        categories[each.category] = categories.get(each.category, 0) + each.bytes
+    held_bytes = sum(categories.values())
+    return Measurement(
+        **{
+            "kind": "predicted",
+            "card": "NVIDIA GeForce RTX 3090",
+            "precision": "bf16",
+            "optimizer": "AdamW",
+            "batchnorm": "micro",
+            "parameters": 1000,
+            "micro_batches": (32, 32),
+            "fits": True,
+            "largest": 32,
+            "capped": False,
+            "limit_bytes": 24 * 1024 * MIB,
+            "peak_bytes": held_bytes + unused_mib * MIB,
+            "held_bytes": held_bytes,
+            "phase": "backward",
+            "categories": {**categories, "unused": unused_mib * MIB},
+            "holdings": rows,
+            **other,
+        }
+    )
+
+
+def blocks(count: int, **mib: float) -> list[Holding]:
+    """Activations of `count` blocks, by what is in them."""
+    return [row("activations", f"blocks.{n}.{name}", size) for n in range(count) for name, size in mib.items()]
+
+
+def told(before: Measurement, now: Measurement) -> list[tuple[str, str, float, str]]:
+    found = growths(before, now)
+    assert sum(growth.bytes for growth in found) == now.peak_bytes - before.peak_bytes
+    assert all(growth.bytes for growth in found)
+    return [(growth.category, growth.module, growth.bytes / MIB, growth.change) for growth in found]
+
+
+def test_nothing_is_told_where_nothing_changed() -> None:
+    assert told(measured(*blocks(3, mlp=8, attn=4)), measured(*blocks(3, mlp=8, attn=4))) == []
+
+
+def test_modules_that_differ_by_number_are_told_as_one() -> None:
+    found = told(measured(*blocks(12, mlp=8, attn=4)), measured(*blocks(12, mlp=12, attn=4)))
+    assert found == [("activations", "blocks.*.mlp", 48, "")]
+
+
+def test_one_of_them_is_told_by_its_number() -> None:
+    now = [*blocks(11, mlp=8), row("activations", "blocks.11.mlp", 20)]
+    assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.11.mlp", 12, "")]
+
+
+def test_a_few_of_them_are_told_by_their_numbers() -> None:
+    now = [row("activations", f"blocks.{n}.mlp", 12 if n < 4 else 8) for n in range(12)]
+    assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.{0..3}.mlp", 16, "")]
+
+
+def test_where_a_module_and_those_in_it_have_a_part_it_is_theirs_together() -> None:
+    before = [row("activations", "mlp", 8), row("activations", "mlp.act", 8), row("activations", "norm", 8)]
+    now = [row("activations", "mlp", 24), row("activations", "norm", 8)]
+    assert told(measured(*before), measured(*now)) == [("activations", "mlp", 8, "")]
+
+
+def test_spread_over_two_modules_both_are_told_the_larger_first() -> None:
+    before = [row("activations", name, 32) for name in ("stem", "neck", "body", "head")]
+    now = [row("activations", name, size) for name, size in {"stem": 40, "neck": 32, "body": 32, "head": 48}.items()]
+    assert told(measured(*before), measured(*now)) == [("activations", "head", 16, ""), ("activations", "stem", 8, "")]
+
+
+def test_spread_over_many_it_is_the_whole_models() -> None:
+    names = ("stem", "neck", "body", "head", "tail")
+    before, now = ([row("activations", name, size) for name in names] for size in (16, 24))
+    assert told(measured(*before), measured(*now)) == [("activations", "", 40, "throughout the model")]
+
+
+def test_a_new_state_of_the_optimizer_is_the_whole_models() -> None:
+    weights = [row("parameters", f"blocks.{n}.{name}", 4) for n in range(4) for name in ("up", "down", "qkv", "out")]
+    state = [dataclasses.replace(each, category="optimizer_state", bytes=2 * each.bytes) for each in weights]
+    more = [dataclasses.replace(each, bytes=3 * each.bytes // 2) for each in state]
+    assert told(measured(*weights), measured(*weights, *state)) == [("optimizer_state", "blocks.*", 128, "new")]
+    assert told(measured(*weights, *state), measured(*weights, *more)) == [("optimizer_state", "blocks.*", 64, "")]
+
+
+def test_a_small_change_beside_it_is_left_to_the_parent() -> None:
+    before, now = blocks(4, mlp=16, norm=1), blocks(4, mlp=24, norm=0.5)
+    assert told(measured(*before), measured(*now)) == [
+        ("activations", "blocks.*.mlp", 32, ""),
+        ("activations", "blocks.*", -2, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "change"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, "bf16 -> fp32"),
+        ({"dtype": "float16"}, {"dtype": "float64"}, "fp16 -> fp64"),
+        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten.clone"}, "flash attention -> math"),
+        (
+            {"op": "aten._scaled_dot_product_cudnn_attention"},
+            {"op": "aten._scaled_dot_product_efficient_attention"},
+            "cuDNN attention -> efficient attention",
+        ),
+        (
+            {"op": "aten._scaled_dot_product_flash_attention", "dtype": "bfloat16"},
+            {"op": "aten._scaled_dot_product_efficient_attention", "dtype": "float32"},
+            "bf16 -> fp32",
+        ),
+        ({"op": "aten.gelu"}, {"op": "aten.tanh"}, "aten.tanh in bf16"),
+        ({}, {}, ""),
+    ],
+)
+def test_what_is_different_is_told(was: Mapping[str, str], is_now: Mapping[str, str], change: str) -> None:
+    other = row("activations", "mlp", 64)
+    before, now = row("activations", "attn", 8, **was), row("activations", "attn", 32, **is_now)
+    assert told(measured(other, before), measured(other, now)) == [("activations", "attn", 24, change)]
+
+
+def test_what_comes_and_goes_is_told() -> None:
+    before, now = row("activations", "stem", 8), row("outputs", "head", 16, op="aten.addmm")
+    assert told(measured(before), measured(now)) == [
+        ("outputs", "head", 16, "new, aten.addmm in bf16"),
+        ("activations", "stem", -8, "gone"),
+    ]
+
+
+def test_what_is_no_modules_is_told_by_its_operator() -> None:
+    before = row("activations", "", 8, "bfloat16", "aten._log_softmax", kind="")
+    now = row("activations", "", 24, "float32", "aten._to_copy", kind="")
+    assert told(measured(before), measured(before, now)) == [("activations", "", 24, "aten._to_copy in fp32")]
+
+
+def test_the_model_itself_is_told_apart_from_what_is_no_modules() -> None:
+    before = [row("activations", "", 8, kind=""), row("activations", "", 8, kind="GPT")]
+    now = [row("activations", "", 8, kind=""), row("activations", "", 24, kind="GPT", op="aten.cat")]
+    assert told(measured(*before), measured(*now)) == [
+        ("activations", "", 16, "aten.cat in bf16, in the model itself"),
+    ]
+
+
+def test_what_a_model_keeps_between_updates_is_told() -> None:
+    weight = row("parameters", "head", 8, "float32", "aten._to_copy")
+    kept = row("parameters", "head", 16, "float32", "aten.add")
+    assert told(measured(weight), measured(weight, kept)) == [
+        ("parameters", "head", 16, "kept from update to update: aten.add in fp32")
+    ]
+
+
+def test_what_is_unused_makes_up_the_difference() -> None:
+    before, now = measured(*blocks(2, mlp=8), unused_mib=4), measured(*blocks(2, mlp=12), unused_mib=10)
+    assert told(before, now) == [("activations", "blocks.*.mlp", 8, ""), ("unused", "", 6, "")]
+
+
+def test_shrinkage_is_told_from_what_shrank_most() -> None:
+    before = [row("activations", "stem", 32), row("activations", "body", 64), row("activations", "head", 64)]
+    now = [row("activations", "stem", 40), row("activations", "body", 16), row("activations", "head", 64)]
+    assert [module for _, module, _, _ in told(measured(*before), measured(*now))] == ["body", "stem"]
+
+
+class TestRenamed:
+    def test_other_names_for_the_same_are_no_growth(self) -> None:
+        before = [
+            row(category, f"h.{n}.mlp.{name}", 4)
+            for n in range(3)
+            for name in ("up", "down")
+            for category in CATEGORIES[:2]
+        ]
+        now = [
+            dataclasses.replace(each, module=each.module.replace("h.", "layers.").replace("up", "w1"))
+            for each in before
+        ]
+        assert told(measured(*before), measured(*now)) == []
+
+    def test_a_module_that_is_renamed_and_grew_is_told_by_its_new_name(self) -> None:
+        weights = [row("parameters", f"h.{n}.mlp", 4) for n in range(3)]
+        before = [*weights, *(row("activations", f"h.{n}.mlp", 8) for n in range(3))]
+        now = [*weights, *(row("activations", f"h.{n}.mlp", 24) for n in range(3))]
+        now = [dataclasses.replace(each, module=each.module.replace("mlp", "ffn")) for each in now]
+        assert told(measured(*before), measured(*now)) == [("activations", "h.*.ffn", 48, "")]
+
+    def test_modules_that_moved_on_by_one_are_the_same(self) -> None:
+        """A Sequential with one more layer in front."""
+        before = [row("parameters", "0", 8, kind="Linear"), row("parameters", "1", 4, kind="Norm")]
+        now = [
+            row("parameters", "0", 2, kind="Conv"),
+            row("parameters", "1", 8, kind="Linear"),
+            row("parameters", "2", 4, kind="Norm"),
+        ]
+        assert told(measured(*before), measured(*now)) == [("parameters", "0", 2, "new")]
+
+    def test_a_name_that_is_anothers_now_is_not_mistaken_for_it(self) -> None:
+        before = [row("parameters", "a", 8, kind="Linear"), row("parameters", "b", 4, kind="Norm")]
+        now = [row("parameters", "b", 8, kind="Linear")]
+        assert told(measured(*before), measured(*now)) == [("parameters", "b (before)", -4, "gone")]
+
+    def test_one_in_a_renamed_one_that_is_gone_is_told_within_it(self) -> None:
+        before = [row("parameters", "mlp.up", 8), row("activations", "mlp.act", 8), row("activations", "mlp", 4)]
+        now = [row("parameters", "ffn.up", 8), row("activations", "ffn", 28, "float32")]
+        assert told(measured(*before), measured(*now)) == [("activations", "ffn", 16, "bf16 -> fp32")]
+
+
+class TestFolded:
+    """A lock keeps no small modules apart."""
+
+    SMALL = tuple(row("activations", f"norms.{n}{letter}", 0.01) for n, letter in enumerate("abcdefgh"))
+
+    def test_what_was_folded_is_not_new(self) -> None:
+        before = measured(*blocks(2, mlp=64), *self.SMALL)
+        assert told(fold(before), before) == []
+
+    def test_what_came_above_the_bound_is_not_called_new(self) -> None:
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.12))
+        now = measured(*blocks(2, mlp=64), row("activations", "norm", 0.14))
+        assert [(module, change) for _, module, _, change in told(fold(before), now)] == [("norm", ""), ("", "")]
+
+    def test_what_is_new_is_called_so_beside_what_was_folded(self) -> None:
+        before = measured(*blocks(2, mlp=64), *self.SMALL)
+        now = measured(*before.holdings, row("activations", "head", 4))
+        assert told(fold(before), now) == [("activations", "head", 4, "new, aten.mm in bf16")]
+
+
+class TestMoved:
+    """The peak stands in another phase."""
+
+    FORWARD = (row("activations", "body", 64), row("temporaries", "head", 8))
+    BACKWARD = (row("activations", "body", 64), row("temporaries", "", 16, kind=""))
+
+    def before(self, *, complete: bool) -> Measurement:
+        phases: dict[Phase, tuple[Holding, ...]] = {"forward": self.FORWARD, "backward": self.BACKWARD}
+        moments = tuple(
+            Moment(
+                phase=phase,
+                held_bytes=sum(each.bytes for each in rows),
+                categories={each.category: each.bytes for each in rows},
+                holdings=rows if complete else (),
+            )
+            for phase, rows in phases.items()
+        )
+        return measured(*self.BACKWARD, moments=moments)
+
+    @pytest.mark.parametrize("complete", [True, False])
+    def test_what_grew_in_the_phase_that_decides_now_is_told(self, complete: bool) -> None:
+        now = measured(row("activations", "body", 64), row("temporaries", "head", 32), phase="forward")
+        found = growths(self.before(complete=complete), now)
+        assert sum(growth.bytes for growth in found) == 16 * MIB
+        assert (found[0].category, found[0].module, found[0].bytes) == ("temporaries", "head", 24 * MIB)
+        assert found[-1] == Growth(category="unused", module="", bytes=-8 * MIB)
+
+    def test_without_that_phase_the_peaks_are_compared(self) -> None:
+        now = measured(*self.BACKWARD, row("optimizer_state", "body", 16), phase="update")
+        assert growths(self.before(complete=True), now)[0].category == "optimizer_state"
+
+
+def test_of_real_runs_nobody_knows() -> None:
+    before = measured(*blocks(1, mlp=8))
+    assert growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
