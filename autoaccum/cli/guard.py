@@ -216,9 +216,10 @@ def _annotating(form: str) -> Iterator[None]:
         yield
     except AutoaccumError as error:
         if form == "github":
-            from autoaccum.reporting.guard_github import error_annotation
+            from autoaccum.reporting.guard_github import error_annotation, harmless
 
             click.echo(error_annotation(error))
+            error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
         raise
 
 

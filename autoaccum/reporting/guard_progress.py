@@ -28,7 +28,7 @@ class GuardProgress:
     Args:
         console: Where to, stderr as a rule.
         quiet: Draw nothing (what a workload prints is passed on all the same).
-        harmless: Makes what a workload prints safe for where it is shown; None: shown as it is.
+        harmless: Makes what a workload prints and is called safe for where it is shown; None: shown as it is.
         clock: Seconds that only grow.
     """
 
@@ -70,6 +70,7 @@ class GuardProgress:
                 ended = self._clock()
                 seconds = ended - self._began.pop(event.judgement.case, ended)
                 line = finished_line(event.judgement, event.number, event.count, seconds)
+                line.plain = line.plain if self._harmless is None else self._harmless(line.plain)
                 self._console.print(line, soft_wrap=True)
                 self._show_under_way()
 

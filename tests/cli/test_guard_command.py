@@ -176,11 +176,11 @@ def test_a_summary_that_cannot_be_written_is_a_warning(guard: Guard) -> None:
 
 
 def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
-    guard.answer = MissingLockError("there is no lock", hint="write one")
+    guard.answer = MissingLockError("there is no ##[lock]", hint="write one")
     result = invoke("-q", env={"GITHUB_ACTIONS": "true"})
     assert result.exit_code == 3
-    assert result.stdout == "::error title=autoaccum guard::there is no lock: write one\n"
-    assert result.stderr.endswith("error: there is no lock: write one\n")
+    assert result.stdout == "::error title=autoaccum guard::there is no ## [lock]: write one\n"
+    assert result.stderr.endswith("error: there is no ## [lock]: write one\n")
     assert invoke("-q").stdout == ""
 
 
