@@ -115,6 +115,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, as records have them."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
 def _in_order(categories: Mapping[Category, int]) -> dict[str, int]:
     return {category: categories[category] for category in CATEGORIES if category in categories}
 
@@ -161,6 +166,7 @@ def _measurement(content: Mapping[str, Any]) -> Measurement:
         raise ValueError("its kind or a category is unknown")
     values["micro_batches"] = tuple(size for count, size in values["micro_batches"] for _ in range(count))
     values["runs"] = tuple(values.get("runs", ()))
+    values["settings"] = {name: _frozen(value) for name, value in values.get("settings", {}).items()}
     values["holdings"] = in_order(each for row in values.get("holdings", ()) for each in _from_row(row))
     moments = values.get("moments", ())
     values["moments"] = tuple(Moment(phase=phase, held_bytes=held, categories=each) for phase, held, each in moments)

@@ -65,7 +65,7 @@ class Locked:
         Raises:
             AutoaccumError: It cannot be measured.
         """
-        name, command = self.name_of(case), guard_words(case, self.project.folder, "--update")
+        name, command = self.name_of(case), guard_words(case, self.project.folder, *self.project.options, "--update")
         if name is None:
             path = self.project.lock.name
             return not_locked(case, f"{path} has no entry for it" if self.there else f"there is no {path}", command)

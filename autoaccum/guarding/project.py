@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ else:
 LOCK_NAME = "autoaccum.lock"
 _SETTINGS = "pyproject.toml"
 _KEYS = ("tolerance", "lock", "guard")
-_CASE_KEYS = tuple(field.name.replace("_", "-") for field in fields(Case))
+_CASE_KEYS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Case))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,14 @@ class Project:
         lock: The lock file, absolute; it need not be there.
         tolerance: Of `[tool.autoaccum]`; None where that says none.
         cases: What `[tool.autoaccum]` names, in its order.
+        options: What a command has to say to be about this lock, such as `--lock FILE`.
     """
 
     folder: Path
     lock: Path
     tolerance: Tolerance | None = None
     cases: tuple[Case, ...] = ()
+    options: tuple[str, ...] = ()
 
     def reference(self, workload: str, cwd: Path) -> str:
         """A reference that was written in `cwd`, as a case has it: a file relative to `folder`, a module as it is.
@@ -67,13 +70,19 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
     if lock is not None and not lock.strip():
         raise UsageError(f"the lock is {lock!r}", hint=f"name a file, such as {LOCK_NAME}")
     cwd = cwd.resolve()
-    asked = None if lock is None else cwd / Path(lock).expanduser()
+    project = _find(cwd)
+    if lock is None:
+        return project
+    return dataclasses.replace(project, lock=cwd / Path(lock).expanduser(), options=("--lock", lock))
+
+
+def _find(cwd: Path) -> Project:
     for folder in (cwd, *cwd.parents):
         table = _read_table(folder / _SETTINGS)
         if table is not None:
-            return _read_project(folder, table, asked)
+            return _read_project(folder, table)
     folder = next((folder for folder in (cwd, *cwd.parents) if (folder / LOCK_NAME).is_file()), cwd)
-    return Project(folder=folder, lock=asked or folder / LOCK_NAME)
+    return Project(folder=folder, lock=folder / LOCK_NAME)
 
 
 def _read_table(path: Path) -> Any:
@@ -95,7 +104,7 @@ def _read_table(path: Path) -> Any:
     return tools.get("autoaccum") if isinstance(tools, dict) else None
 
 
-def _read_project(folder: Path, table: Any, lock: Path | None) -> Project:
+def _read_project(folder: Path, table: Any) -> Project:
     if not isinstance(table, dict):
         raise UsageError(f"tool.autoaccum in {folder / _SETTINGS} is {table!r}", hint="write [tool.autoaccum]")
     _check_keys(table, _KEYS, f"[tool.autoaccum] in {folder / _SETTINGS}")
@@ -104,7 +113,7 @@ def _read_project(folder: Path, table: Any, lock: Path | None) -> Project:
         raise UsageError(f"lock in {folder / _SETTINGS} is {named!r}", hint=f'name a file, such as "{LOCK_NAME}"')
     return Project(
         folder=folder,
-        lock=lock or folder / named,
+        lock=folder / named,
         tolerance=None if tolerance is None else parse_tolerance(tolerance),
         cases=tuple(_read_cases(folder, table.get("guard", []))),
     )

@@ -52,7 +52,9 @@ def test_all_that_a_project_says(project: Path) -> None:
             "train.py:small on a100-80gb, target 256, fp32",
             "package.module:name on cpu, micro-batch 8, 2 ranks, equal parts, keeps ema",
         ]
-    assert find_project(project / "sub", "other.lock").lock == project / "sub/other.lock"
+    other = find_project(project / "sub", "other.lock")
+    assert (other.lock, other.options) == (project / "sub/other.lock", ("--lock", "other.lock"))
+    assert other.cases == find_project(project).cases
     assert find_project(project / "sub", "/tmp/other.lock").lock == Path("/tmp/other.lock")
 
 

@@ -119,7 +119,8 @@ def measurements(draw: st.DrawFn) -> Measurement:
         empty |= {"categories": {}, "holdings": (), "moments": (), "phase": "", "op": "", "module": ""}
         return a_measurement(kind="measured", runs=runs, peak_bytes=runs[0], **empty)
     parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    settings = st.dictionaries(WORDS, WORDS | st.booleans() | COUNTS | st.floats(allow_nan=False), max_size=2)
+    plain = WORDS | st.booleans() | COUNTS | st.floats(allow_nan=False)
+    settings = st.dictionaries(WORDS, plain | st.lists(plain, max_size=3).map(tuple), max_size=2)
     return a_measurement(
         *draw(st.lists(holdings(), min_size=1, max_size=12)),
         micro_batches=tuple(parts),
