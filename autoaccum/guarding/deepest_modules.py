@@ -113,9 +113,12 @@ def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
     grown, before = _net(rows), sum(row.before_bytes for row in rows)
     if not before:
         return deep or rows[0].category in LASTING
-    factor = grown / before
-    alike = [row for row in rows if row.before_bytes and 0.5 <= row.bytes / row.before_bytes / (factor or 1) <= 2]
-    return sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before and _net(alike) >= _NEARLY_ALL * grown
+    if not grown:
+        return False
+    # By what factor each grew, beside that of all.
+    factors = [(row, row.bytes / row.before_bytes * before / grown) for row in rows if row.before_bytes]
+    alike = [row for row, factor in factors if 0.5 <= factor <= 2]
+    return _net(alike) / grown >= _NEARLY_ALL and sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before
 
 
 class _Names:

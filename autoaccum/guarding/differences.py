@@ -70,7 +70,7 @@ def is_rest(holding: Holding) -> bool:
 def _renamed(before: Sequence[Holding], now: Sequence[Holding]) -> dict[str, str]:
     """From names as they were to names as they are, of modules that are called otherwise or are another's name now."""
     old, new = _by_module(before), _by_module(now)
-    for name in [name for name in old.keys() & new.keys() if _kind(old[name]) == _kind(new[name])]:
+    for name in [name for name in old.keys() & new.keys() if _is_same(old[name], new[name])]:
         del old[name], new[name]
     found: dict[str, str] = {}
     for signature in (_all_of, _lasting):
@@ -142,5 +142,6 @@ def _by_module(holdings: Iterable[Holding]) -> dict[str, list[Holding]]:
     return dict(found)
 
 
-def _kind(holdings: Sequence[Holding]) -> str:
-    return holdings[0].kind
+def _is_same(before: Sequence[Holding], now: Sequence[Holding]) -> bool:
+    """Whether modules of one name are the same: of one class, or with the same parameters."""
+    return before[0].kind == now[0].kind or (_lasting(before) == _lasting(now) != ())

@@ -31,6 +31,7 @@ def explain(case: Case, before: Measurement, now: Measurement, growths: Sequence
     if not (grown or causes or held):
         return fits
     told = f"{signed_bytes(grown)} ({share_of(grown, before.peak_bytes, sign=True)})" if grown else held
+    told = told or "the peak is as high as it was"
     return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
@@ -106,6 +108,8 @@ def test_a_new_state_of_the_optimizer_is_the_whole_models() -> None:
     more = [dataclasses.replace(each, bytes=3 * each.bytes // 2) for each in state]
     assert told(measured(*weights), measured(*weights, *state)) == [("optimizer_state", "blocks.*", 128, "new")]
     assert told(measured(*weights, *state), measured(*weights, *more)) == [("optimizer_state", "blocks.*", 64, "")]
+    assert told(measured(*weights, *more), measured(*weights, *state)) == [("optimizer_state", "blocks.*", -64, "")]
+    assert told(measured(*weights, *more), measured(*weights)) == [("optimizer_state", "blocks.*", -192, "gone")]
 
 
 def test_a_small_change_beside_it_is_left_to_the_parent() -> None:
@@ -204,6 +208,12 @@ class TestRenamed:
         now = [dataclasses.replace(each, module=each.module.replace("mlp", "ffn")) for each in now]
         assert told(measured(*before), measured(*now)) == [("activations", "h.*.ffn", 48, "")]
 
+    def test_modules_of_another_class_are_the_same_if_their_parameters_are(self) -> None:
+        before = [row("parameters", name, 8, kind="MLP") for name in ("a", "b")]
+        now = [row("parameters", name, 8, kind="FFN") for name in ("a", "b")]
+        grown = [row("activations", "a", 8, kind="FFN")]
+        assert told(measured(*before), measured(*now, *grown)) == [("activations", "a", 8, "new, aten.mm in bf16")]
+
     def test_modules_that_moved_on_by_one_are_the_same(self) -> None:
         """A Sequential with one more layer in front."""
         before = [row("parameters", "0", 8, kind="Linear"), row("parameters", "1", 4, kind="Norm")]
@@ -280,3 +290,29 @@ class TestMoved:
 def test_of_real_runs_nobody_knows() -> None:
     before = measured(*blocks(1, mlp=8))
     assert growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
+
+
+ROWS = st.lists(
+    st.builds(
+        Holding,
+        category=st.sampled_from(CATEGORIES[:-1]),
+        module=st.sampled_from(["", "stem", "blocks.0", "blocks.0.mlp", "blocks.1.mlp", "blocks.1.mlp.act", "head.3"]),
+        kind=st.sampled_from(["", "Linear", "GELU"]),
+        dtype=st.sampled_from(["", "bfloat16", "float32"]),
+        op=st.sampled_from(["", "aten.mm", "aten._scaled_dot_product_flash_attention"]),
+        bytes=st.integers(0, 50 * MIB),
+    ),
+    max_size=12,
+)
+
+
+@given(ROWS, ROWS, st.booleans(), st.sampled_from(["forward", "backward"]))
+def test_whatever_is_held_what_is_told_adds_up(
+    was: list[Holding], is_now: list[Holding], folded: bool, phase: Phase
+) -> None:
+    held: dict[Category, int] = {"activations": 3 * MIB}
+    before = measured(*was, moments=(Moment(phase="forward", held_bytes=3 * MIB, categories=held),))
+    now = measured(*is_now, unused_mib=3, phase=phase)
+    told(fold(before) if folded else before, now)
+    back = growths(now, before)
+    assert sum(growth.bytes for growth in back) == before.peak_bytes - now.peak_bytes

@@ -162,6 +162,18 @@ def test_shrinkage_is_explained_from_what_shrank() -> None:
     )
 
 
+def test_what_went_from_one_to_the_other_is_told_though_nothing_grew() -> None:
+    state, activations = BEFORE.holdings
+    temporaries = dataclasses.replace(activations, category="temporaries", bytes=GIB)
+    now = dataclasses.replace(
+        BEFORE,
+        categories={"optimizer_state": 2 * GIB, "activations": 11 * GIB, "temporaries": GIB, "unused": GIB},
+        holdings=(state, dataclasses.replace(activations, bytes=11 * GIB), temporaries),
+    )
+    assert judged(now).outcome == "within"
+    assert judged(now).explanation.startswith("the peak is as high as it was: temporaries of blocks.0.mlp +1.00 GiB")
+
+
 def test_settings_that_changed_are_told() -> None:
     now = grown(GIB, precision="fp32", optimizer="SGD", batchnorm="frozen", parameters=124_000_000)
     assert judged(now).explanation == (
