@@ -137,7 +137,7 @@ def growth_words(growth: Growth) -> str:
     >>> growth_words(Growth(category="optimizer_state", module="blocks.*.mlp", bytes=1))
     'optimizer state of blocks.*.mlp'
     """
-    nobody = "" if growth.category == "unused" else " (no module)"
+    nobody = "" if growth.category == "unused" else ", no module"
     return f"{growth.category.replace('_', ' ')}{f' of {growth.module}' if growth.module else nobody}"
 
 
