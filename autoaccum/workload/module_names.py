@@ -9,6 +9,7 @@ from itertools import groupby, product
 from math import prod
 
 _NUMBER = re.compile(r"\d+")
+_STAR = re.compile(r"[\\*]")
 _SPECIAL = re.compile(r"[\\{}]")
 _TOKEN = re.compile(r"\{(?P<listed>[^\\{}]+)\}|\\(?P<escaped>[\\{}])|(?P<plain>[^\\{}]+)")
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
@@ -17,10 +18,12 @@ _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 def numberless(name: str) -> str:
     """`name` with `*` for each number in it: the same for names that differ in numbers only.
 
+    A star that stands in a name itself has a backslash before it.
+
     >>> numberless("layer1.0.conv1")
     'layer*.*.conv*'
     """
-    return _NUMBER.sub("*", name)
+    return _NUMBER.sub("*", _STAR.sub(r"\\\g<0>", name))
 
 
 def common_name(names: Sequence[str]) -> str:

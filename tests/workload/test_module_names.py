@@ -40,6 +40,11 @@ def test_numbers_that_count_otherwise_are_numbers_too() -> None:
     assert [name for name, _ in tell_apart([["a.01", "a.1", "a.2"], ["a.3", "a.04"]])] == ["a.{1,2,01}", "a.{3,04}"]
 
 
+def test_a_star_of_a_name_is_no_number() -> None:
+    assert len({numberless(name) for name in ("h.*", "h.1", "h.\\1", "h.\\*")}) == 4
+    assert [name for name, _ in tell_apart([["h.*"], ["h.1", "h.2"]])] == ["h.*", "h.{1,2}"]
+
+
 def test_a_group_that_is_no_product_is_told_in_pieces() -> None:
     crossed = [["1.1", "2.2"], ["1.2", "2.1"]]
     assert [name for name, _ in tell_apart(crossed)] == ["1.1", "2.2", "1.2", "2.1"]
