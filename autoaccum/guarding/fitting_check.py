@@ -10,7 +10,7 @@ from typing import Any
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.checkout import Checkout
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError
 from autoaccum.guarding.cases import check_case
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.judging import incomparable
@@ -39,7 +39,7 @@ def check_fits(workload: str, folder: Path, **asked: Any) -> str:
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
-        DoesNotFitError: Not even a micro-batch of 1 fits, and no size is asked for.
+        DoesNotFitError: It does not even fit the machine that would measure it.
     """
     unknown = sorted(asked.keys() - {field.name for field in fields(Case)})
     if unknown:
@@ -47,7 +47,10 @@ def check_fits(workload: str, folder: Path, **asked: Any) -> str:
     project = find_project(folder)
     case = check_case(Case(workload=_reference(workload, project), **asked))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
-    measured = measure(case, Checkout(project.folder), micro_batches=schedule).measurement
+    try:
+        measured = measure(case, Checkout(project.folder), micro_batches=schedule).measurement
+    except DoesNotFitError as error:
+        measured = _of_single_samples(case, project, error)
     if measured.fits:
         return ""
     return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project)])
@@ -59,6 +62,19 @@ def _reference(workload: str, project: Project) -> str:
         return project.reference(workload, project.folder)
     except UsageError:
         return workload
+
+
+def _of_single_samples(case: Case, project: Project, error: DoesNotFitError) -> Measurement:
+    """What the smallest micro-batches take, of which not even one fits.
+
+    Raises:
+        DoesNotFitError: That cannot be measured; `error`, as it came.
+    """
+    try:
+        schedule = request_of(case).schedule(1).micro_batches
+        return measure(case, Checkout(project.folder), micro_batches=schedule).measurement
+    except AutoaccumError:
+        raise error from None
 
 
 def _shortage(case: Case, measured: Measurement) -> str:
