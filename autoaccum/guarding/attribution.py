@@ -9,7 +9,7 @@ from typing import cast
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.deepest_modules import Share, push_down
-from autoaccum.guarding.differences import differences, is_rest
+from autoaccum.guarding.differences import differences, is_rest, under_new_names
 from autoaccum.guarding.folding import fold, group_of
 from autoaccum.guarding.records import Measurement
 from autoaccum.guarding.verdicts import Growth
@@ -35,9 +35,7 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
     if before.held_bytes is None or now.held_bytes is None:
         return ()
     moment = moment_compared(before, now)
-    held = moment.holdings or before.holdings
-    if any(map(is_rest, held)):
-        now = fold(now, frozenset(map(group_of, held)))
+    held, now = _alike(moment.holdings or before.holdings, now)
     rows = differences(held, now.holdings)
     modules = {holding.module for holding in (*held, *now.holdings) if holding.module}
     found: list[Growth] = []
@@ -51,6 +49,14 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
     found.append(Growth(category="unused", module="", bytes=unused))
     sign = 1 if now.peak_bytes >= before.peak_bytes else -1
     return tuple(sorted((growth for growth in found if growth.bytes), key=lambda growth: -sign * growth.bytes))
+
+
+def _alike(held: Sequence[Holding], now: Measurement) -> tuple[Sequence[Holding], Measurement]:
+    """What was held under the names of now, and what is held now told in as much detail."""
+    if not any(map(is_rest, held)):
+        return under_new_names(held, now.holdings), now
+    held = under_new_names(held, fold(now, frozenset(map(group_of, held))).holdings)
+    return held, fold(now, frozenset(map(group_of, held)))
 
 
 def moment_compared(before: Measurement, now: Measurement) -> Moment:

@@ -133,7 +133,13 @@ class _Names:
                 self._alike[numberless(path)].add(path)
 
     def called(self, rows: Iterable[Difference], depth: int) -> str:
-        """The module of these rows; with `*` where they are of most that are called alike."""
+        """The module of these rows; with `*` where they are of most that are called alike.
+
+        Numbered modules of several classes are layers of the one they are in, which is named in place of them.
+        """
+        rows = list(rows)
+        if depth > 1 and len({kind for row in rows if len(_parts(row)) == depth for kind in row.kinds}) > 1:
+            depth -= _parts(rows[0])[depth - 1].isdecimal()
         names = list(dict.fromkeys(".".join(_parts(row)[:depth]) for row in rows))
         if len(names) == 1:
             return names[0]

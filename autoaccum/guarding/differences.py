@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ class Difference:
     now: tuple[Holding, ...] = ()
 
     @property
+    def kinds(self) -> set[str]:
+        """The names of its class."""
+        return {holding.kind for holding in (*self.before, *self.now) if holding.kind}
+
+    @property
     def before_bytes(self) -> int:
         """What it held."""
         return sum(holding.bytes for holding in self.before)
@@ -40,26 +46,38 @@ class Difference:
         return sum(holding.bytes for holding in self.now) - self.before_bytes
 
 
-def differences(before: Sequence[Holding], now: Sequence[Holding]) -> list[Difference]:
-    """What is held on either side, by category and module; by the model itself apart from what is no module's.
+def differences(before: Iterable[Holding], now: Iterable[Holding]) -> list[Difference]:
+    """What is held on either side, by category and module: by the model itself, no module, and small ones apart.
 
-    A module that is called otherwise is the same if it holds the same; what is left of two such, if its parameters are.
+    Args:
+        before: What was held, under the names of now.
+        now: What is held; small things are told as before.
+    """
+    sides: dict[tuple[Category, str, bool, bool], tuple[list[Holding], list[Holding]]] = {}
+    for side, holdings in enumerate((before, now)):
+        for holding in holdings:
+            key = holding.category, holding.module, not holding.module and bool(holding.kind), is_rest(holding)
+            sides.setdefault(key, ([], []))[side].append(holding)
+    return [Difference(*key[:2], tuple(was), tuple(is_now)) for key, (was, is_now) in sides.items()]
+
+
+def under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+    """What was held, by modules and classes as they are called now.
+
+    A module that is called otherwise is the same if it holds the same; what is left of two such, if its parameters are,
+    or if what it is in is the same.
 
     Args:
         before: What was held.
         now: What is held; small things are told as before.
     """
     names = _renamed(before, now)
-    sides: dict[tuple[Category, str, bool], tuple[list[Holding], list[Holding]]] = defaultdict(lambda: ([], []))
+    kinds = {holding.module: holding.kind for holding in now if holding.module}
+    found = []
     for holding in before:
         module = names.get(holding.module, holding.module)
-        sides[holding.category, module, not module and bool(holding.kind)][0].append(holding)
-    for holding in now:
-        sides[holding.category, holding.module, not holding.module and bool(holding.kind)][1].append(holding)
-    return [
-        Difference(category, module, tuple(was), tuple(is_now))
-        for (category, module, _), (was, is_now) in sides.items()
-    ]
+        found.append(dataclasses.replace(holding, module=module, kind=kinds.get(module, holding.kind)))
+    return found
 
 
 def is_rest(holding: Holding) -> bool:

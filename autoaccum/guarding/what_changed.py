@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from autoaccum.devices.explanation import Holding
+from autoaccum.devices.explanation import Category, Holding
 from autoaccum.guarding.deepest_modules import Share
 from autoaccum.guarding.differences import LASTING, is_rest
 
@@ -22,6 +22,7 @@ _MATH: Final = "math"
 _MOST = 0.5
 _PART = 8
 _SURELY_NEW = 10
+_NOBODYS: Final[tuple[Category, ...]] = ("averages", "workspace")
 _MOVED = {"", "aten._to_copy"}
 """Operators that bring to the card what a model was built with."""
 
@@ -37,8 +38,18 @@ def what_changed(share: Share, hidden_bytes: int) -> str:
         The phrase; empty where only the size is different.
     """
     changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
-    itself = "in the model itself" if changed and all(row.kind and not row.module for row in changed) else ""
-    return ", ".join(filter(None, (_difference(share, hidden_bytes), itself)))
+    return ", ".join(filter(None, (_difference(share, hidden_bytes), _whose(changed))))
+
+
+def _whose(changed: Sequence[Holding]) -> str:
+    """Whose it is, where no path tells: many modules', that of the model itself, or no module's, such as the loss."""
+    if not changed or any(holding.module or holding.category in _NOBODYS for holding in changed):
+        return ""
+    if all(map(is_rest, changed)):
+        return "in small modules"
+    if all(holding.kind for holding in changed):
+        return "in the model itself"
+    return "in no module" if not any(holding.kind or is_rest(holding) for holding in changed) else ""
 
 
 def _difference(share: Share, hidden_bytes: int) -> str:

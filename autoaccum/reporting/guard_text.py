@@ -137,8 +137,7 @@ def growth_words(growth: Growth) -> str:
     >>> growth_words(Growth(category="optimizer_state", module="blocks.*.mlp", bytes=1))
     'optimizer state of blocks.*.mlp'
     """
-    nobody = "" if growth.category == "unused" else ", no module"
-    return f"{growth.category.replace('_', ' ')}{f' of {growth.module}' if growth.module else nobody}"
+    return f"{growth.category.replace('_', ' ')}{f' of {growth.module}' if growth.module else ''}"
 
 
 def _remarks(judgement: Judgement) -> Iterator[tuple[str, Text]]:

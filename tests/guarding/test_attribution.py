@@ -74,6 +74,19 @@ def test_modules_that_differ_by_number_are_told_as_one() -> None:
     assert found == [("activations", "blocks.*.mlp", 48, "")]
 
 
+def test_numbered_layers_of_several_classes_are_told_as_what_they_are_in() -> None:
+    before, now = (
+        [
+            row("activations", f"blocks.{block}.mlp.{number}", size, kind=kind)
+            for block in range(3)
+            for number, kind in enumerate(["Linear", "GELU"])
+        ]
+        for size in (8, 16)
+    )
+    other = row("activations", "stem", 64)
+    assert told(measured(other, *before), measured(other, *now)) == [("activations", "blocks.*.mlp", 48, "")]
+
+
 def test_one_of_them_is_told_by_its_number() -> None:
     now = [*blocks(11, mlp=8), row("activations", "blocks.11.mlp", 20)]
     assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.11.mlp", 12, "")]
@@ -157,7 +170,9 @@ def test_what_comes_and_goes_is_told() -> None:
 def test_what_is_no_modules_is_told_by_its_operator() -> None:
     before = row("activations", "", 8, "bfloat16", "aten._log_softmax", kind="")
     now = row("activations", "", 24, "float32", "aten._to_copy", kind="")
-    assert told(measured(before), measured(before, now)) == [("activations", "", 24, "aten._to_copy in fp32")]
+    assert told(measured(before), measured(before, now)) == [
+        ("activations", "", 24, "aten._to_copy in fp32, in no module")
+    ]
 
 
 def test_the_model_itself_is_told_apart_from_what_is_no_modules() -> None:
@@ -247,7 +262,18 @@ class TestFolded:
     def test_what_came_above_the_bound_is_not_called_new(self) -> None:
         before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.12))
         now = measured(*blocks(2, mlp=64), row("activations", "norm", 0.14))
-        assert [(module, change) for _, module, _, change in told(fold(before), now)] == [("norm", ""), ("", "")]
+        assert [(module, change) for _, module, _, change in told(fold(before), now)] == [
+            ("norm", ""),
+            ("", "in small modules"),
+        ]
+
+    def test_a_renamed_one_that_came_below_the_bound_is_not_gone(self) -> None:
+        weights = [row("parameters", f"h.{n}.norm", 8) for n in range(2)]
+        small = [row("activations", f"h.{n}.norm", 0.05) for n in range(2)]
+        before = measured(*weights, *small, *self.SMALL, row("activations", "head", 64))
+        rows = [dataclasses.replace(each, module=each.module.replace("h.", "layers.")) for each in [*weights, *small]]
+        now = measured(*rows, *self.SMALL, row("activations", "head", 128))
+        assert told(fold(before), now) == [("activations", "head", 64, "")]
 
     def test_what_is_new_is_called_so_beside_what_was_folded(self) -> None:
         before = measured(*blocks(2, mlp=64), *self.SMALL)
