@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from autoaccum.devices.checkout import Checkout
@@ -62,8 +63,11 @@ def measure(
     task = Task(subject, request, micro_batches or asked, on_event or (lambda event: None))
     with subject.device:
         measured = measure_by_runs(task) if case.gpu is None else measure_simulated(task)
-    if micro_batches is None and not measured.measurement.fits:
-        raise _too_large(measured.measurement)
+    found = measured.measurement
+    if micro_batches is None and not found.fits:
+        raise _too_large(found)
+    if case.gpu is None and case.memory is None and not found.capped:
+        return dataclasses.replace(measured, warnings=(*measured.warnings, _budget_warning(found)))
     return measured
 
 
@@ -81,6 +85,14 @@ def request_of(case: Case, time_limit: float | None = None) -> Request:
         equal=case.equal,
         max_micro_batch=case.micro_batch,
         time_limit=time_limit,
+    )
+
+
+def _budget_warning(found: Measurement) -> str:
+    """What is free differs from run to run."""
+    return (
+        f"the budget is what was free, {format_bytes(found.limit_bytes)}: name one by --memory, or the largest that fits, "
+        f"{found.largest}, is hardly comparable"
     )
 
 
