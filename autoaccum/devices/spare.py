@@ -36,7 +36,7 @@ def start_child(
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
-    process = ChildProcess(_MODULE, on_output=on_output)
+    process = ChildProcess(_MODULE, on_output=on_output, measured=not simulated)
     process.tell({"job": "prepare", "simulated": simulated, **where_to_import(checkout)})
     return process
 

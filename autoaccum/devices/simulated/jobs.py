@@ -65,6 +65,7 @@ class SimulatedChild:
         except BaseException as error:
             return failure_reply(refuse(error, doing) or error, doing)
         self._workload = on_the_host(workload)
+        gc.collect()
         gc.freeze()
         return {}
 
