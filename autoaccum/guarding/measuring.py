@@ -90,9 +90,9 @@ def request_of(case: Case, time_limit: float | None = None) -> Request:
 
 def _budget_warning(found: Measurement) -> str:
     """What is free differs from run to run."""
+    there = format_bytes(found.limit_bytes)
     return (
-        f"the budget is what was free, {format_bytes(found.limit_bytes)}: name one by --memory, or the largest that fits, "
-        f"{found.largest}, is hardly comparable"
+        f"the budget is what was free, {there}, and so is the largest that fits, {found.largest}: name one by --memory"
     )
 
 

@@ -23,8 +23,8 @@ def measure_by_runs(task: Task) -> Measured:
     The peak is the median of the runs that went through: of a card what PyTorch's allocator held at most, in whole
     segments, without the context; of the CPU what the process held beyond what it held with the workload loaded
     (`devices.cpu.CpuDevice`), which differs by some hundred KiB from run to run. Where one does not go through, the
-    schedule does not fit; where none does, the peak is the most that any held when it was refused more. Nothing is
-    told of modules and categories.
+    schedule does not fit; where none does, the peak is the budget, which it would exceed. Nothing is told of modules
+    and categories.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
@@ -49,7 +49,7 @@ def measure_by_runs(task: Task) -> Measured:
         largest=sizing.largest,
         capped=sizing.capped,
         limit_bytes=device.limit_bytes,
-        peak_bytes=int(statistics.median(peaks)) if peaks else max(peak_bytes(run) or 0 for run in runs),
+        peak_bytes=int(statistics.median(peaks)) if peaks else device.limit_bytes,
         runs=tuple(peaks),
         versions=_versions(described, inspection),
         settings=_settings(described, inspection),

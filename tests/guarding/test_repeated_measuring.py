@@ -90,7 +90,7 @@ def test_a_run_that_does_not_go_through_does_not_fit() -> None:
     found, _ = measure_runs(18 * MIB, 20 * MIB, refused, 19 * MIB, micro_batches=(4, 4, 4, 4))
     assert (found.fits, found.runs) == (False, (19 * MIB, 20 * MIB))
     found, _ = measure_runs(18 * MIB, refused, refused, refused, micro_batches=(4, 4, 4, 4))
-    assert (found.fits, found.runs, found.peak_bytes) == (False, (), 60 * MIB)
+    assert (found.fits, found.runs, found.peak_bytes) == (False, (), 64 * MIB)
     failed = Trial(parts=(8, 8), outcome="error", message="it raised", blames="user", traceback="line 1")
     with pytest.raises(WorkloadError, match="it raised") as told:
         measure_runs(20 * MIB, failed)
