@@ -68,11 +68,11 @@ def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
 def _faults(before: Measurement, now: Measurement, tolerance: Tolerance) -> Iterator[str]:
     """What is worse than it may be, the heaviest first."""
     if before.fits and not now.fits:
-        needed = now.peak_bytes if now.least_bytes is None else now.least_bytes
-        yield (
-            f"micro-batch {now.micro_batch} does not fit any more: it takes {format_bytes(needed)}, "
-            f"{format_bytes(now.limit_bytes)} are there"
-        )
+        there = format_bytes(now.limit_bytes)
+        takes = f"more than the {there} that"
+        if now.kind == "predicted":
+            takes = f"{format_bytes(now.least_bytes or now.peak_bytes)}, {there}"
+        yield f"micro-batch {now.micro_batch} does not fit any more: it takes {takes} are there"
     if now.largest < _least_expected(before, now):
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
     allowed = f"{tolerance} is allowed"

@@ -80,6 +80,8 @@ def _of_single_samples(case: Case, project: Project, error: DoesNotFitError) -> 
 def _shortage(case: Case, measured: Measurement) -> str:
     """What is needed, and the bound."""
     needed = format_bytes(measured.peak_bytes)
+    if measured.kind == "measured":
+        needed = f"more than {needed}"
     if measured.least_bytes is not None and measured.least_bytes < measured.peak_bytes:
         needed += f", and cannot do with less than {format_bytes(measured.least_bytes)}"
     bound = f"the limit is {case.memory}" if case.memory else f"{format_bytes(measured.limit_bytes)} are there"
