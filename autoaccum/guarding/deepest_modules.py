@@ -74,24 +74,18 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
     for row in rows:
         parts = _parts(row)
         children[numberless(parts[depth]) if len(parts) > depth else ""].append(row)
-    own = children.pop("", [])
+    own = abs(_net(children.pop("", [])))
     nets = {name: abs(_net(child)) for name, child in children.items()}
-    gross = sum(nets.values()) + abs(_net(own))
-    large = [child for name, child in children.items() if nets[name] > _LITTLE * gross]
-    if (
-        not changed
-        or not large
-        or abs(_net(own)) > _LITTLE * gross
-        or (len(large) > 1 and _is_even(rows, deep=depth > 0))
-    ):
+    little = _LITTLE * (sum(nets.values()) + own)
+    large = [child for name, child in children.items() if nets[name] > little]
+    together = own > little or not 0 < len(large) <= _MOST or (len(large) > 1 and _is_even(rows, deep=depth > 0))
+    if not changed or together:
         return [_Group(rows, depth)] if changed else []
+    told = [group for child in large for group in _numbered(child, depth)]
+    if sum(abs(_net(group.rows)) > little for group in told) > _MOST:
+        told = [_Group(child, depth + 1) for child in large]
     taken = {id(row) for child in large for row in child}
     rest = [row for row in changed if id(row) not in taken]
-    told = [group for child in large for group in _numbered(child, depth)]
-    if sum(abs(_net(group.rows)) > _LITTLE * gross for group in told) > _MOST:
-        told = [_Group(child, depth + 1) for child in large]
-    if len(large) > _MOST:
-        return [_Group(rows, depth)]
     return [*told, *([_Group(rest, depth, True)] if rest else [])]
 
 
