@@ -92,6 +92,35 @@ def check_imports(record: Mapping[str, Any], modules: Iterable[tuple[str, Module
             )
 
 
+def redirect_hooks(record: Mapping[str, Any]) -> None:
+    """Have editable installations of setuptools lead to the checkout, too.
+
+    Of a package beside others they put no folder on `sys.path`: a module that Python imports as it starts has a table
+    of where packages lie (`MAPPING` and `NAMESPACES`, setuptools/command/editable_wheel.py).
+
+    Args:
+        record: Of `Checkout.to_record`.
+    """
+    if not record:
+        return
+    original, root = Path(record["original"]), Path(record["root"])
+    for name, module in list(sys.modules.items()):
+        mapping, namespaces = getattr(module, "MAPPING", None), getattr(module, "NAMESPACES", None)
+        if not name.startswith("__editable__") or not isinstance(mapping, dict) or not isinstance(namespaces, dict):
+            continue
+        mapping.update({package: _redirected(path, original, root) for package, path in mapping.items()})
+        namespaces.update(
+            {package: [_redirected(path, original, root) for path in paths] for package, paths in namespaces.items()}
+        )
+
+
+def _redirected(path: str, original: Path, root: Path) -> str:
+    place = Path(os.path.realpath(path))
+    if place == _OWN or not _is_within(place, original) or _is_within(place, root):
+        return path
+    return str(root / place.relative_to(original))
+
+
 def _parent(place: Path, levels: int) -> Path:
     return place.parents[min(levels, len(place.parents)) - 1]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.checkout import check_imports
+from autoaccum.devices.checkout import check_imports, redirect_hooks
 from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def look_where(request: Mapping[str, Any]) -> None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = request["pythonpath"]
+    redirect_hooks(request.get("checkout", {}))
 
 
 def load_asked(request: Mapping[str, Any]) -> Workload:

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.checkout import Checkout, check_imports
+from autoaccum.devices.checkout import Checkout, check_imports, redirect_hooks
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.devices.spare import where_to_import
 from autoaccum.devices.worker import Worker
@@ -110,6 +110,27 @@ def test_autoaccum_measures_itself_with_itself(places: tuple[Path, Path]) -> Non
     check_imports(record, [item for item in sys.modules.items() if item[0].partition(".")[0] == "autoaccum"])
     with pytest.raises(NotMeasuredError, match="small_data is imported from"):
         check_imports(record, [a_module("small_data", PACKAGE_ROOT / "tests/shared/small_data.py")])
+
+
+def test_hooks_of_editable_installations_lead_to_the_checkout(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, other = places
+    hook, stranger = ModuleType("__editable___pkg_1_0_finder"), ModuleType("stranger")
+    for module in (hook, stranger):
+        packages = {"pkg": str(original / "src/pkg"), "far": "/elsewhere/far"}
+        module.__dict__["MAPPING"] = {**packages, "autoaccum": str(PACKAGE_ROOT / "autoaccum")}
+        module.__dict__["NAMESPACES"] = {"space": [str(original / "app"), "/elsewhere"]}
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    redirect_hooks(Checkout(original).to_record())
+    assert hook.__dict__["MAPPING"] == stranger.__dict__["MAPPING"]
+    redirect_hooks(Checkout(other, original).to_record())
+    own = {"autoaccum": str(PACKAGE_ROOT / "autoaccum")}
+    assert hook.__dict__["MAPPING"] == {"pkg": str(other / "src/pkg"), "far": "/elsewhere/far"} | own
+    assert hook.__dict__["NAMESPACES"] == {"space": [str(other / "app"), "/elsewhere"]}
+    assert stranger.__dict__["MAPPING"]["pkg"] == str(original / "src/pkg")
+    redirect_hooks(Checkout(other, PACKAGE_ROOT).to_record())
+    assert hook.__dict__["MAPPING"]["autoaccum"] == str(PACKAGE_ROOT / "autoaccum")
 
 
 WORKLOAD = """

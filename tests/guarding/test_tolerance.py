@@ -28,7 +28,7 @@ def test_tolerances_are_read(text: str, tolerance: Tolerance) -> None:
     assert parse_tolerance(text) == tolerance
 
 
-@pytest.mark.parametrize("text", ["", "1", "0", "-1%", "101%", "1e3%", "one percent", "5 MiBs", "%", "nan%", 0.01, None])
+@pytest.mark.parametrize("text", ["", "1", "0", "-1%", "101%", "one percent", "5 MiBs", "%", "nan%", 0.01, None])
 def test_what_is_no_tolerance_is_refused_with_a_way_out(text: Any) -> None:
     with pytest.raises(UsageError, match="neither a share up to 100% nor a size: write such as 1%, 0.5% or 50MiB$"):
         parse_tolerance(text)
