@@ -13,7 +13,7 @@ from autoaccum.errors import AutoaccumError, LockFileError, MissingLockError, No
 from autoaccum.guarding.baseline import check_there, checked_out
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.events import CheckedOut, Listener
-from autoaccum.guarding.lock_file import Lock, write_lock
+from autoaccum.guarding.lock_file import Lock, read_names, write_lock
 from autoaccum.guarding.locking import Locked
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
@@ -48,7 +48,7 @@ def guard(
         update: Plan anew, and write the lock in place of comparing with it: once, at the end. What could not be
             measured keeps the entry it had.
         prune: Drop entries that `pyproject.toml` does not name.
-        baseline: Compare with this revision, measured here too; no lock is read or written.
+        baseline: Compare with this revision, measured here too; a lock names cases at most, and none is written.
         tolerance: By how much memory may grow; None: as the project has it, else 1 %.
         time_limit: Seconds that all searches may take; what is not known by then is `unmeasured`.
         force: Write a new lock over one that cannot be read.
@@ -94,13 +94,13 @@ def _check_together(selection: Selection, project: Project, *, update: bool, pru
 
 
 def _read(project: Project, *, fresh: bool) -> Locked:
-    """The lock; where it cannot be read and a `fresh` one is wanted, an empty one."""
+    """The lock; where it cannot be read and a `fresh` one is wanted, what it names."""
     try:
         return Locked.read(project)
     except LockFileError:
         if not fresh:
             raise
-        return Locked(Lock(), project)
+        return Locked(Lock(), project, salvaged=read_names(project.lock))
 
 
 def _cases(selection: Selection, locked: Locked, *, prune: bool) -> tuple[Case, ...]:
@@ -110,7 +110,7 @@ def _cases(selection: Selection, locked: Locked, *, prune: bool) -> tuple[Case, 
         MissingLockError, NotMeasuredError: There are none.
     """
     project = locked.project
-    known = project.cases if prune else (*project.cases, *locked.lock.entries)
+    known = project.cases if prune else locked.named
     cases = locked.without_moved(select_cases(selection, project, known, locked.gone))
     if cases:
         return cases
@@ -136,10 +136,10 @@ def _compare_revisions(
     selection: Selection, project: Project, revision: str, tolerance: Tolerance, round_: Round
 ) -> Report:
     """Measure all cases in both."""
-    cases = select_cases(selection, project, project.cases)
+    cases = select_cases(selection, project, (*project.cases, *read_names(project.lock)))
     if not cases:
         raise NotMeasuredError(
-            "pyproject.toml names nothing that is as asked, and a baseline reads no lock",
+            "neither pyproject.toml nor a lock names anything that is as asked",
             hint="name it in [[tool.autoaccum.guard]], or give WORKLOAD --gpu NAME --target-batch N",
         )
     with checked_out(project.folder, revision) as checkout:

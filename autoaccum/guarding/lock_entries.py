@@ -15,6 +15,7 @@ from autoaccum.guarding.folding import fold, in_order, natural
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.workload.module_names import compact_names, expand_name
 
+ASKED: Final = "asked"
 DIGEST: Final = "digest"
 _DIGITS, _ROW = 16, 7
 _CASE_FIELDS = {field.name: field.default for field in dataclasses.fields(Case)}
@@ -50,7 +51,7 @@ def to_record(case: Case, measurement: Measurement) -> dict[str, Any]:
     values["versions"] = dict(sorted(folded.versions.items()))
     values["settings"] = dict(sorted(folded.settings.items()))
     found = {_key(name): _plain(value) for name, value in values.items() if value not in _OF_NOTHING and value != []}
-    record = {"asked": asked, **found}
+    record = {ASKED: asked, **found}
     return {**record, DIGEST: digest_of(record)}
 
 
@@ -70,7 +71,7 @@ def from_record(name: str, record: Mapping[str, Any]) -> tuple[Case, Measurement
     if record[DIGEST] != digest_of(content):
         raise Damage("does not match its digest, as after an edit or a merge by hand")
     try:
-        case, measurement = _case(content.pop("asked")), _measurement(content)
+        case, measurement = case_of(content.pop(ASKED)), _measurement(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damage(f"is not as it is written by this autoaccum ({error})") from None
     if case_name(case) != name:
@@ -153,7 +154,12 @@ def _from_row(row: list[Any]) -> Iterator[Holding]:
         yield Holding(category=category, module=module, kind=kind, dtype=dtype, op=op, bytes=each_bytes)
 
 
-def _case(asked: Mapping[str, Any]) -> Case:
+def case_of(asked: Mapping[str, Any]) -> Case:
+    """The case of an entry.
+
+    Raises:
+        KeyError, TypeError, ValueError: It was not written so.
+    """
     values = _typed(asked, _CASE_FIELDS)
     if "keeps" in values:
         values["keeps"] = tuple(values["keeps"])

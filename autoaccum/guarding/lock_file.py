@@ -9,7 +9,7 @@ from pathlib import Path
 from autoaccum.errors import LockFileError, MissingLockError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.lock_entries import find_wrong_sum, to_record
-from autoaccum.guarding.lock_reader import ANEW, ANOTHER, read_text
+from autoaccum.guarding.lock_reader import ANEW, ANOTHER, read_text, salvage_cases
 from autoaccum.guarding.lock_text import lock_text
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.planning.files import write_text
@@ -41,6 +41,15 @@ def read_lock(path: Path) -> Lock:
     if text is None:
         raise MissingLockError(f"there is no lock {path}", hint="write it by `autoaccum guard --update`")
     return Lock(read_text(text, path))
+
+
+def read_names(path: Path) -> tuple[Case, ...]:
+    """The cases that a lock names, even one that cannot be read, as far as they can be told."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ()
+    return tuple(dict.fromkeys(salvage_cases(text)))
 
 
 def write_lock(path: Path, lock: Lock, *, force: bool = False) -> None:

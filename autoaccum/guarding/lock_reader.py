@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoaccum.errors import LockFileError
-from autoaccum.guarding.lock_entries import Damage, from_record
-from autoaccum.guarding.lock_text import SCHEMA, SCHEMA_KEY
+from autoaccum.errors import AutoaccumError, LockFileError
+from autoaccum.guarding.lock_entries import ASKED, Damage, case_of, from_record
+from autoaccum.guarding.lock_text import END, SCHEMA, SCHEMA_KEY
 from autoaccum.guarding.records import Case, Measurement
 
 if sys.version_info >= (3, 11):
@@ -48,6 +48,8 @@ def read_text(text: str, path: Path) -> dict[Case, Measurement]:
     lines = _headers(text, path)
     table = _parse(text, path)
     _check_schema(table, path)
+    if text.rstrip().rpartition("\n")[2] != END:
+        raise LockFileError(f"{path} is cut off: its last line is missing", hint=ANEW)
     found: dict[Case, Measurement] = {}
     for name, record in table.items():
         if name == SCHEMA_KEY:
@@ -61,6 +63,17 @@ def read_text(text: str, path: Path) -> dict[Case, Measurement]:
             raise LockFileError(f"{where}the entry {_shown(name)} {damage}", hint=ANEW) from None
         found[case] = measurement
     return found
+
+
+def salvage_cases(text: str) -> Iterator[Case]:
+    """The cases that a lock names, as far as they can be told, whatever became of their figures."""
+    entries = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
+    for entry in entries:
+        lines = dict.fromkeys(line for line in entry.splitlines() if line.startswith(f"{ASKED}."))
+        try:
+            yield case_of(tomllib.loads("\n".join(lines))[ASKED])
+        except (KeyError, TypeError, ValueError, AttributeError, AutoaccumError):
+            continue  # Both sides of a conflict, say.
 
 
 def _headers(text: str, path: Path) -> dict[str, int]:

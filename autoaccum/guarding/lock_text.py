@@ -11,6 +11,7 @@ from autoaccum.units import GIB, format_bytes
 
 SCHEMA: Final = 1
 SCHEMA_KEY: Final = "autoaccum-lock"
+END: Final = "# The end: a lock that was cut off lacks it."
 _BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _HEAD = f"""\
 # What training takes of memory, so that a change that takes more is told before it is merged: `autoaccum guard`.
@@ -27,7 +28,8 @@ def lock_text(records: Mapping[str, Mapping[str, Any]]) -> str:
     Args:
         records: Of `lock_entries.to_record`.
     """
-    return "\n".join([_HEAD, *("\n".join([*_entry_lines(name, record), ""]) for name, record in records.items())])
+    entries = ("\n".join([*_entry_lines(name, record), ""]) for name, record in records.items())
+    return "\n".join([_HEAD, *entries, f"{END}\n"])
 
 
 def _entry_lines(name: str, record: Mapping[str, Any]) -> Iterator[str]:

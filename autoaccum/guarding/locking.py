@@ -27,11 +27,13 @@ class Locked:
         lock: What is locked; empty where there is no file.
         project: Whose.
         there: Whether there is a file.
+        salvaged: The cases that a file names which cannot be read.
     """
 
     lock: Lock
     project: Project
     there: bool = True
+    salvaged: tuple[Case, ...] = ()
 
     @classmethod
     def read(cls, project: Project) -> Locked:
@@ -44,6 +46,11 @@ class Locked:
             return cls(read_lock(project.lock), project)
         except MissingLockError:
             return cls(Lock(), project, there=False)
+
+    @property
+    def named(self) -> tuple[Case, ...]:
+        """The cases that `pyproject.toml` or the lock names."""
+        return tuple(dict.fromkeys((*self.project.cases, *self.lock.entries, *self.salvaged)))
 
     @property
     def gone(self) -> tuple[Case, ...]:

@@ -94,7 +94,9 @@ def test_what_is_damaged_is_told_by_its_line(tmp_path: Path, text: str) -> None:
     assert doubled.startswith(
         f"LOCK has the entry train.py on rtx3090, target 256 in line {entry} and in line {text.count(chr(10)) + 1}"
     )
-    assert refusal(path, (text + "extra = 1\n").encode()).startswith(edited)
+    last = tail.rstrip().rpartition("\n")[2]
+    assert change(last, f"extra = 1\n{last}").startswith(edited)
+    assert refusal(path, text[: -len(last) - 1].encode()).startswith("LOCK is cut off: its last line is missing: rest")
     assert "extra is no entry of a lock" in refusal(path, text.replace("-lock = 1", "-lock = 1\nextra = 1").encode())
 
 

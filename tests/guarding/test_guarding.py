@@ -223,12 +223,12 @@ def test_a_lock_that_cannot_be_read_stays(locked: Bench) -> None:
             locked.guard(update=update, force=force)
     assert (lock.read_text(), locked.asked) == (text, [])
     assert locked.guard(update=True, force=True).exit_code == 0
-    assert read_lock(lock) == a_lock(TRAIN)
+    assert read_lock(lock) == a_lock(TRAIN, OTHER), "what it names is measured anew, though pyproject.toml has it not"
 
 
 def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     commit(bench.project.folder, {"train.py": "", "other.py": ""})
-    with pytest.raises(NotMeasuredError, match="a baseline reads no lock"):
+    with pytest.raises(NotMeasuredError, match="neither pyproject.toml nor a lock names anything"):
         bench.guard(baseline="HEAD")
     bench.name(TRAIN, OTHER)
     bench.before = {"train.py": a_measurement(micro_batches=(64, 64)), "other.py": WorkloadError("it raised")}
@@ -240,6 +240,12 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     assert [asked for asked in bench.asked if asked[0] == "train.py"] == [("train.py", None), ("train.py", (64, 64))]
     assert CheckedOut("HEAD") in bench.told
     assert not bench.project.lock.exists()
+    write_lock(bench.project.lock, a_lock(TRAIN))
+    bench.project.lock.write_text(bench.project.lock.read_text().replace("largest = 32", "largest = 23"))
+    text = bench.project.lock.read_text()
+    bench.name()
+    assert [each.case for each in bench.guard(baseline="HEAD").judgements] == [TRAIN], "damaged, it still names cases"
+    assert bench.project.lock.read_text() == text
     with pytest.raises(UsageError, match="an update and a baseline"):
         bench.guard(baseline="HEAD", update=True)
 
