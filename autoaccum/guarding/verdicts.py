@@ -45,7 +45,8 @@ class Judgement:
         outcome: What it came to.
         exit_code: What it alone would end with.
         reasons: Why it is not well, or what could not be measured, as sentences; the first is the heaviest.
-        hint: The way out, or the command that locks good news in; empty where there is none.
+        hint: The way out, or what is to be done next, in words; empty where there is none.
+        command: The exact command that does it, to be copied; empty where there is none.
         explanation: In one line what grew, by how much and what now fits, as in the issue; empty where nothing changed.
         growths: What grew and shrank, the most first.
         before: What it is compared with; None where there is none.
@@ -59,6 +60,7 @@ class Judgement:
     exit_code: int = 0
     reasons: tuple[str, ...] = ()
     hint: str = ""
+    command: str = ""
     explanation: str = ""
     growths: tuple[Growth, ...] = ()
     before: Measurement | None = None
