@@ -75,6 +75,24 @@ class Schedule:
         """The parts of the rank with the longest share; with one rank, of all there is."""
         return max(self.ranks, key=sum)
 
+    @property
+    def trial_parts(self) -> tuple[int, ...]:
+        """What has to run to know what an update takes on any rank: the largest and the smallest part.
+
+        The largest follows on itself too if it does so on a rank: with the gradients of one resident, another of its
+        size takes most.
+
+        >>> [make_schedule(*asked).trial_parts for asked in ((4, 4), (12, 4), (7, 4), (14, 4))]
+        [(4,), (4, 4), (4, 3), (4, 4, 3)]
+        >>> make_schedule(7, 2, world_size=2).trial_parts
+        (2, 2, 1)
+        """
+        largest, smallest = self.micro_batch, self.smallest_part
+        if self.iter_size == 1:
+            return (largest,)
+        follows_itself = smallest < largest and any(rank.count(largest) > 1 for rank in self.ranks)
+        return (largest, largest, smallest) if follows_itself else (largest, smallest)
+
 
 def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal: bool = False) -> Schedule:
     """Cut `target_batch` samples into the fewest micro-batches of at most `ceiling` samples.

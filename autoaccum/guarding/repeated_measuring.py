@@ -8,7 +8,7 @@ from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.guarding.records import Measured, Measurement
-from autoaccum.guarding.sizing import Task, size_up, trial_parts
+from autoaccum.guarding.sizing import Task, size_up
 from autoaccum.guarding.surroundings import variables_set, versions_of
 from autoaccum.planning.events import TrialFinished, TrialStarted
 from autoaccum.planning.verdicts import peak_bytes, trial_error
@@ -31,7 +31,7 @@ def measure_by_runs(task: Task) -> Measured:
         DoesNotFitError: Nothing fits, and no schedule is given.
     """
     sizing = size_up(task)
-    parts = trial_parts(sizing.micro_batches)
+    parts = task.trial_parts(sizing.micro_batches)
     runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
     runs += [_run(task, parts, number) for number in range(len(runs) + 1, RUNS + 1)]
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)

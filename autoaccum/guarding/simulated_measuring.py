@@ -7,7 +7,7 @@ from typing import Any
 
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.guarding.records import Measured, Measurement
-from autoaccum.guarding.sizing import Sizing, Task, size_up, trial_parts
+from autoaccum.guarding.sizing import Sizing, Task, size_up
 from autoaccum.guarding.surroundings import variables_set, versions_of
 from autoaccum.planning.events import ExplanationStarted, Inspected, Loading
 from autoaccum.planning.verdicts import peak_bytes, trial_error
@@ -27,7 +27,7 @@ def measure_simulated(task: Task) -> Measured:
     device = task.subject.device
     assert isinstance(device, SimulatedDevice)
     sizing = _at_the_cap(task, device) or size_up(task)
-    parts = trial_parts(sizing.micro_batches)
+    parts = task.trial_parts(sizing.micro_batches)
     trial = device.trial(parts, fresh=True)
     if trial.outcome == "error":
         raise trial_error(trial)
@@ -73,7 +73,7 @@ def _at_the_cap(task: Task, device: SimulatedDevice) -> Sizing | None:
     task.tell(Loading(task.subject.reference))
     inspection = device.inspect(limit_seconds=task.request.time_limit)
     task.tell(Inspected(inspection, device.name, device.limit_bytes, task.request.cap, predicted=True))
-    if device.trial(trial_parts(task.micro_batches), fresh=True).outcome != "ok":
+    if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
         return None
     further = inspection.accumulation_warnings if len(task.micro_batches) > 1 else ()
     return Sizing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.planning.events import Event, Inspected, Listener
@@ -27,6 +28,15 @@ class Task:
     request: Request
     micro_batches: tuple[int, ...] | None
     tell: Listener
+
+    def trial_parts(self, micro_batches: tuple[int, ...]) -> tuple[int, ...]:
+        """What has to run of a schedule, on all ranks: as the confirmation of its plan does.
+
+        The parts of the other ranks follow from the largest one, as they do in the plan.
+        """
+        planned = self.request.schedule(max(micro_batches))
+        schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))
+        return schedule.trial_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +94,3 @@ def size_up(task: Task) -> Sizing:
         proved=tuple(trial for trial in plan.trials if trial.fresh and trial.ran),
         warnings=plan.warnings,
     )
-
-
-def trial_parts(micro_batches: tuple[int, ...]) -> tuple[int, ...]:
-    """What a trial has to run of a schedule, as a plan's confirmation does (`planning.runner.Runner.confirm`).
-
-    >>> trial_parts((4,)), trial_parts((4, 4, 4)), trial_parts((4, 3)), trial_parts((4, 4, 3, 3))
-    ((4,), (4, 4), (4, 3), (4, 4, 3))
-    """
-    largest, smallest = max(micro_batches), min(micro_batches)
-    if len(micro_batches) == 1:
-        return (largest,)
-    follows_itself = smallest < largest and micro_batches.count(largest) > 1
-    return (largest, largest, smallest) if follows_itself else (largest, smallest)

@@ -39,15 +39,11 @@ class Runner:
         return trial
 
     def confirm(self, schedule: Schedule) -> Trial:
-        """Run the schedule's largest and smallest part from a clean state, unless the last trial did just that.
+        """Run what tells of the schedule from a clean state, unless the last trial did just that.
 
-        No limit ends it: nothing is reported that did not run. The largest part follows on itself too if it does so in
-        the schedule: with the gradients of one resident, another of its size takes most.
+        No limit ends it: nothing is reported that did not run (`Schedule.trial_parts`).
         """
-        largest, smallest = schedule.micro_batch, schedule.smallest_part
-        parts: tuple[int, ...] = (largest, smallest) if schedule.iter_size > 1 else (largest,)
-        if smallest < largest and any(rank.count(largest) > 1 for rank in schedule.ranks):
-            parts = (largest, largest, smallest)
+        parts = schedule.trial_parts
         last = self.trials[-1]
         if last.fresh and last.outcome == "ok" and last.parts == parts:
             return last

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic_traces import SyntheticTracer, linear
 
 from autoaccum.devices.checkout import Checkout
@@ -48,6 +50,32 @@ def measure_traces(
     request = Request(target, **asked)
     with (subject := make_subject(tracer, request, gib)).device:
         return measure_simulated(Task(subject, request, micro_batches, lambda event: None)).measurement
+
+
+def test_on_several_ranks_the_parts_of_all_are_measured() -> None:
+    """A single sample takes more here, as where a kernel is another: only the second rank runs one."""
+
+    def measured(micro_batches: tuple[int, ...] | None, world_size: int) -> Measurement:
+        odd = SyntheticTracer(lambda size: 40 * MIB if size == 1 else 4 * MIB * size)
+        return measure_traces(
+            odd, micro_batches, target=4 + 3 * (world_size - 1), world_size=world_size, max_micro_batch=2
+        )
+
+    found, alone = measured(None, 2), measured(None, 1)
+    assert found.micro_batches == alone.micro_batches == (2, 2)
+    assert measured((2, 2), 2) == found
+    assert found.peak_bytes > alone.peak_bytes
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 8), st.booleans())
+def test_what_is_measured_of_a_locked_schedule_is_what_its_plan_confirms(
+    target: int, ceiling: int, world_size: int, equal: bool
+) -> None:
+    target += -target % world_size if equal else 0
+    request = Request(target, world_size=world_size, equal=equal)
+    planned = request.schedule(ceiling)
+    task = Task(make_subject(SyntheticTracer(), request, 2.0), request, None, lambda event: None)
+    assert task.trial_parts(planned.micro_batches) == planned.trial_parts
 
 
 def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
