@@ -25,6 +25,8 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*", re.ASCII)
 _MOST_BYTES = 1024**6
 _LONGEST_SHOWN = 40
+_LEAST_PERCENT = 0.001
+_ONE_DIGIT_PERCENT = 0.05
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,39 @@ def format_bytes(count: int) -> str:
     if magnitude >= KIB:
         return f"{count / KIB:.1f} KiB"
     return f"{count} B"
+
+
+def precise_bytes(count: int) -> str:
+    """Render `count` bytes so that one percent is seen: as `format_bytes`, but GiB with two digits.
+
+    >>> precise_bytes(15 * GIB + GIB // 4), precise_bytes(157_286_400)
+    ('15.25 GiB', '150 MiB')
+    """
+    return f"{count / GIB:.2f} GiB" if GIB <= abs(count) < 10 * 1024 * GIB else format_bytes(count)
+
+
+def signed_bytes(count: int) -> str:
+    """Render a change in bytes as precisely.
+
+    >>> signed_bytes(2 * GIB), signed_bytes(-MIB), signed_bytes(0)
+    ('+2.00 GiB', '-1.0 MiB', '0 B')
+    """
+    return f"+{precise_bytes(count)}" if count > 0 else precise_bytes(count)
+
+
+def percent(part: float, whole: float, *, sign: bool = False) -> str:
+    """Render a part in percent, small ones too; with a `sign` it is a change.
+
+    >>> percent(83, 1000), percent(83, 1000, sign=True), percent(-2, 100_000, sign=True)
+    ('8.3 %', '+8.3 %', '-0.002 %')
+    >>> percent(-1, 10**9), percent(1, 0)
+    ('-<0.001 %', 'from 0')
+    """
+    if not whole:
+        return "from 0"
+    share = 100 * part / whole
+    before = "-" if share < 0 else "+" if sign and share else ""
+    size = abs(share)
+    if 0 < size < _LEAST_PERCENT:
+        return f"{before}<{_LEAST_PERCENT} %"
+    return f"{before}{size:.1f} %" if size >= _ONE_DIGIT_PERCENT or not size else f"{before}{size:.1g} %"

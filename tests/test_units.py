@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import UsageError
-from autoaccum.units import GIB, MIB, format_bytes, parse_size
+from autoaccum.units import GIB, MIB, format_bytes, parse_size, percent, precise_bytes, signed_bytes
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,24 @@ def test_formatted_sizes_read_back_within_their_digits(count: int) -> None:
     text = format_bytes(count)
     if count:
         assert abs(parse_size(text).resolve(0) - count) <= 0.06 * count
+
+
+@given(st.integers(min_value=100 * MIB, max_value=2**50))
+def test_one_percent_is_seen(count: int) -> None:
+    assert precise_bytes(count) != precise_bytes(count + count // 50)
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_a_change_has_a_sign_either_way(count: int) -> None:
+    assert signed_bytes(count) == f"+{precise_bytes(count)}"
+    assert signed_bytes(-count) == f"-{precise_bytes(count)}"
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [(0, "0.0 %"), (1, "+<0.001 %"), (30_000, "+0.003 %"), (500_000, "+0.1 %"), (-83 * 10**6, "-8.3 %")],
+    ids=["none", "next to none", "little", "a tenth", "less"],
+)
+def test_percent_never_shows_a_change_as_none(part: int, shown: str) -> None:
+    assert percent(part, 10**9, sign=True) == shown
+    assert percent(part, 10**9) == shown.lstrip("+")

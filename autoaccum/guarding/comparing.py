@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoaccum.guarding.attribution import growths
-from autoaccum.guarding.phrases import explain, share_of
+from autoaccum.guarding.phrases import explain
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.selection import guard_words
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Judgement, Outcome
-from autoaccum.units import MIB, format_bytes
+from autoaccum.units import MIB, format_bytes, percent, precise_bytes
 
 _REGRESSED = 1
 _UNMEASURED = 3
@@ -132,7 +132,8 @@ def _figures(measurement: Measurement) -> tuple[object, ...]:
 
 
 def _growth(before_bytes: int, now_bytes: int) -> str:
-    return f"{format_bytes(now_bytes - before_bytes)} ({share_of(now_bytes - before_bytes, before_bytes)})"
+    grown = now_bytes - before_bytes
+    return f"{precise_bytes(grown)} ({percent(grown, before_bytes)})"
 
 
 def _hint(outcome: Outcome, command: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from autoaccum.units import GIB, format_bytes
+from autoaccum.units import precise_bytes
 
 SCHEMA: Final = 1
 SCHEMA_KEY: Final = "autoaccum-lock"
@@ -47,21 +47,17 @@ def _entry_lines(name: str, record: Mapping[str, Any]) -> Iterator[str]:
 
 def _with_size(key: str, value: Any) -> str:
     if key.endswith("-bytes") or key == "categories":
-        return f"{_value(value)}  # {_size(value)}"
+        return f"{_value(value)}  # {precise_bytes(value)}"
     return _value(value)
 
 
 def _row(row: list[Any]) -> str:
     """Of `lock_entries.to_record`: a holding, figures first so that columns stay where they are, or a moment."""
     if isinstance(row[0], str):
-        return f"{_value(row)},  # {_size(row[1])}"
+        return f"{_value(row)},  # {precise_bytes(row[1])}"
     count, each_bytes, *words = row
     figures = f"{count:>4_}, {each_bytes:>15_}"
-    return f"[{figures}, {', '.join(map(_value, words))}],  # {_size(count * each_bytes)}"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.2f} GiB" if abs(size_bytes) >= GIB else format_bytes(size_bytes)
+    return f"[{figures}, {', '.join(map(_value, words))}],  # {precise_bytes(count * each_bytes)}"
 
 
 def _key(key: str) -> str:

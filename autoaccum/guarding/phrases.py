@@ -9,7 +9,7 @@ from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.guarding.differences import LASTING
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.guarding.verdicts import Growth
-from autoaccum.units import GIB, format_bytes
+from autoaccum.units import percent, signed_bytes
 
 _MOST = 3
 _LITTLE = 0.1
@@ -30,34 +30,9 @@ def explain(case: Case, before: Measurement, now: Measurement, growths: Sequence
     fits = _fits(case, before, now)
     if not (grown or causes or held):
         return fits
-    told = f"{signed_bytes(grown)} ({share_of(grown, before.peak_bytes, sign=True)})" if grown else held
+    told = f"{signed_bytes(grown)} ({percent(grown, before.peak_bytes, sign=True)})" if grown else held
     told = told or "the peak is as high as it was"
     return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
-
-
-def signed_bytes(count: int) -> str:
-    """A growth, to three digits.
-
-    >>> signed_bytes(1299227607), signed_bytes(-8 * 2**20), signed_bytes(0)
-    ('+1.21 GiB', '-8.0 MiB', '+0 B')
-    """
-    sign, size = "-" if count < 0 else "+", abs(count)
-    if GIB <= size < 100 * GIB:
-        return f"{sign}{size / GIB:.{2 if size < 10 * GIB else 1}f} GiB"
-    return f"{sign}{format_bytes(size)}"
-
-
-def share_of(part_bytes: int, whole_bytes: int, *, sign: bool = False) -> str:
-    """A part in percent.
-
-    >>> share_of(83, 1000), share_of(83, 1000, sign=True), share_of(1, 100000)
-    ('8.3 %', '+8.3 %', '0.001 %')
-    """
-    if not whole_bytes:
-        return "from 0"
-    percent = 100 * part_bytes / whole_bytes
-    shown = f"{percent:.1f}" if abs(percent) >= 0.05 or not percent else f"{percent:.1g}"
-    return f"{'+' if sign and percent > 0 else ''}{shown} %"
 
 
 @dataclass
@@ -131,7 +106,7 @@ def _held(before: Measurement, now: Measurement) -> str:
     if before.held_bytes is None or now.held_bytes is None or before.held_bytes == now.held_bytes:
         return ""
     grown = now.held_bytes - before.held_bytes
-    return f"{signed_bytes(grown)} ({share_of(grown, before.held_bytes, sign=True)}) of the same peak are held"
+    return f"{signed_bytes(grown)} ({percent(grown, before.held_bytes, sign=True)}) of the same peak are held"
 
 
 def _fits(case: Case, before: Measurement, now: Measurement) -> str:

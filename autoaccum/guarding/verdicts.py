@@ -45,8 +45,8 @@ class Judgement:
         outcome: What it came to.
         exit_code: What it alone would end with.
         reasons: Why it is not well, or what could not be measured, as sentences; the first is the heaviest.
-        hint: The way out, or what is to be done next, in words; empty where there is none.
-        command: The exact command that does it, to be copied; empty where there is none.
+        hint: The way out, or what is next, in words, without the command; empty where there is none.
+        command: The one command that does what the hint says, as it is typed; empty where there is none.
         explanation: In one line what grew, by how much and what now fits, as in the issue; empty where nothing changed.
         growths: What grew and shrank, the most first.
         before: What it is compared with; None where there is none.

@@ -10,7 +10,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
 from autoaccum.reporting.plain_text import one_line
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, percent, signed_bytes
 
 _NONE = "-"
 _NO_MODULE = "(no module)"
@@ -80,7 +80,7 @@ def change_lines(console: Console, changes: Iterable[Change]) -> Iterator[Text]:
     yield Text(f"{before}what", "bold")
     for change in changes:
         least = _NONE if change.least_bytes is None else format_bytes(change.least_bytes)
-        figures = f"{one_line(change.name):<{width}}{signed_bytes(change.saved_bytes):>11}{least:>14}  "
+        figures = f"{one_line(change.name):<{width}}{change_words(change.saved_bytes):>11}{least:>14}  "
         said = change.what if change.message is None else f"{change.what}: not simulated ({change.message})"
         style = "green" if (change.saved_bytes or 0) > 0 else ""
         # No word is broken: settings are copied.
@@ -95,17 +95,15 @@ def change_lines(console: Console, changes: Iterable[Change]) -> Iterator[Text]:
             yield Text.assemble((figures, style) if beside and number == 0 else indent, part)
 
 
-def signed_bytes(saved_bytes: int | None) -> str:
+def change_words(saved_bytes: int | None) -> str:
     """How a peak changes that is less by `saved_bytes`.
 
-    >>> signed_bytes(3 * 2**30), signed_bytes(-2 * 2**30), signed_bytes(0), signed_bytes(None)
-    ('-3.0 GiB', '+2.0 GiB', 'as it is', '-')
+    >>> change_words(3 * 2**30), change_words(-2 * 2**30), change_words(0), change_words(None)
+    ('-3.00 GiB', '+2.00 GiB', 'as it is', '-')
     """
     if saved_bytes is None:
         return _NONE
-    if saved_bytes == 0:
-        return "as it is"
-    return f"{'-' if saved_bytes > 0 else '+'}{format_bytes(abs(saved_bytes))}"
+    return signed_bytes(-saved_bytes) if saved_bytes else "as it is"
 
 
 def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[Text]:
@@ -118,7 +116,7 @@ def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[T
 
 
 def _share(held: int, peak_bytes: int) -> str:
-    return f"{100 * held / peak_bytes:.1f} %" if peak_bytes else _NONE
+    return percent(held, peak_bytes) if peak_bytes else _NONE
 
 
 def _print(console: Console, line: Text) -> None:

@@ -94,7 +94,7 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
 
 
 def _message(judgement: Judgement) -> str:
-    lines = [judgement.explanation, *judgement.reasons, judgement.hint]
+    lines = [judgement.explanation, *judgement.reasons, judgement.hint, judgement.command]
     return "\n".join(one_line(line) for line in lines if line) or LABELS[judgement.outcome]
 
 

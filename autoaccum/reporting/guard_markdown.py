@@ -7,18 +7,10 @@ from collections.abc import Iterator
 
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.verdicts import Judgement, Report
-from autoaccum.reporting.guard_figures import (
-    NONE,
-    Figure,
-    figures,
-    largest_words,
-    outcome_counts,
-    signed,
-    size,
-    split_command,
-)
+from autoaccum.reporting.guard_figures import NONE, Figure, figures, largest_words, outcome_counts
 from autoaccum.reporting.guard_text import LABELS, compared, growth_words, hint_title
 from autoaccum.reporting.plain_text import one_line
+from autoaccum.units import precise_bytes, signed_bytes
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
 """What markdown, GitHub's additions to it or HTML may read as structure anywhere. A character reference is never read
@@ -39,7 +31,7 @@ def report_markdown(report: Report, *, details: bool = True) -> str:
     blocks = [f"### autoaccum guard: {_heading(report)}", escape(_capital(compared(report)))]
     if report.judgements:
         rows = [_row(judgement) for judgement in report.judgements]
-        head = ["| case | verdict | peak | least budget | largest fit |", "| --- | --- | --- | --- | --- |"]
+        head = ["| case | outcome | peak | least budget | largest fit |", "| --- | --- | --- | --- | --- |"]
         blocks.append("\n".join([*head, *rows]))
     if details:
         blocks += [block for judgement in report.judgements for block in _details(judgement)]
@@ -74,16 +66,16 @@ def _capital(text: str) -> str:
 
 
 def _row(judgement: Judgement) -> str:
-    verdict = LABELS[judgement.outcome]
-    cells = [code(case_name(judgement.case)), f"**{verdict}**" if judgement.exit_code else verdict]
+    outcome = LABELS[judgement.outcome]
+    cells = [code(case_name(judgement.case)), f"**{outcome}**" if judgement.exit_code else outcome]
     now, both = judgement.now, {figure.name: figure for figure in figures(judgement)}
     if now is None:
         cells += [NONE] * 3
     elif both:
         cells += [_change(both.get(name)) for name in ("peak", "least budget", "largest fit")]
     else:
-        least = NONE if now.least_bytes is None else size(now.least_bytes)
-        cells += [size(now.peak_bytes), least, largest_words(now)]
+        least = NONE if now.least_bytes is None else precise_bytes(now.least_bytes)
+        cells += [precise_bytes(now.peak_bytes), least, largest_words(now)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -113,12 +105,12 @@ def _body(judgement: Judgement) -> Iterator[str]:
     growths = judgement.growths if judgement.outcome in ("regressed", "improved") else ()
     if growths:
         rows = [
-            f"| {signed(one.bytes)} | {escape(growth_words(one))} | {escape(one.change)} |"
+            f"| {signed_bytes(one.bytes)} | {escape(growth_words(one))} | {escape(one.change)} |"
             for one in growths[:_MOST_GROWTHS]
         ]
         rest = growths[_MOST_GROWTHS:]
         if rest:
-            rows.append(f"| {signed(sum(one.bytes for one in rest))} | {len(rest)} more | |")
+            rows.append(f"| {signed_bytes(sum(one.bytes for one in rest))} | {len(rest)} more | |")
         yield "\n".join(["| change | for what | how |", "| ---: | --- | --- |", *rows])
     if judgement.traceback:
         # Indented code would end at the first line that is not; a fence, at one in the text.
@@ -127,8 +119,8 @@ def _body(judgement: Judgement) -> Iterator[str]:
     points += [f"note: {one}" for one in judgement.notes]
     lines = [f"- {escape(one_line(point))}" for point in points]
     if judgement.hint:
-        words, offered = split_command(judgement.hint)
-        lines.append(f"- {hint_title(judgement)}: {escape(words)}{f': {code(offered)}' if offered else ''}")
+        words = f"- {hint_title(judgement)}: {escape(one_line(judgement.hint))}"
+        lines.append(f"{words}: {code(judgement.command)}" if judgement.command else words)
     yield "\n".join(lines)
 
 

@@ -15,9 +15,9 @@ from autoaccum.guarding.events import CaseFinished, CaseStarted, CheckedOut, Eve
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.verdicts import Judgement
 from autoaccum.reporting.consoles import PlainConsole
-from autoaccum.reporting.guard_figures import percent, signed
 from autoaccum.reporting.guard_text import LABELS, STYLES
 from autoaccum.reporting.plain_text import one_line
+from autoaccum.units import percent, signed_bytes
 
 _LABEL_WIDTH = max(map(len, LABELS.values()))
 
@@ -108,5 +108,5 @@ def finished_line(judgement: Judgement, number: int, count: int, seconds: float)
     whole.append(f"  {one_line(case_name(judgement.case))}")
     grown = judgement.growth_bytes
     if grown and judgement.before is not None and judgement.outcome != "unmeasured":
-        whole.append(f"  {signed(grown)} ({percent(grown / judgement.before.peak_bytes)})", "dim")
+        whole.append(f"  {signed_bytes(grown)} ({percent(grown, judgement.before.peak_bytes, sign=True)})", "dim")
     return whole

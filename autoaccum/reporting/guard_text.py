@@ -13,9 +13,10 @@ from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.records import Measurement
 from autoaccum.guarding.verdicts import Growth, Judgement, Outcome, Report
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.guard_figures import figures, largest_words, outcome_counts, signed, size, split_command
+from autoaccum.reporting.guard_figures import figures, largest_words, outcome_counts
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.rows import row_lines
+from autoaccum.units import precise_bytes, signed_bytes
 
 LABELS: dict[Outcome, str] = {
     "unchanged": "unchanged",
@@ -100,11 +101,11 @@ def judgement_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
 
 def measured_words(now: Measurement) -> str:
     """What was measured, in one line."""
-    words = [f"peak {size(now.peak_bytes)}"]
+    words = [f"peak {precise_bytes(now.peak_bytes)}"]
     if now.runs:
-        words[0] += f" (median of {len(now.runs)} runs, {size(now.spread_bytes)} apart)"
+        words[0] += f" (median of {len(now.runs)} runs, {precise_bytes(now.spread_bytes)} apart)"
     if now.least_bytes is not None:
-        words.append(f"least budget {size(now.least_bytes)}")
+        words.append(f"least budget {precise_bytes(now.least_bytes)}")
     words.append(f"largest fit {largest_words(now)}")
     words.append(f"parts {format_parts(now.micro_batches)}")
     return ", ".join(words)
@@ -125,10 +126,10 @@ def growth_lines(growths: Sequence[Growth]) -> Iterator[Text]:
     yield Text(f"  {'change':>{_COLUMN}}  for what", "dim")
     for growth in growths[:_MOST_GROWTHS]:
         change = f" ({growth.change})" if growth.change else ""
-        yield Text(f"  {signed(growth.bytes):>{_COLUMN}}  {growth_words(growth)}{change}")
+        yield Text(f"  {signed_bytes(growth.bytes):>{_COLUMN}}  {growth_words(growth)}{change}")
     rest = growths[_MOST_GROWTHS:]
     if rest:
-        yield Text(f"  {signed(sum(growth.bytes for growth in rest)):>{_COLUMN}}  {len(rest)} more", "dim")
+        yield Text(f"  {signed_bytes(sum(growth.bytes for growth in rest)):>{_COLUMN}}  {len(rest)} more", "dim")
 
 
 def growth_words(growth: Growth) -> str:
@@ -150,13 +151,12 @@ def _remarks(judgement: Judgement) -> Iterator[tuple[str, Text]]:
 
 
 def _hint_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
-    """The way out; a command at its end gets a line of its own, which is never wrapped, so that it can be copied."""
-    if not judgement.hint:
-        return
-    words, offered = split_command(judgement.hint)
-    yield from row_lines(console, hint_title(judgement, "  "), Text(f"{words}:" if offered else words))
-    if offered:
-        yield Text(f"    {offered}", "cyan")
+    """The way out; its command has a line of its own, which is never wrapped, so that it can be copied."""
+    if judgement.hint:
+        words = f"{judgement.hint}:" if judgement.command else judgement.hint
+        yield from row_lines(console, hint_title(judgement, "  "), Text(words))
+    if judgement.command:
+        yield Text(f"    {judgement.command}", "cyan")
 
 
 def hint_title(judgement: Judgement, indent: str = "") -> str:

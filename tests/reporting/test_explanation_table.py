@@ -11,7 +11,7 @@ import pytest
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Change, Explanation, ModuleShare
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.explanation_table import module_lines, print_explanation, signed_bytes
+from autoaccum.reporting.explanation_table import change_words, module_lines, print_explanation
 from autoaccum.units import GIB, MIB
 
 
@@ -93,12 +93,12 @@ def test_the_whole_at_80_columns() -> None:
         "(the model itself)  Net               1    1.0 MiB         0 B\n"
         "\n"
         "change              peak  least budget  what\n"
-        "checkpoint      -3.0 GiB       6.0 GiB  run the 12 blocks layers.* again in\n"
+        "checkpoint     -3.00 GiB       6.0 GiB  run the 12 blocks layers.* again in\n"
         "                                        backward (torch.utils.checkpoint); their\n"
         "                                        BatchNorms then update running\n"
         "                                        statistics twice\n"
         "fused=True      as it is       1.0 GiB  AdamW(..., fused=True)\n"
-        "foreach=False   +1.0 GiB       9.0 GiB  one by one\n"
+        "foreach=False  +1.00 GiB       9.0 GiB  one by one\n"
         "SGD                    -             -  SGD in place of AdamW: not simulated (it\n"
         "                                        broke)\n"
     )
@@ -161,7 +161,7 @@ def test_words_are_not_broken() -> None:
     text = draw(replace(EXPLANATION, changes=(change,)))
     assert text.endswith(
         "change                    peak  least budget  what\n"
-        "expandable_segments   -1.0 GiB       1.0 GiB\n"
+        "expandable_segments  -1.00 GiB       1.0 GiB\n"
         "    segments that grow, which leave less unused\n"
         "    (PYTORCH_ALLOC_CONF=expandable_segments:True)\n"
     )
@@ -171,7 +171,7 @@ def test_words_are_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "text"), [(None, "-"), (0, "as it is"), (GIB, "-1.0 GiB"), (-GIB, "+1.0 GiB"), (512, "-512 B")]
+    ("saved", "text"), [(None, "-"), (0, "as it is"), (GIB, "-1.00 GiB"), (-GIB, "+1.00 GiB"), (512, "-512 B")]
 )
 def test_savings_have_a_sign(saved: int | None, text: str) -> None:
-    assert signed_bytes(saved) == text
+    assert change_words(saved) == text

@@ -36,7 +36,8 @@ REGRESSED = Judgement(
     exit_code=1,
     explanation="+1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
     reasons=("the peak grew by 8.9 %, allowed are 1 %", "rtx3090 now holds 24 instead of 32"),
-    hint="if meant, lock it: `autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update`",
+    hint="if meant, lock it",
+    command="autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
     growths=(
         Growth(category="activations", module="blocks.*.mlp", bytes=1200 * MIB, change="bf16 -> fp32"),
         Growth(category="optimizer_state", module="head_|<b>`x", bytes=100 * MIB, change="new"),
@@ -49,7 +50,7 @@ UNCHANGED = Judgement(case=dataclasses.replace(CASE, gpu="a100-80gb"), outcome="
 WITHIN = Judgement(
     case=dataclasses.replace(CASE, precision="fp32"),
     outcome="within",
-    explanation="+2.0 MiB (+0.0 %): temporaries +2.0 MiB",
+    explanation="+2.0 MiB (+0.01 %): temporaries +2.0 MiB",
     before=BEFORE,
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
@@ -57,7 +58,8 @@ IMPROVED = Judgement(
     case=dataclasses.replace(CASE, gpu="v100"),
     outcome="improved",
     explanation="-1.25 GiB (-8.2 %): activations of blocks.*.mlp -1.20 GiB",
-    hint="lock it in: `autoaccum guard train.py --gpu v100 --update`",
+    hint="lock it in",
+    command="autoaccum guard train.py --gpu v100 --update",
     before=NOW,
     now=BEFORE,
 )
