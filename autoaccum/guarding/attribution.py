@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from autoaccum.devices.base import Phase
@@ -43,8 +44,8 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
         shares = push_down([row for row in rows if row.category == category], modules)
         grown = now.categories.get(category, 0) - moment.categories.get(category, 0)
         if category != "unused":
-            hidden_bytes = max(0, _rest_bytes(category, held) - _rest_bytes(category, now.holdings))
-            found += _cut(_joined(category, shares, hidden_bytes), category, grown)
+            hidden = partial(_hidden_bytes, category=category, before=held, now=now.holdings)
+            found += _cut(_joined(category, shares, hidden), category, grown)
     unused = (now.peak_bytes - (now.held_bytes or 0)) - (before.peak_bytes - moment.held_bytes)
     found.append(Growth(category="unused", module="", bytes=unused))
     sign = 1 if now.peak_bytes >= before.peak_bytes else -1
@@ -76,12 +77,30 @@ def moment_compared(before: Measurement, now: Measurement) -> Moment:
     )
 
 
-def _rest_bytes(category: Category, holdings: Sequence[Holding]) -> int:
-    """What is not told by module."""
-    return sum(holding.bytes for holding in holdings if holding.category == category and is_rest(holding))
+def _hidden_bytes(share: Share, *, category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """What of a share may have been there before, among what is not told by module; nothing of a module that is new.
+
+    A module is if none of its parameters were there, and they are more than what of such may have been hidden.
+    """
+    modules = {difference.module for difference in share.differences} - {""}
+    were, are = (
+        sum(each.bytes for each in held if each.category == "parameters" and each.module in modules)
+        for held in (before, now)
+    )
+    if not were and are > _less_untold("parameters", before, now):
+        return 0
+    return _less_untold(category, before, now)
 
 
-def _joined(category: Category, shares: Sequence[Share], hidden_bytes: int) -> list[Growth]:
+def _less_untold(category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """By how much less is not told by module."""
+    were, are = (
+        sum(each.bytes for each in held if each.category == category and is_rest(each)) for held in (before, now)
+    )
+    return max(0, were - are)
+
+
+def _joined(category: Category, shares: Sequence[Share], hidden: Callable[[Share], int]) -> list[Growth]:
     """A growth for each share; those that are little beside another of the same module are told with it."""
     found: list[Growth] = []
     for share in sorted(shares, key=lambda share: -abs(share.bytes)):
@@ -89,7 +108,7 @@ def _joined(category: Category, shares: Sequence[Share], hidden_bytes: int) -> l
         if first is not None and abs(share.bytes) < _LITTLE * abs(found[first].bytes):
             found[first] = dataclasses.replace(found[first], bytes=found[first].bytes + share.bytes)
         else:
-            change = what_changed(share, hidden_bytes)
+            change = what_changed(share, hidden(share))
             found.append(Growth(category=category, module=share.module, bytes=share.bytes, change=change))
     return found
 

@@ -69,10 +69,10 @@ def _faults(before: Measurement, now: Measurement, tolerance: Tolerance) -> Iter
     """What is worse than it may be, the heaviest first."""
     if before.fits and not now.fits:
         there = format_bytes(now.limit_bytes)
-        takes = f"more than the {there} that"
+        needs = f"more than the {there} that"
         if now.kind == "predicted":
-            takes = f"{format_bytes(now.least_bytes or now.peak_bytes)}, {there}"
-        yield f"micro-batch {now.micro_batch} does not fit any more: it takes {takes} are there"
+            needs = f"at least {format_bytes(now.least_bytes or now.peak_bytes)}, {there}"
+        yield f"micro-batch {now.micro_batch} does not fit any more: it needs {needs} are there"
     if now.largest < _least_expected(before, now):
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
     allowed = f"{tolerance} is allowed"

@@ -99,10 +99,10 @@ def _budget_warning(found: Measurement) -> str:
 def _too_large(measurement: Measurement) -> DoesNotFitError:
     """The error for a size that was asked for."""
     largest, there = measurement.largest, format_bytes(measurement.limit_bytes)
-    takes = f"{format_bytes(measurement.peak_bytes)}, {there}"
+    needs = f"at least {format_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there}"
     if measurement.kind == "measured":
-        takes = f"more than the {there} that"
+        needs = f"more than the {there} that"
     return DoesNotFitError(
-        f"micro-batch {measurement.micro_batch} does not fit: it takes {takes} are there",
+        f"micro-batch {measurement.micro_batch} does not fit: it needs {needs} are there",
         hint=f"the largest that fits is {largest}" if largest else "not even a micro-batch of 1 fits",
     )

@@ -21,7 +21,6 @@ _MATH: Final = "math"
 
 _MOST = 0.5
 _PART = 8
-_SURELY_NEW = 10
 _NOBODYS: Final[tuple[Category, ...]] = ("averages", "workspace")
 _MOVED = {"", "aten._to_copy"}
 """Operators that bring to the card what a model was built with."""
@@ -57,12 +56,12 @@ def _difference(share: Share, hidden_bytes: int) -> str:
     now = [holding for difference in share.differences for holding in difference.now]
     if not now:
         return "" if all(map(is_rest, before)) else "gone"
-    is_new = not before and share.bytes >= _SURELY_NEW * hidden_bytes
+    is_new = not before and not hidden_bytes
     if now[0].category in LASTING:
         kept = "" if is_new and share.module else _kept(before, now)
         return kept or _dtypes(before, now) or ("new" if is_new else "")
-    if is_new:
-        return ", ".join(filter(None, ("new", _made(now, ()))))
+    if not before:
+        return ", ".join(filter(None, ("new" if is_new else "", _made(now, ()))))
     if not any(holding.module for holding in now):
         return _made(now, before)
     kernels, dtypes = _kernels(before, now), _dtypes(before, now)

@@ -263,8 +263,23 @@ class TestFolded:
         before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.12))
         now = measured(*blocks(2, mlp=64), row("activations", "norm", 0.14))
         assert [(module, change) for _, module, _, change in told(fold(before), now)] == [
-            ("norm", ""),
+            ("norm", "aten.mm in bf16"),
             ("", "in small modules"),
+        ]
+
+    def test_what_may_have_been_there_is_not_called_new_though_it_is_far_more_now(self) -> None:
+        """Statistics of a norm, in place of which a whole copy in another dtype is kept."""
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.1))
+        now = measured(*blocks(2, mlp=64), row("activations", "norm", 64, "float32", "aten._to_copy"))
+        assert told(fold(before), now)[0] == ("activations", "norm", 64, "aten._to_copy in fp32")
+
+    def test_a_module_with_parameters_of_its_own_is_new_whatever_was_folded(self) -> None:
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.1))
+        now = measured(*blocks(2, mlp=64), row("activations", "mix", 64), row("parameters", "mix", 8))
+        found = told(fold(before), now)
+        assert [(module, change) for _, module, _, change in found if module] == [
+            ("mix", "new, aten.mm in bf16"),
+            ("mix", "new"),
         ]
 
     def test_a_renamed_one_that_came_below_the_bound_is_not_gone(self) -> None:

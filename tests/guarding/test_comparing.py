@@ -129,7 +129,9 @@ def test_less_than_a_segment_of_the_allocator_counts_only_if_it_is_held() -> Non
 def test_a_schedule_that_fits_no_more_is_the_heaviest_reason() -> None:
     judgement = judged(grown(9 * GIB, fits=False, largest=0, least_bytes=24 * GIB))
     assert judgement.outcome == "regressed"
-    assert judgement.reasons[0] == "micro-batch 32 does not fit any more: it takes 24.0 GiB, 23.0 GiB are there"
+    assert (
+        judgement.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.0 GiB, 23.0 GiB are there"
+    )
     assert len(judgement.reasons) == 3
     assert judgement.explanation.endswith("; rtx3090 now holds none instead of 32")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
+from autoaccum.guarding import measuring
 from autoaccum.guarding.measuring import measure, request_of
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.guarding.simulated_measuring import measure_simulated
@@ -185,6 +186,15 @@ def test_a_file_is_measured_where_its_checkout_lies(write_workload: Callable[[st
     assert (found.micro_batches, found.largest, found.capped, found.fits) == ((1000, 1000), 1000, True, True)
     assert (found.precision, found.optimizer, found.limit_bytes) == ("bf16", "SGD", 64 * MIB)
     assert {holding.module for holding in found.holdings} >= {"0", "2"}
-    with pytest.raises(DoesNotFitError, match="the largest that fits is [1-9]") as told:
-        measure(dataclasses.replace(case, micro_batch=100_000), Checkout(folder))
-    assert "micro-batch 100000 does not fit: it takes" in told.value.message
+
+
+def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    case = Case(workload="model.py", gpu="rtx3090", micro_batch=1000)
+    subject = make_subject(SyntheticTracer(), request_of(case), 2.0)
+    monkeypatch.setattr(measuring, "find_subject", lambda *asked: subject)
+    with pytest.raises(DoesNotFitError) as told:
+        measure(case, Checkout(tmp_path))
+    assert re.fullmatch(
+        r"micro-batch 1000 does not fit: it needs at least \d[\d.]+ GiB, 2\.0 GiB are there", told.value.message
+    )
+    assert re.fullmatch(r"the largest that fits is [1-9]\d*", told.value.hint)
