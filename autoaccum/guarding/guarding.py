@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shlex
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +15,13 @@ from autoaccum.errors import AutoaccumError, LockFileError, MissingLockError, No
 from autoaccum.guarding.baseline import check_there, checked_out
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.events import CheckedOut, Listener
-from autoaccum.guarding.lock_file import Lock, read_names, write_lock
+from autoaccum.guarding.judging import unmeasured
+from autoaccum.guarding.lock_file import salvage_lock, write_lock
 from autoaccum.guarding.locking import Locked
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.rounds import Measure, Round
-from autoaccum.guarding.selection import Selection, select_cases
+from autoaccum.guarding.selection import Selection, asked_words, select_cases
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Judgement, Report
 from autoaccum.planning.files import check_output
@@ -65,17 +68,22 @@ def guard(
     deadline = None if time_limit is None else time.monotonic() + time_limit
     tell = on_event or (lambda event: None)
     if baseline is not None:
-        return _compare_revisions(selection, project, baseline, allowed, Round(tell, on_output, deadline))
+        round_ = Round(tell, on_output, deadline, partial(_unmeasured, None, selection))
+        return _compare_revisions(selection, project, baseline, allowed, round_)
     locked = _read(project, fresh=update and force)
     if update:
         check_output(project.lock, force=True, way_out="name another by --lock")
-    cases = _cases(selection, locked, prune=prune)
-    round_ = Round(tell, on_output, deadline, otherwise=partial(_way_out, locked))
+    cases = _cases(selection, locked, prune=prune, force=force)
+    locked.check_kept(cases, prune=prune)
+    round_ = Round(tell, on_output, deadline, partial(_unmeasured, locked, selection))
     judgements = round_.judge_all(cases, partial(locked.relock if update else locked.check, tolerance=allowed))
     written = None
     if any(judgement.outcome == "locked" for judgement in judgements):
-        write_lock(project.lock, locked.relocked(judgements, prune=prune), force=force)
+        now = _read(project, fresh=force)  # Another guard may have written it meanwhile.
+        write_lock(project.lock, now.relocked(judgements, prune=prune), force=force)
         written = _from_here(project.lock)
+    if locked.warning:
+        judgements = _warned(judgements, locked.warning)
     return Report(judgements=judgements, against=_from_here(project.lock), tolerance=allowed, updated=written)
 
 
@@ -94,16 +102,21 @@ def _check_together(selection: Selection, project: Project, *, update: bool, pru
 
 
 def _read(project: Project, *, fresh: bool) -> Locked:
-    """The lock; where it cannot be read and a `fresh` one is wanted, what it names."""
+    """The lock; where it cannot be read and a `fresh` one is wanted, what can be told of it."""
     try:
         return Locked.read(project)
     except LockFileError:
         if not fresh:
             raise
-        return Locked(Lock(), project, salvaged=read_names(project.lock))
+        return Locked.salvage(project)
 
 
-def _cases(selection: Selection, locked: Locked, *, prune: bool) -> tuple[Case, ...]:
+def _warned(judgements: tuple[Judgement, ...], warning: str) -> tuple[Judgement, ...]:
+    first, *others = judgements
+    return (dataclasses.replace(first, warnings=(warning, *first.warnings)), *others)
+
+
+def _cases(selection: Selection, locked: Locked, *, prune: bool, force: bool) -> tuple[Case, ...]:
     """The cases of a call, in the order of the lock.
 
     Raises:
@@ -114,29 +127,31 @@ def _cases(selection: Selection, locked: Locked, *, prune: bool) -> tuple[Case, 
     cases = locked.without_moved(select_cases(selection, project, known, locked.gone))
     if cases:
         return cases
-    what = selection.workload or "model.py"
-    hint = f"run `autoaccum guard {what} --gpu NAME --target-batch N --update`, which writes one"
+    flags = ("--update", "--force") if force else ("--update",)
+    hint = f"lock it by `{asked_words(selection, *project.options, *flags)}`"
     if not locked.there and not project.cases:
-        raise MissingLockError(f"there is no {project.lock.name} in {project.folder}, and nothing to guard", hint=hint)
+        raise MissingLockError(f"there is no {project.lock.name} in {project.lock.parent}", hint=hint)
     about = "nothing" if selection.workload is None else f"nothing of {selection.workload}"
     raise NotMeasuredError(f"{about} that is locked or named in pyproject.toml is as asked", hint=hint)
 
 
-def _way_out(locked: Locked, case: Case) -> str:
-    """Another one, for an entry that was left behind."""
-    project = locked.project
-    if case not in locked.lock.entries or case in project.cases:
-        return ""
-    if not project.cases:
-        return f"delete its entry from {project.lock.name} if it is guarded no more"
-    return "drop its entry if it is guarded no more: autoaccum guard --update --prune"
+def _unmeasured(locked: Locked | None, selection: Selection, case: Case, error: AutoaccumError) -> Judgement:
+    """That a case cannot be measured, and what to do about an entry that was left behind."""
+    told = unmeasured(case, error, called=selection.workload is not None)
+    if locked is None or case not in locked.lock.entries or case in locked.project.cases:
+        return told
+    project, hint, command = locked.project, f"delete its entry from {locked.project.lock.name}", ""
+    if project.cases:
+        hint, command = "drop its entry", shlex.join(["autoaccum", "guard", *project.options, "--update", "--prune"])
+    hints = filter(None, (told.hint, f"{hint} if it is guarded no more"))
+    return dataclasses.replace(told, hint=", or ".join(hints), command=command)
 
 
 def _compare_revisions(
     selection: Selection, project: Project, revision: str, tolerance: Tolerance, round_: Round
 ) -> Report:
     """Measure all cases in both."""
-    cases = select_cases(selection, project, (*project.cases, *read_names(project.lock)))
+    cases = select_cases(selection, project, () if selection.is_whole else (*project.cases, *_locked_names(project)))
     if not cases:
         raise NotMeasuredError(
             "neither pyproject.toml nor a lock names anything that is as asked",
@@ -156,6 +171,20 @@ def _compare_revisions(
 
         judgements = round_.judge_all(cases, judge)
     return Report(judgements=judgements, against=revision, tolerance=tolerance)
+
+
+def _locked_names(project: Project) -> tuple[Case, ...]:
+    """The cases that a lock names, whatever became of their figures.
+
+    Raises:
+        LockFileError: Which they are cannot be told of all of them.
+    """
+    found = salvage_lock(project.lock)
+    if found.lost or found.cut:
+        what = f"{project.lock}, {found.lost[0]} cannot be told" if found.lost else f"{project.lock} is cut off"
+        hint = "restore it, or name what is compared: WORKLOAD --gpu NAME --target-batch N"
+        raise LockFileError(f"{what}, so that not all that it names could be compared", hint=hint)
+    return found.named
 
 
 def _from_here(path: Path) -> str:

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autoaccum.errors import AutoaccumError, NotMeasuredError, WorkloadError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.verdicts import Judgement
 
 _UNMEASURED = NotMeasuredError.exit_code
 
 
-def unmeasured(case: Case, error: AutoaccumError, *, otherwise: str = "") -> Judgement:
+def unmeasured(case: Case, error: AutoaccumError, *, called: bool = True) -> Judgement:
     """That an error came in place of figures.
 
     Args:
         case: Of this case.
         error: The error.
-        otherwise: Another way out.
+        called: Whether the call names the workload. What is wrong with one that a lock or `pyproject.toml` names is no
+            fault of the call: it could not be measured.
     """
+    code = error.exit_code
     return Judgement(
         case=case,
         outcome="unmeasured",
-        exit_code=error.exit_code,
+        exit_code=_UNMEASURED if code == UsageError.exit_code and not called else code,
         reasons=(error.message,),
-        hint=", or ".join(filter(None, (error.hint, otherwise))),
+        hint=error.hint or "",
         traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
     )
 
@@ -37,7 +39,8 @@ def not_locked(case: Case, where: str, command: str) -> Judgement:
         outcome="unmeasured",
         exit_code=_UNMEASURED,
         reasons=(where,),
-        hint=f"lock what it takes now, on a branch that is right: {command}",
+        hint="lock what it takes now, on a branch that is right",
+        command=command,
     )
 
 
@@ -60,7 +63,8 @@ def incomparable(case: Case, before: Measurement, now: Measured, command: str) -
         outcome="unmeasured",
         exit_code=_UNMEASURED,
         reasons=reasons,
-        hint=f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right: {command}",
+        hint=f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right",
+        command=command,
         before=before,
         now=now.measurement,
         warnings=now.warnings,

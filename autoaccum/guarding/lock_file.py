@@ -9,9 +9,10 @@ from pathlib import Path
 from autoaccum.errors import LockFileError, MissingLockError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.lock_entries import find_wrong_sum, to_record
-from autoaccum.guarding.lock_reader import ANEW, ANOTHER, read_text, salvage_cases
+from autoaccum.guarding.lock_reader import WaysOut, read_text
 from autoaccum.guarding.lock_text import lock_text
 from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.salvage import Salvage, salvage
 from autoaccum.planning.files import write_text
 
 
@@ -30,26 +31,33 @@ class Lock:
         object.__setattr__(self, "entries", ordered)
 
 
-def read_lock(path: Path) -> Lock:
+def read_lock(path: Path, ways: WaysOut | None = None) -> Lock:
     """The lock in a file; its holdings are folded (`guarding.folding`).
+
+    Args:
+        path: The file.
+        ways: What messages offer.
 
     Raises:
         MissingLockError: There is none.
         LockFileError: It cannot be read, is damaged, half merged, of something else or of a newer autoaccum.
     """
-    text = _read(path)
-    if text is None:
-        raise MissingLockError(f"there is no lock {path}", hint="write it by `autoaccum guard --update`")
-    return Lock(read_text(text, path))
+    ways = ways or WaysOut()
+    content = _read(path)
+    if content is None:
+        hint = f"write it by {ways.command('--update', named=ways.named)}"
+        raise MissingLockError(f"there is no lock {path}", hint=hint)
+    return Lock(_entries(content, path, ways))
 
 
-def read_names(path: Path) -> tuple[Case, ...]:
-    """The cases that a lock names, even one that cannot be read, as far as they can be told."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return ()
-    return tuple(dict.fromkeys(salvage_cases(text)))
+def salvage_lock(path: Path) -> Salvage:
+    """What a lock says, as far as it can be told; nothing where there is none.
+
+    Raises:
+        LockFileError: Its content cannot be read at all.
+    """
+    content = _read(path)
+    return Salvage() if content is None else salvage(content.decode(errors="replace").replace("\r\n", "\n"))
 
 
 def write_lock(path: Path, lock: Lock, *, force: bool = False) -> None:
@@ -68,25 +76,32 @@ def write_lock(path: Path, lock: Lock, *, force: bool = False) -> None:
     for case, measurement in lock.entries.items():
         if wrong := find_wrong_sum(measurement):
             raise ValueError(f"the measurement of {case_name(case)} {wrong}")
-    before = None if force else _read(path)
-    if before is not None:
-        read_text(before, path)
+    before = _read(path)
+    if before is not None and not force:
+        _entries(before, path, WaysOut())
     text = lock_text({case_name(case): to_record(case, found) for case, found in lock.entries.items()})
-    if text != before:
+    if text.encode() != before:
         write_text(path, text, force=True)
 
 
-def _read(path: Path) -> str | None:
-    """The text of a file; None where there is none."""
+def _entries(content: bytes, path: Path, ways: WaysOut) -> dict[Case, Measurement]:
     try:
-        return path.read_bytes().decode()
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        hint = ways.another if line == 1 else ways.anew
+        raise LockFileError(f"{path}, line {line}, is not UTF-8", hint=hint) from None
+    return read_text(text, path, ways)
+
+
+def _read(path: Path) -> bytes | None:
+    """What is in a file; None where there is none."""
+    try:
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
         raise LockFileError(f"{path} is a folder", hint="name a file by --lock") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise LockFileError(f"{path}, line {line}, is not UTF-8", hint=ANOTHER if line == 1 else ANEW) from None
     except OSError as error:
         raise LockFileError(f"{path} cannot be read ({error.strerror})", hint="correct that, or name another") from None
     except ValueError as error:  # A null byte in its name.

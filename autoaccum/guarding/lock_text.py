@@ -15,9 +15,10 @@ END: Final = "# The end: a lock that was cut off lacks it."
 _BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _HEAD = f"""\
 # What training takes of memory, so that a change that takes more is told before it is merged: `autoaccum guard`.
-# Not to be edited: `autoaccum guard --update` measures anew and writes it. After a conflict in a merge take one side,
-# whichever, and run that. Holdings at the peak: how many modules, bytes of each, what for, which modules (without those
-# in them), their class, dtype, operator; what is below 1/1000 of the peak is one row for each purpose.
+# Not to be edited: `autoaccum guard --update` measures anew and writes it. After a conflict in a merge run it with
+# --force, and it measures all that either side names. Holdings at the peak: how many modules, bytes of each, what for,
+# which modules (without those in them), their class, dtype, operator. What is below 1/1000 of the peak is one row for
+# each purpose, however many modules that is.
 {SCHEMA_KEY} = {SCHEMA}
 """
 

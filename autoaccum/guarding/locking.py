@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoaccum.devices.checkout import Checkout
-from autoaccum.errors import MissingLockError
+from autoaccum.errors import LockFileError, MissingLockError
+from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.judging import incomparable, not_locked
-from autoaccum.guarding.lock_file import Lock, read_lock
+from autoaccum.guarding.lock_file import Lock, read_lock, salvage_lock
+from autoaccum.guarding.lock_reader import WaysOut
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.rounds import Measure
@@ -27,13 +29,15 @@ class Locked:
         lock: What is locked; empty where there is no file.
         project: Whose.
         there: Whether there is a file.
-        salvaged: The cases that a file names which cannot be read.
+        damaged: The cases of a file that cannot be read as a whole, of which `lock` has no figures.
+        warning: What else is wrong with such a file; empty where nothing is.
     """
 
     lock: Lock
     project: Project
     there: bool = True
-    salvaged: tuple[Case, ...] = ()
+    damaged: tuple[Case, ...] = ()
+    warning: str = ""
 
     @classmethod
     def read(cls, project: Project) -> Locked:
@@ -43,27 +47,43 @@ class Locked:
             LockFileError: It cannot be read.
         """
         try:
-            return cls(read_lock(project.lock), project)
+            return cls(read_lock(project.lock, _ways_out(project)), project)
         except MissingLockError:
             return cls(Lock(), project, there=False)
+
+    @classmethod
+    def salvage(cls, project: Project) -> Locked:
+        """What can be told of a lock that cannot be read as a whole.
+
+        Raises:
+            LockFileError: It has entries of which not even the case can be told, or no content can be read.
+        """
+        found, path = salvage_lock(project.lock), project.lock
+        if found.lost:
+            raise LockFileError(
+                f"{path}, {found.lost[0]} cannot be told, and would be lost",
+                hint="restore it, or delete its lines to drop it",
+            )
+        cut = f"{path.name} was cut off: whatever it named after that is not locked any more" if found.cut else ""
+        return cls(Lock(found.entries), project, damaged=tuple(found.damaged), warning=cut)
 
     @property
     def named(self) -> tuple[Case, ...]:
         """The cases that `pyproject.toml` or the lock names."""
-        return tuple(dict.fromkeys((*self.project.cases, *self.lock.entries, *self.salvaged)))
+        return tuple(dict.fromkeys((*self.project.cases, *self.lock.entries, *self.damaged)))
 
     @property
     def gone(self) -> tuple[Case, ...]:
         """The cases whose file is there no more."""
         return tuple(case for case in self.lock.entries if is_gone(case, self.project.folder))
 
-    def name_of(self, case: Case) -> Case | None:
+    def entry_of(self, case: Case) -> Case | None:
         """Under which case the lock has it: itself, or one of a file that was moved; None where it has not."""
         return case if case in self.lock.entries else find_moved(case, self.gone)
 
     def without_moved(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         """The cases without those that others of them stand for, since their file was moved."""
-        stood_for = {self.name_of(case) for case in cases if case not in self.lock.entries}
+        stood_for = {self.entry_of(case) for case in cases if case not in self.lock.entries}
         return tuple(case for case in cases if case not in stood_for)
 
     def check(self, case: Case, measure: Measure, tolerance: Tolerance) -> Judgement:
@@ -72,14 +92,14 @@ class Locked:
         Raises:
             AutoaccumError: It cannot be measured.
         """
-        name, command = self.name_of(case), guard_words(case, self.project.folder, *self.project.options, "--update")
-        if name is None:
+        entry, command = self.entry_of(case), guard_words(case, self.project.folder, *self.project.options, "--update")
+        if entry is None:
             path = self.project.lock.name
             return not_locked(case, f"{path} has no entry for it" if self.there else f"there is no {path}", command)
-        before = self.lock.entries[name]
+        before = self.lock.entries[entry]
         now = measure(Checkout(self.project.folder), before.micro_batches)
         judgement = incomparable(case, before, now, command) or compare(case, before, now, tolerance, command=command)
-        notes = () if name == case else (_moved(name, case, command),)
+        notes = () if entry == case else (_moved(entry, case, command),)
         return dataclasses.replace(judgement, notes=(*judgement.notes, *notes))
 
     def relock(self, case: Case, measure: Measure, tolerance: Tolerance) -> Judgement:
@@ -88,17 +108,37 @@ class Locked:
         Raises:
             AutoaccumError: It cannot be measured.
         """
-        name = self.name_of(case)
+        entry = self.entry_of(case)
         now = measure(Checkout(self.project.folder))
         judgement = Judgement(case=case, outcome="locked", now=now.measurement, warnings=now.warnings, notes=now.notes)
-        if name is None:
+        if entry is None:
             return judgement
-        before = self.lock.entries[name]
+        before = self.lock.entries[entry]
         if now.measurement.micro_batches == before.micro_batches and incomparable(case, before, now, "") is None:
             seen = compare(case, before, now, tolerance, command="")
             judgement = dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
-        notes = () if name == case else (f"it takes the place of the entry for {name.workload}",)
+        notes = () if entry == case else (f"it takes the place of the entry for {entry.workload}",)
         return dataclasses.replace(judgement, before=before, notes=(*judgement.notes, *notes))
+
+    def check_kept(self, measured: Container[Case], *, prune: bool) -> None:
+        """See whether an entry that cannot be read would be lost.
+
+        Args:
+            measured: The cases that are measured anew.
+            prune: As in `relocked`.
+
+        Raises:
+            LockFileError: One would.
+        """
+        wanted = self.project.cases if prune else self.damaged
+        lost = next((case for case in self.damaged if case in wanted and case not in measured), None)
+        if lost is not None:
+            everything = _ways_out(self.project).command("--update", "--force")
+            raise LockFileError(
+                f"{self.project.lock} stays as it is: its entry {case_name(lost)} cannot be read, and was not measured"
+                " anew",
+                hint=f"restore it or delete its lines, and have all measured by {everything}",
+            )
 
     def relocked(self, judgements: Iterable[Judgement], *, prune: bool) -> Lock:
         """The lock with what was measured in place of what it had, and the rest as it is.
@@ -106,9 +146,13 @@ class Locked:
         Args:
             judgements: Of `relock`, and of what could not be measured.
             prune: Drop what `pyproject.toml` does not name.
+
+        Raises:
+            LockFileError: An entry that cannot be read would be lost, as it was not measured anew.
         """
         found = {judgement.case: judgement.now for judgement in judgements if judgement.outcome == "locked"}
-        replaced = {self.name_of(case) for case in found}
+        replaced = {self.entry_of(case) for case in found}
+        self.check_kept(found, prune=prune)
         kept = {
             case: measurement
             for case, measurement in self.lock.entries.items()
@@ -117,8 +161,12 @@ class Locked:
         return Lock({**kept, **{case: now for case, now in found.items() if now is not None}})
 
 
-def _moved(name: Case, case: Case, command: str) -> str:
+def _ways_out(project: Project) -> WaysOut:
+    return WaysOut(project.options, named=bool(project.cases))
+
+
+def _moved(entry: Case, case: Case, command: str) -> str:
     return (
-        f"{name.workload} is not there any more: compared with its entry, as only the file's name differs; "
+        f"{entry.workload} is not there any more: compared with its entry, as only the file's name differs; "
         f"to rename the entry to {case.workload}: {command}"
     )

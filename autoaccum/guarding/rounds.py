@@ -39,13 +39,13 @@ class Round:
         tell: Told of every step; by one thread at a time.
         on_output: Given what workloads print, likewise; None: it goes to stderr.
         deadline: When the searches have to be over, by `time.monotonic`; None: never.
-        otherwise: Another way out for a case that cannot be measured; empty for none.
+        unmeasured: What an error in place of figures comes to.
     """
 
     tell: Listener
     on_output: Callable[[str], None] | None = None
     deadline: float | None = None
-    otherwise: Callable[[Case], str] = lambda case: ""
+    unmeasured: Callable[[Case, AutoaccumError], Judgement] = unmeasured
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def judge_all(self, cases: Sequence[Case], judge: Judge) -> tuple[Judgement, ...]:
@@ -66,7 +66,7 @@ class Round:
         try:
             judgement = judge(case, partial(self._measure, case, is_stopped))
         except AutoaccumError as error:
-            judgement = unmeasured(case, error, otherwise=self.otherwise(case))
+            judgement = self.unmeasured(case, error)
         self._tell(CaseFinished(number, count, judgement))
         return judgement
 

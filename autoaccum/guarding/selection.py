@@ -6,9 +6,10 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import case_name, check_case
@@ -17,7 +18,7 @@ from autoaccum.guarding.records import Case
 
 _SIZES = ("target_batch", "micro_batch")
 _FURTHER = ("precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
-_FLAGS = ("gpu", "device", *_SIZES, *_FURTHER)
+_FLAGS = ("gpu", "device", *_SIZES, *_FURTHER, "world_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Selection:
         """Whether it says how much is trained at once, and so makes cases of its own."""
         return self.target_batch is not None or self.micro_batch is not None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it says all of its cases, whatever else is known."""
+        return self.workload is not None and self.sizes and bool(self.gpus or self.device is not None)
+
     def agrees(self, case: Case) -> bool:
         """Whether a case of its workload is as asked."""
         asked = {name: getattr(self, name) for name in ("device", *_SIZES, "world_size", *_FURTHER)}
@@ -85,7 +91,7 @@ def select_cases(
         return _ordered(case for case in known if selection.agrees(case))
     reference = project.reference(selection.workload, Path.cwd())
     alike = [case for case in known if case.workload == reference and selection.agrees(case)]
-    if selection.sizes and (selection.gpus or selection.device is not None):
+    if selection.is_whole:
         return _ordered(dataclasses.replace(case, workload=reference) for case in written)
     if selection.sizes and not alike:
         raise UsageError(
@@ -139,14 +145,27 @@ def find_moved(case: Case, gone: Iterable[Case]) -> Case | None:
 
 def guard_words(case: Case, folder: Path, *further: str) -> str:
     """The command that guards just this case, from the current folder."""
-    words = ["autoaccum", "guard", _from_here(case.workload, folder)]
+    said = {**vars(case), "workload": _from_here(case.workload, folder)}
+    return _command({**said, "world_size": case.world_size if case.world_size > 1 else None}, further)
+
+
+def asked_words(selection: Selection, *further: str) -> str:
+    """The command that guards what is asked for, with what it leaves out as words to be replaced."""
+    said = {**vars(selection), "workload": selection.workload or "model.py", "gpu": selection.gpus or None}
+    if not selection.gpus and selection.device is None:
+        said["gpu"] = "NAME"
+    if not selection.sizes:
+        said["target_batch"] = "N"
+    return _command(said, further)
+
+
+def _command(said: Mapping[str, Any], further: Sequence[str]) -> str:
+    words = ["autoaccum", "guard", said["workload"]]
     for name in _FLAGS:
-        value = getattr(case, name)
+        value = said[name]
         for one in value if isinstance(value, tuple) else [value]:
             words += [] if one is None else [f"--{name.replace('_', '-')}", str(one)]
-    words += ["--world-size", str(case.world_size)] if case.world_size > 1 else []
-    words += ["--equal"] if case.equal else []
-    return shlex.join([*words, *further])
+    return shlex.join([*words, *(["--equal"] if said["equal"] else []), *further])
 
 
 def _ordered(cases: Iterable[Case]) -> tuple[Case, ...]:

@@ -49,7 +49,7 @@ def refusal(path: Path, content: bytes) -> str:
 
 def test_what_is_no_lock_is_told_and_stays(tmp_path: Path, text: str) -> None:
     path = tmp_path / "autoaccum.lock"
-    assert refusal(path, b"") == f"LOCK is empty: restore it, or have all measured anew by {FORCE}"
+    assert refusal(path, b"") == f"LOCK is empty: restore it, or write it anew by {FORCE}"
     assert refusal(path, b" \n\n").startswith("LOCK is empty")
     foreign = f"name another file by --lock, or overwrite this one by {FORCE}"
     assert refusal(path, POETRY.encode()) == (
@@ -112,9 +112,7 @@ largest = 33
 def test_a_half_merged_lock_is_told_by_its_first_marker(tmp_path: Path, text: str, middle: str) -> None:
     marked = text.replace("largest = 32\n", MARKED.format(middle=middle), 1)
     number = line_of(marked, "<<<<<<<")
-    told = (
-        f"LOCK, line {number}, has a conflict of a merge (<<<<<<<): take one side of each conflict, whichever, and run"
-    )
+    told = f"LOCK, line {number}, has a conflict of a merge (<<<<<<<): have all that both sides name measured anew by {FORCE}"
     path = tmp_path / "autoaccum.lock"
     assert refusal(path, marked.encode()).startswith(told)
     assert refusal(path, marked.replace("\n", "\r\n").encode()).startswith(told)
@@ -190,7 +188,7 @@ def test_what_force_is_for_and_what_it_is_not_for(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(LockFileError, match="is a folder: name a file by --lock"):
         read_lock(folder)
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(LockFileError, match="is a folder"):
         write_lock(folder, LOCK, force=True)
 
 

@@ -106,15 +106,19 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     raised = WorkloadError("it raised", hint="mend it", user_traceback="line 1\nline 2")
     report = locked.guard({"other.py": raised})
     other, train = report.judgements
-    assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 2, 2)
+    assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
     assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is guarded no more"
+    called = locked.guard({"other.py": raised}, selection=Selection(workload="other.py"))
+    assert called.exit_code == 2, "that is a fault of the call"
     assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1
     assert locked.guard({"other.py": raised, "train.py": NotMeasuredError("it hung")}).exit_code == 3
 
 
 def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
-    with pytest.raises(MissingLockError, match=r"there is no autoaccum.lock in .*, and nothing to guard") as none:
+    with pytest.raises(
+        MissingLockError, match=r"there is no autoaccum.lock in .*: lock it by `autoaccum guard model.py --gpu NAME"
+    ) as none:
         bench.guard()
     assert none.value.exit_code == 3
     bench.name(TRAIN)
@@ -125,7 +129,7 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
     told = by_workload(report)
     assert (told["train.py"].outcome, told["other.py"].outcome) == ("unmeasured", "unchanged")
     assert told["train.py"].reasons == ("autoaccum.lock has no entry for it",)
-    assert told["train.py"].hint.endswith(": autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update")
+    assert told["train.py"].command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
     assert (report.exit_code, missing.exit_code) == (3, 3)
     assert ("train.py", None) not in bench.asked, "there is nothing to measure it for"
     with pytest.raises(NotMeasuredError, match="nothing of other.py that is locked or named"):
@@ -138,7 +142,7 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
         ({"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}}, "with torch 2.13.0, this is 2.11.0", "install torch"),
         ({"versions": {"torch": "2.13.0", "autoaccum": "9.0"}}, "with autoaccum 0.1.0, this is 9.0", "--baseline REV"),
         ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True", "--baseline REV"),
-        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40", "--update"),
+        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40", "lock anew"),
     ],
 )
 def test_figures_of_other_surroundings_are_not_compared(
@@ -149,7 +153,7 @@ def test_figures_of_other_surroundings_are_not_compared(
     assert (told.outcome, report.exit_code) == ("unmeasured", 3)
     assert said in told.reasons[0]
     assert way_out in told.hint
-    assert told.hint.endswith(": autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update")
+    assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
 
 
 def test_an_update_plans_anew_and_writes_once(locked: Bench) -> None:
@@ -165,7 +169,7 @@ def test_an_update_plans_anew_and_writes_once(locked: Bench) -> None:
 
 
 def test_what_could_not_be_measured_keeps_its_entry(locked: Bench) -> None:
-    for error, code in ((NotMeasuredError("it hung"), 3), (DoesNotFitError("no"), 1), (UsageError("no"), 2)):
+    for error, code in ((NotMeasuredError("it hung"), 3), (DoesNotFitError("no"), 1), (UsageError("no"), 3)):
         report = locked.guard({"train.py": LARGER, "other.py": error}, update=True)
         assert (report.exit_code, report.updated) == (code, "autoaccum.lock")
         assert read_lock(locked.project.lock) == Lock({TRAIN: LARGER, OTHER: a_measurement()})
@@ -190,7 +194,7 @@ def test_prune_drops_what_is_named_no_more(locked: Bench) -> None:
         with pytest.raises(UsageError, match="about the whole lock"):
             locked.guard(**asked)
     failed = locked.guard({"other.py": WorkloadError("it is gone")})
-    assert by_workload(failed)["other.py"].hint.endswith(": autoaccum guard --update --prune")
+    assert by_workload(failed)["other.py"].command == "autoaccum guard --update --prune"
     assert locked.guard(update=True, prune=True).exit_code == 0
     assert read_lock(locked.project.lock) == a_lock(TRAIN)
     assert locked.asked[-1] == ("train.py", None)
@@ -224,6 +228,86 @@ def test_a_lock_that_cannot_be_read_stays(locked: Bench) -> None:
     assert (lock.read_text(), locked.asked) == (text, [])
     assert locked.guard(update=True, force=True).exit_code == 0
     assert read_lock(lock) == a_lock(TRAIN, OTHER), "what it names is measured anew, though pyproject.toml has it not"
+
+
+OLD = "largest = 32"
+CONFLICT = f"<<<<<<< ours\n{OLD}\n=======\nlargest = 33\n>>>>>>> theirs"
+
+
+def test_an_update_by_force_loses_no_entry(locked: Bench) -> None:
+    lock, failing = locked.project.lock, {"other.py": NotMeasuredError("it hung")}
+    sound = lock.read_text()
+    lock.write_text(sound.replace(OLD, "largest = 3") + "rest")
+    text = lock.read_text()
+    with pytest.raises(LockFileError, match=r"its entry other.py on rtx3090, target 256 cannot be read, and was not"):
+        locked.guard(failing, update=True, force=True)
+    with pytest.raises(LockFileError, match=r"its entry other.py .*: restore it or delete its lines, and have all"):
+        locked.guard(update=True, force=True, selection=Selection(workload="train.py"))
+    assert lock.read_text() == text
+    lock.write_text(sound.replace(OLD, CONFLICT))
+    with pytest.raises(LockFileError, match=r"its entry other.py"):
+        locked.guard(failing, update=True, force=True)
+    head, train = sound.split('["train.py')
+    lock.write_text(f'{head}["train.py{train.replace(OLD, CONFLICT)}')
+    report = locked.guard(failing, update=True, force=True)
+    assert (report.exit_code, read_lock(lock)) == (3, a_lock(TRAIN, OTHER)), "what is sound is kept"
+    lock.write_text(sound.replace('asked.workload = "other.py"', "asked.workload = other.py"))
+    with pytest.raises(
+        LockFileError, match=r"line 8: the entry other.py on rtx3090, target 256 cannot be told, and would be lost"
+    ):
+        locked.guard(update=True, force=True)
+    lock.write_text(sound[: sound.index("largest")])
+    [other] = locked.guard(update=True, force=True).judgements
+    assert other.warnings[0] == "autoaccum.lock was cut off: whatever it named after that is not locked any more"
+
+
+def test_what_another_guard_locked_meanwhile_stays(locked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(case: Case, *rest: Any, **how: Any) -> Measured:
+        write_lock(locked.project.lock, a_lock(TRAIN, OTHER, a_case("third.py")))
+        return Measured(measurement=LARGER)
+
+    monkeypatch.setattr(rounds, "measure", measure)
+    assert locked.guard(update=True, selection=Selection(workload="train.py")).exit_code == 0
+    assert read_lock(locked.project.lock) == Lock({**a_lock(OTHER, a_case("third.py")).entries, TRAIN: LARGER})
+
+
+def test_advice_is_about_the_lock_that_is_asked_for(bench: Bench) -> None:
+    other = bench.project.folder / "x y.lock"
+    bench.project = dataclasses.replace(bench.project, lock=other, options=("--lock", "x y.lock"))
+    with pytest.raises(
+        MissingLockError, match=r"guard model.py --gpu NAME --target-batch N --lock 'x y.lock' --update`"
+    ):
+        bench.guard()
+    with pytest.raises(
+        MissingLockError, match=r"guard a.py --gpu rtx4090 --target-batch N --lock 'x y.lock' --update`"
+    ):
+        bench.guard(selection=Selection(workload="a.py", gpus=("rtx4090",)))
+    other.write_text("[tool]\n")
+    foreign = (
+        "overwrite this one by `autoaccum guard model.py --gpu NAME --target-batch N --lock 'x y.lock' --update --f"
+    )
+    with pytest.raises(LockFileError, match=foreign):
+        bench.guard()
+    asked = Selection(workload="train.py", gpus=("rtx3090",), target_batch=256)
+    assert bench.guard(selection=asked, update=True, force=True).exit_code == 0
+    bench.name(TRAIN, OTHER)
+    for told in bench.guard().judgements:
+        assert told.outcome == "unchanged" or told.command.endswith("--target-batch 256 --lock 'x y.lock' --update")
+    other.write_text(other.read_text().replace(OLD, "largest = 3"))
+    with pytest.raises(LockFileError, match="anew by `autoaccum guard --lock 'x y.lock' --update --force`"):
+        bench.guard()
+
+
+def test_a_baseline_of_names_that_cannot_be_told_is_none(locked: Bench) -> None:
+    commit(locked.project.folder, {"train.py": "", "other.py": ""})
+    lock = locked.project.lock
+    sound = lock.read_text()
+    for damaged in (sound.replace('"other.py"', "other.py"), sound[: sound.index("largest")]):
+        lock.write_text(damaged)
+        with pytest.raises(LockFileError, match="so that not all that it names could be compared"):
+            locked.guard(baseline="HEAD")
+    whole = Selection(workload="train.py", gpus=("rtx3090",), target_batch=256)
+    assert locked.guard(baseline="HEAD", selection=whole).exit_code == 0
 
 
 def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:

@@ -10,10 +10,10 @@ from small_locks import a_case, a_lock, a_measurement, cases, holdings, locks
 from small_repository import git, try_git
 
 from autoaccum.devices.explanation import Holding
-from autoaccum.errors import MissingLockError
+from autoaccum.errors import LockFileError, MissingLockError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.folding import fold, group_of
-from autoaccum.guarding.lock_file import Lock, read_lock, write_lock
+from autoaccum.guarding.lock_file import Lock, read_lock, salvage_lock, write_lock
 from autoaccum.units import MIB
 
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
@@ -155,8 +155,11 @@ def test_branches_that_each_add_an_entry_merge(tmp_path: Path, ours: str, theirs
         return
     before = path.read_bytes()
     number = next(n for n, line in enumerate(before.decode().splitlines(), 1) if line.startswith("<<<<<<<"))
-    with pytest.raises(Exception, match=rf"line {number}, has a conflict of a merge .*: take one side"):
+    with pytest.raises(
+        LockFileError, match=rf"line {number}, has a conflict of a merge .*: have all that both sides name"
+    ):
         write_lock(path, a_lock())
     assert path.read_bytes() == before
-    git(tmp_path, "checkout", "--theirs", "autoaccum.lock")
-    assert read_lock(path) == a_lock(*known, a_case(theirs))
+    found = salvage_lock(path)
+    assert (found.lost, found.cut) == ([], False)
+    assert Lock(found.entries) == a_lock(*known, a_case(ours), a_case(theirs)), "however git has cut the two entries"
