@@ -130,8 +130,8 @@ def percent(part: float, whole: float, *, sign: bool = False) -> str:
     if not whole:
         return "from 0"
     share = 100 * part / whole
-    before = "-" if share < 0 else "+" if sign and share else ""
-    size = abs(share)
+    before, size = "-" if share < 0 else "+" if sign and share else "", abs(share)
     if 0 < size < _LEAST_PERCENT:
         return f"{before}<{_LEAST_PERCENT} %"
-    return f"{before}{size:.1f} %" if size >= _ONE_DIGIT_PERCENT or not size else f"{before}{size:.1g} %"
+    digits = ".1g" if 0 < size < _ONE_DIGIT_PERCENT else ".1f" if size < 1000 else ".0f"
+    return f"{before}{size:{digits}} %"

@@ -65,8 +65,15 @@ def test_a_change_has_a_sign_either_way(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("part", "shown"),
-    [(0, "0.0 %"), (1, "+<0.001 %"), (30_000, "+0.003 %"), (500_000, "+0.1 %"), (-83 * 10**6, "-8.3 %")],
-    ids=["none", "next to none", "little", "a tenth", "less"],
+    [
+        (0, "0.0 %"),
+        (1, "+<0.001 %"),
+        (30_000, "+0.003 %"),
+        (500_000, "+0.1 %"),
+        (-83 * 10**6, "-8.3 %"),
+        (52 * 10**9, "+5200 %"),
+    ],
+    ids=["none", "next to none", "little", "a tenth", "less", "many times"],
 )
 def test_percent_never_shows_a_change_as_none(part: int, shown: str) -> None:
     assert percent(part, 10**9, sign=True) == shown

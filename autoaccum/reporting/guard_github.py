@@ -94,7 +94,8 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
 
 
 def _message(judgement: Judgement) -> str:
-    lines = [judgement.explanation, *judgement.reasons, judgement.hint, judgement.command]
+    way_out = ": ".join(filter(None, (judgement.hint, judgement.command)))
+    lines = [judgement.explanation, *judgement.reasons, way_out]
     return "\n".join(one_line(line) for line in lines if line) or LABELS[judgement.outcome]
 
 

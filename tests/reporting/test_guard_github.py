@@ -47,7 +47,7 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
     assert regressed == (
         "error",
         {"file": "train.py", "line": "2", "title": "autoaccum guard: regressed, train.py on rtx3090, target 256, bf16"},
-        "\n".join([REGRESSED.explanation, *REGRESSED.reasons, REGRESSED.hint, REGRESSED.command]),
+        "\n".join([REGRESSED.explanation, *REGRESSED.reasons, f"{REGRESSED.hint}: {REGRESSED.command}"]),
     )
     assert unmeasured is not None
     assert unmeasured[:1] == ("error",)

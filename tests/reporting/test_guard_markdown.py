@@ -31,6 +31,7 @@ def test_the_table_has_a_row_for_each_case() -> None:
     lines = report_markdown(ALL).splitlines()
     assert lines[0] == "### autoaccum guard: 1 regressed, 1 not measured, 1 improved, 1 within tolerance, 1 unchanged"
     assert lines[2] == "Against autoaccum.lock, tolerance 1 %"
+    assert lines[4] == "| case | outcome | peak | least budget | largest fit |"
     rows = [line for line in lines if line.startswith("| <code>")]
     assert rows[0] == (
         "| <code>train.py on a100-80gb, target 256, bf16</code> | unchanged | 14.00 GiB | 13.50 GiB | 32 |"

@@ -62,6 +62,12 @@ def test_good_news_comes_with_the_command_that_keeps_it() -> None:
     assert lines[-4:-2] == ["  next       lock it in:", "    autoaccum guard train.py --gpu v100 --update"]
 
 
+def test_a_way_out_without_a_command_is_words() -> None:
+    told = dataclasses.replace(UNMEASURED, hint="mend it: see `autoaccum gpus`")
+    assert "  way out    mend it: see `autoaccum gpus`" in lines_of(told)
+    assert "- way out: mend it: see <code>autoaccum gpus</code>" in report_markdown(report(told)).splitlines()
+
+
 def test_the_users_own_frames_and_the_reason_are_shown() -> None:
     lines = lines_of(UNMEASURED)
     assert lines[:3] == [
