@@ -68,14 +68,17 @@ def command(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Measure again what is locked, and tell what grew.
+    """Measure again what an update takes, compare with the lock, and tell what grew.
 
-    Without WORKLOAD, all that autoaccum.lock and [tool.autoaccum] of pyproject.toml name is measured. WORKLOAD is
-    model.py, model.py:name or package.module:name; with --target-batch and --gpu it need not be named there. What
-    the lock has is run as it was then, and the largest micro-batch is sought anew.
+    `autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update` writes the lock, which is to be committed;
+    `autoaccum guard` compares.
 
-    Exit code: 0 within the tolerance, 1 something has regressed, 2 bad usage, workload or lock, 3 something could not
-    be measured, or is not locked.
+    Without WORKLOAD, all that the lock and [tool.autoaccum] of pyproject.toml name is measured. WORKLOAD is model.py,
+    model.py:name or package.module:name; with --target-batch and --gpu it need not be named there. What is locked is
+    run as it was then, and the largest micro-batch is sought anew.
+
+    Exit code: 0 no more than is locked, within the tolerance, 1 something has regressed, 2 bad usage, workload or
+    lock, 3 something could not be measured, or is not locked.
     """
     from autoaccum.guarding.guarding import guard
     from autoaccum.guarding.project import find_project
@@ -84,11 +87,11 @@ def command(
 
     form = _chosen_form(form, as_json)
     with _annotating(form):
-        _check_together(asked, update=update, prune=prune, baseline=baseline, lock=lock)
+        _check_together(update=update, prune=prune, baseline=baseline, lock=lock)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         asked["keeps"] = asked["keeps"] or None
         selection = Selection(workload=workload, **asked)
-        project = find_project(Path.cwd(), lock)
+        project = find_project(_here(), lock)
         if output is not None:
             _check_output(output, project, workload, force=force)
         with _progress(form, quiet=quiet) as listeners:
@@ -118,23 +121,19 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
     return form or ("github" if _on_github() else "text")
 
 
-def _check_together(
-    asked: dict[str, Any], *, update: bool, prune: bool, baseline: str | None, lock: str | None
-) -> None:
+def _check_together(*, update: bool, prune: bool, baseline: str | None, lock: str | None) -> None:
     """What can be said before anything is read."""
-    if asked["gpus"] and asked["device"] is not None:
-        raise UsageError(
-            f"both --device {asked['device']} and --gpu {asked['gpus'][0]} are given",
-            hint="--device measures on what is here, --gpu simulates a card that need not be: take one",
-        )
-    if update and baseline is not None:
-        raise UsageError(
-            "both --update and --baseline are given", hint="a baseline needs no lock: leave one of them away"
-        )
     if lock is not None and baseline is not None:
         raise UsageError("both --lock and --baseline are given", hint="a baseline reads no lock: take one")
     if prune and not update:
         raise UsageError("--prune is given without --update", hint="add --update: it writes the lock")
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is not there any more", hint="change to one that is") from None
 
 
 def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
