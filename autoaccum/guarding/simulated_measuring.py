@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autoaccum.devices.base import Trial
+from autoaccum.devices.explanation import Account
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.guarding.records import Measured, Measurement
 from autoaccum.guarding.sizing import Sizing, Task, size_up
 from autoaccum.guarding.surroundings import variables_set, versions_of
 from autoaccum.planning.events import ExplanationStarted, Inspected, Loading
 from autoaccum.planning.verdicts import peak_bytes, trial_error
-
-_TWICE = "the same micro-batches, traced twice, took other memory: what this workload takes differs from run to run"
 
 
 def measure_simulated(task: Task) -> Measured:
@@ -21,19 +21,16 @@ def measure_simulated(task: Task) -> Measured:
     Where the schedule is given and runs in parts of the largest size worth trying, that is the answer of the search.
 
     Raises:
-        UsageError, WorkloadError, NotMeasuredError: As from `plan`.
+        UsageError, WorkloadError, NotMeasuredError: As from `plan`; or it takes other memory each time.
         DoesNotFitError: Nothing fits, and no schedule is given.
     """
     device = task.subject.device
     assert isinstance(device, SimulatedDevice)
     sizing = _at_the_cap(task, device) or size_up(task)
     parts = task.trial_parts(sizing.micro_batches)
-    trial = device.trial(parts, fresh=True)
-    if trial.outcome == "error":
-        raise trial_error(trial)
-    prediction = device.predict(parts)
     task.tell(ExplanationStarted())
-    account = device.explain(parts, changes=False, growth=False)
+    account, trial = _account_and_trial(device, parts)
+    prediction = device.predict(parts)
     explanation, inspection, described = account.explanation, sizing.inspection, device.describe()
     categories = {category: held for category, held in explanation.categories.items() if held}
     measurement = Measurement(
@@ -60,10 +57,27 @@ def measure_simulated(task: Task) -> Measured:
         versions=versions_of(inspection),
         settings={**described["allocator"], **variables_set()},
     )
-    twice = () if peak_bytes(trial) == explanation.peak_bytes else (_TWICE,)
-    return Measured(
-        measurement=measurement, warnings=tuple(dict.fromkeys((*sizing.warnings, *prediction.warnings, *twice)))
-    )
+    return Measured(measurement=measurement, warnings=tuple(dict.fromkeys((*sizing.warnings, *prediction.warnings))))
+
+
+def _account_and_trial(device: SimulatedDevice, parts: tuple[int, ...]) -> tuple[Account, Trial]:
+    """What parts take, where it goes, and whether they fit: of the same traces.
+
+    An account may find that a trace is not what others promised: the figures then rest on the one that was made.
+    """
+    trial = _trial(device, parts)
+    account = device.explain(parts, changes=False, detail=True)
+    if account.explanation.peak_bytes != peak_bytes(trial):
+        trial = _trial(device, parts)
+        account = device.explain(parts, changes=False, detail=True)
+    return account, trial
+
+
+def _trial(device: SimulatedDevice, parts: tuple[int, ...]) -> Trial:
+    trial = device.trial(parts, fresh=True)
+    if trial.outcome == "error":
+        raise trial_error(trial)
+    return trial
 
 
 def _at_the_cap(task: Task, device: SimulatedDevice) -> Sizing | None:

@@ -144,14 +144,36 @@ def test_a_search_that_was_cut_short_tells_nothing() -> None:
         measure_traces(SyntheticTracer(lambda size: 100_000 * size * size), max_trials=2)
 
 
-def test_what_differs_from_trace_to_trace_is_said() -> None:
-    tracer = SyntheticTracer()
-    tracer._change = lambda parts: linear(7 * MIB) if tracer.asked.count(parts) > 1 else None
-    request = Request(64)
-    with (subject := make_subject(tracer, request, 20.0)).device:
-        found = measure_simulated(Task(subject, request, (64,), lambda event: None))
-    assert "differs from run to run" in found.warnings[-1]
-    assert sum(found.measurement.categories.values()) == found.measurement.peak_bytes
+@pytest.mark.parametrize(
+    ("other", "took"),
+    [
+        (linear(7 * MIB), r"other memory \([\d.]+ GiB, then [\d.]+ GiB\)"),
+        (lambda size: 4 * MIB * size + 1, "the same memory in other pieces"),
+    ],
+    ids=["more", "as much"],
+)
+@pytest.mark.parametrize("given", [(64,), None], ids=["given", "planned"])
+def test_what_differs_from_trace_to_trace_is_not_measured(
+    given: tuple[int, ...] | None, other: Callable[[int], int], took: str
+) -> None:
+    """A random width, or code that does another thing the second time, is neither locked nor judged."""
+    tracer = SyntheticTracer(linear(4 * MIB))
+    tracer._change = lambda parts: other if parts == (64,) and tracer.asked.count(parts) > 1 else None
+    with pytest.raises(NotMeasuredError, match=f"traced twice, took {took}") as told:
+        measure_traces(tracer, given, target=64, gib=20.0)
+    assert told.value.hint == "seed what is random, and keep nothing from call to call"
+
+
+def test_a_size_that_does_not_follow_from_small_ones_is_measured_by_itself() -> None:
+    """That it was followed in vain is no reason to call it random."""
+
+    def bent(size: int) -> int:
+        return MIB * (size if size < 10 else size + 3)
+
+    found = measure_traces(SyntheticTracer(bent), (14, 14, 13), target=41, gib=20.0)
+    tracer = SyntheticTracer(bent)
+    with (subject := make_subject(tracer, Request(28), 20.0)).device:
+        assert found.peak_bytes == subject.device.trial((14, 14), fresh=True).peak_reserved_bytes
 
 
 def test_without_a_target_two_of_the_size_are_an_update() -> None:

@@ -180,10 +180,10 @@ class SimulatedDevice:
         *,
         changes: bool = True,
         curve: bool = False,
-        growth: bool = True,
+        detail: bool = False,
         limit_seconds: float | None = None,
     ) -> Account:
-        """Account for `parts`, of which a fresh trial is known, whether they fit or not; `growth` is the accountant's.
+        """Account for `parts`, of which a fresh trial is known, whether they fit or not; `detail` is the accountant's.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced.
@@ -191,7 +191,7 @@ class SimulatedDevice:
         clock = Clock(limit_seconds)
         made = self._traces.of_schedule(parts, True, clock.left_seconds)
         accountant = Accountant(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replays)
-        return accountant.account(made, clock, changes=changes, curve=curve, growth=growth)
+        return accountant.account(made, clock, changes=changes, curve=curve, detail=detail)
 
     def close(self) -> None:
         """End the tracer's process. Idempotent."""

@@ -22,7 +22,8 @@ from autoaccum.devices.simulated.timeline import draw_timeline
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import CHECKPOINT, ChangeFailed, Offer
 from autoaccum.devices.simulated.traces import Traces
-from autoaccum.errors import AutoaccumError, first_line
+from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
+from autoaccum.units import format_bytes
 
 _EXPANDING = "expandable_segments"
 
@@ -63,7 +64,7 @@ class Accountant:
     replays: Replays
 
     def account(
-        self, made: Sequence[Trace], clock: Clock, *, changes: bool, curve: bool, growth: bool = True
+        self, made: Sequence[Trace], clock: Clock, *, changes: bool, curve: bool, detail: bool = False
     ) -> Account:
         """Account for the one of `made` whose peak is the highest.
 
@@ -72,20 +73,24 @@ class Accountant:
             clock: For traces beside those.
             changes: Simulate what would change the peak, too.
             curve: Tell how the peak grows with the micro-batch, too.
-            growth: Tell by how much each module's share does (`ModuleShare.bytes_per_sample`), too.
+            detail: Tell all that is held, to be compared (`Account.holdings`, `Account.moments`), in place of by how
+                much each module's share grows with the batch.
 
         Raises:
-            WorkloadError, UsageError, NotMeasuredError: They cannot be traced again.
+            WorkloadError, UsageError, NotMeasuredError: They cannot be traced again; or, for the detail, took other
+                memory then.
         """
         trace = max(made, key=self.replays.peak_bytes)
         labelled = self.traces.labelled(trace.parts, clock.left_seconds)
+        if detail:
+            self._check_repeats(trace, labelled.trace, clock)
         ledger = Ledger(labelled, self.replays.weigh(labelled.trace))
         explanation = break_down(
             ledger,
             card=self.card,
             peak_bytes=self.replays.peak_bytes(labelled.trace),
             context_bytes=self.context_bytes,
-            growth=self._growth(trace, clock) if growth else None,
+            growth=None if detail else self._growth(trace, clock),
         )
         timeline = draw_timeline(ledger, self.replays.reserved_bytes(labelled.trace))
         found, notes = self._all_changes(trace, labelled, clock) if changes else ((), ())
@@ -94,9 +99,25 @@ class Accountant:
             timeline=timeline,
             curve=self._curve(max(trace.parts), clock) if curve else (),
             notes=notes,
-            holdings=holdings_at(ledger, ledger.peak_at),
-            moments=moments(ledger),
+            holdings=holdings_at(ledger, ledger.peak_at) if detail else (),
+            moments=moments(ledger) if detail else (),
         )
+
+    def _check_repeats(self, trace: Trace, again: Trace, clock: Clock) -> None:
+        """Compare two traces of the same parts; one that follows from others is made first where it is another.
+
+        Raises:
+            NotMeasuredError: They differ.
+        """
+        if trace != again and not self.traces.has_made(trace):
+            trace = self.traces.make(trace.parts, clock.left_seconds)
+        if trace != again:
+            once, twice = (format_bytes(self.replays.peak_bytes(each)) for each in (trace, again))
+            took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
+            raise NotMeasuredError(
+                f"the same micro-batches, traced twice, took {took}",
+                hint="seed what is random, and keep nothing from call to call",
+            )
 
     def _curve(self, size: int, clock: Clock) -> tuple[CurvePoint, ...]:
         most, limit_bytes = max(self.traces.share, size), self.limit_bytes
