@@ -94,6 +94,9 @@ def check_case(case: Case) -> Case:
         )
     if not _is_text(case.workload):
         raise UsageError(f"the name {case.workload!r} is not UTF-8, and a lock is", hint="rename the file")
+    if not case.workload.isprintable() or case.workload.startswith(":"):
+        hint = "name a file or a module in front of the colon" if case.workload[0] == ":" else "rename the file"
+        raise UsageError(f"the workload is {case.workload!r}", hint=hint)
     _check_place(case.gpu, case.device)
     for name in _COUNTS:
         _as_asked(read_count, getattr(case, name), name.replace("_", "-"))

@@ -16,7 +16,7 @@ from autoaccum.guarding.baseline import check_there, checked_out
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.events import CheckedOut, Listener
 from autoaccum.guarding.judging import unmeasured
-from autoaccum.guarding.lock_file import salvage_lock, write_lock
+from autoaccum.guarding.lock_file import sole_writer, write_lock
 from autoaccum.guarding.locking import Locked
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
@@ -79,8 +79,10 @@ def guard(
     judgements = round_.judge_all(cases, partial(locked.relock if update else locked.check, tolerance=allowed))
     written = None
     if any(judgement.outcome == "locked" for judgement in judgements):
-        now = _read(project, fresh=force)  # Another guard may have written it meanwhile.
-        write_lock(project.lock, now.relocked(judgements, prune=prune), force=force)
+        with sole_writer(project.lock):
+            now = _read(project, fresh=force)  # Another guard may have written it meanwhile.
+            dropped = locked.unnamed if prune else ()
+            write_lock(project.lock, now.relocked(judgements, dropped=dropped, prune=prune), force=force)
         written = _from_here(project.lock)
     if locked.warning:
         judgements = _warned(judgements, locked.warning)
@@ -151,7 +153,7 @@ def _compare_revisions(
     selection: Selection, project: Project, revision: str, tolerance: Tolerance, round_: Round
 ) -> Report:
     """Measure all cases in both."""
-    cases = select_cases(selection, project, () if selection.is_whole else (*project.cases, *_locked_names(project)))
+    cases = select_cases(selection, project, () if selection.is_whole else Locked.read(project).named)
     if not cases:
         raise NotMeasuredError(
             "neither pyproject.toml nor a lock names anything that is as asked",
@@ -171,20 +173,6 @@ def _compare_revisions(
 
         judgements = round_.judge_all(cases, judge)
     return Report(judgements=judgements, against=revision, tolerance=tolerance)
-
-
-def _locked_names(project: Project) -> tuple[Case, ...]:
-    """The cases that a lock names, whatever became of their figures.
-
-    Raises:
-        LockFileError: Which they are cannot be told of all of them.
-    """
-    found = salvage_lock(project.lock)
-    if found.lost or found.cut:
-        what = f"{project.lock}, {found.lost[0]} cannot be told" if found.lost else f"{project.lock} is cut off"
-        hint = "restore it, or name what is compared: WORKLOAD --gpu NAME --target-batch N"
-        raise LockFileError(f"{what}, so that not all that it names could be compared", hint=hint)
-    return found.named
 
 
 def _from_here(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +87,18 @@ def write_lock(path: Path, lock: Lock, *, force: bool = False) -> None:
         write_text(path, text, force=True)
 
 
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Within, no other guard reads and writes the locks of that folder; nothing is left behind in it."""
+    descriptor = os.open(path.resolve().parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # Some file systems have no locks.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _entries(content: bytes, path: Path, ways: WaysOut) -> dict[Case, Measurement]:
     try:
         text = content.decode()
@@ -97,6 +112,8 @@ def _entries(content: bytes, path: Path, ways: WaysOut) -> dict[Case, Measuremen
 def _read(path: Path) -> bytes | None:
     """What is in a file; None where there is none."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise LockFileError(f"{path} is no plain file", hint="name another by --lock")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoaccum.devices.checkout import Checkout
-from autoaccum.errors import LockFileError, MissingLockError
+from autoaccum.errors import LockFileError, MissingLockError, NotMeasuredError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.judging import incomparable, not_locked
@@ -60,10 +60,8 @@ class Locked:
         """
         found, path = salvage_lock(project.lock), project.lock
         if found.lost:
-            raise LockFileError(
-                f"{path}, {found.lost[0]} cannot be told, and would be lost",
-                hint="restore it, or delete its lines to drop it",
-            )
+            which = " and ".join(found.lost)
+            raise LockFileError(f"{path}, {which} cannot be told, and would be lost", hint=_by_hand(project))
         cut = f"{path.name} was cut off: whatever it named after that is not locked any more" if found.cut else ""
         return cls(Lock(found.entries), project, damaged=tuple(found.damaged), warning=cut)
 
@@ -125,30 +123,36 @@ class Locked:
 
         Args:
             measured: The cases that are measured anew.
-            prune: As in `relocked`.
+            prune: Whether those that `pyproject.toml` does not name are to go.
 
         Raises:
-            LockFileError: One would.
+            NotMeasuredError: One would.
         """
         wanted = self.project.cases if prune else self.damaged
-        lost = next((case for case in self.damaged if case in wanted and case not in measured), None)
-        if lost is not None:
-            everything = _ways_out(self.project).command("--update", "--force")
-            raise LockFileError(
-                f"{self.project.lock} stays as it is: its entry {case_name(lost)} cannot be read, and was not measured"
-                " anew",
-                hint=f"restore it or delete its lines, and have all measured by {everything}",
+        lost = [case_name(case) for case in self.damaged if case in wanted and case not in measured]
+        if lost:
+            raise NotMeasuredError(
+                f"{self.project.lock} stays as it is: its entry {' and '.join(lost)} cannot be read, and was not"
+                " measured anew",
+                hint=f"{_by_hand(self.project)}, or have all measured by "
+                + _ways_out(self.project).command("--update", "--force"),
             )
 
-    def relocked(self, judgements: Iterable[Judgement], *, prune: bool) -> Lock:
+    @property
+    def unnamed(self) -> tuple[Case, ...]:
+        """The entries that `pyproject.toml` does not name."""
+        return tuple(case for case in self.lock.entries if case not in self.project.cases)
+
+    def relocked(self, judgements: Iterable[Judgement], *, dropped: Container[Case], prune: bool) -> Lock:
         """The lock with what was measured in place of what it had, and the rest as it is.
 
         Args:
             judgements: Of `relock`, and of what could not be measured.
-            prune: Drop what `pyproject.toml` does not name.
+            dropped: Entries to leave out.
+            prune: As in `check_kept`.
 
         Raises:
-            LockFileError: An entry that cannot be read would be lost, as it was not measured anew.
+            NotMeasuredError: An entry that cannot be read would be lost, as it was not measured anew.
         """
         found = {judgement.case: judgement.now for judgement in judgements if judgement.outcome == "locked"}
         replaced = {self.entry_of(case) for case in found}
@@ -156,13 +160,19 @@ class Locked:
         kept = {
             case: measurement
             for case, measurement in self.lock.entries.items()
-            if case not in replaced and (case in self.project.cases or not prune)
+            if case not in replaced and case not in dropped
         }
         return Lock({**kept, **{case: now for case, now in found.items() if now is not None}})
 
 
 def _ways_out(project: Project) -> WaysOut:
     return WaysOut(project.options, named=bool(project.cases))
+
+
+def _by_hand(project: Project) -> str:
+    return (
+        f"restore it, such as by `git checkout -- {project.lock.name}`, or delete the lines of such an entry to drop it"
+    )
 
 
 def _moved(entry: Case, case: Case, command: str) -> str:

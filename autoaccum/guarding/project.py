@@ -57,8 +57,8 @@ class Project:
 def find_project(cwd: Path, lock: str | None = None) -> Project:
     """The project that `cwd` lies in.
 
-    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`, else that of the nearest lock, from
-    `cwd` upwards, else `cwd` itself.
+    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`, else that of the lock, which is the
+    nearest from `cwd` upwards where none is named, else `cwd` itself.
 
     Args:
         cwd: The current folder.
@@ -70,18 +70,20 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
     if lock is not None and not lock.strip():
         raise UsageError(f"the lock is {lock!r}", hint=f"name a file, such as {LOCK_NAME}")
     cwd = cwd.resolve()
-    project = _find(cwd)
-    if lock is None:
+    other = None if lock is None else cwd / Path(lock).expanduser()
+    project = _find(cwd, other)
+    if lock is None or other is None:
         return project
-    return dataclasses.replace(project, lock=cwd / Path(lock).expanduser(), options=("--lock", lock))
+    return dataclasses.replace(project, lock=other, options=("--lock", lock))
 
 
-def _find(cwd: Path) -> Project:
+def _find(cwd: Path, other: Path | None) -> Project:
     for folder in (cwd, *cwd.parents):
         table = _read_table(folder / _SETTINGS)
         if table is not None:
             return _read_project(folder, table)
     folder = next((folder for folder in (cwd, *cwd.parents) if (folder / LOCK_NAME).is_file()), cwd)
+    folder = folder if other is None else other.parent.resolve()
     return Project(folder=folder, lock=folder / LOCK_NAME)
 
 

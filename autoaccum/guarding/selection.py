@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoaccum.errors import UsageError
+from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import case_name, check_case
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
@@ -82,7 +82,23 @@ def select_cases(
 
     Raises:
         UsageError: Something cannot be asked for so, or a size is without a workload, or without a card or device.
+        NotMeasuredError: There are cases on some of the cards that are asked for, and none on another.
     """
+    cases = _select(selection, project, known, gone)
+    cards = {
+        case.gpu: name for name in selection.gpus for case in _as_cases(dataclasses.replace(selection, gpus=(name,)))
+    }
+    missing = [name for gpu, name in cards.items() if gpu not in {case.gpu for case in cases}]
+    if cases and missing:
+        alone = dataclasses.replace(selection, gpus=tuple(missing))
+        raise NotMeasuredError(
+            f"nothing on {' or '.join(missing)} that is locked or named in pyproject.toml is as asked",
+            hint=f"lock it by `{asked_words(alone, *project.options, '--update')}`",
+        )
+    return cases
+
+
+def _select(selection: Selection, project: Project, known: Iterable[Case], gone: Iterable[Case]) -> tuple[Case, ...]:
     written = _as_cases(selection)
     selection = _as_written(selection, written)
     if selection.workload is None:
@@ -92,7 +108,7 @@ def select_cases(
     reference = project.reference(selection.workload, Path.cwd())
     alike = [case for case in known if case.workload == reference and selection.agrees(case)]
     if selection.is_whole:
-        return _ordered(dataclasses.replace(case, workload=reference) for case in written)
+        return _ordered(check_case(dataclasses.replace(case, workload=reference)) for case in written)
     if selection.sizes and not alike:
         raise UsageError(
             f"{reference} is to be guarded, and no card is named",
@@ -108,15 +124,10 @@ def _as_cases(selection: Selection) -> list[Case]:
     Raises:
         UsageError: It cannot be asked for so.
     """
-    if selection.gpus and selection.device is not None:
-        raise UsageError(
-            f"both --device {selection.device} and --gpu {selection.gpus[0]} are given",
-            hint="--device measures on what is here, --gpu simulates a card that need not be: take one",
-        )
     said = {name: getattr(selection, name) for name in (*_SIZES, *_FURTHER)}
     said |= {} if selection.sizes else {"target_batch": 1}
     said |= {"world_size": selection.world_size or 1, "equal": selection.equal, "workload": "any"}
-    device = selection.device if selection.device or selection.gpus else "cpu"
+    device = "cpu" if selection.device is None and not selection.gpus else selection.device
     return [check_case(Case(gpu=gpu, device=device, **said)) for gpu in dict.fromkeys(selection.gpus) or (None,)]
 
 

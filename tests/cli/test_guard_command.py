@@ -207,10 +207,8 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--update", "--baseline", "HEAD"], "both --update and --baseline are given: a baseline needs no lock"),
         (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
         (["--json", "--format", "markdown"], "both --json and --format markdown are given: leave one of them away"),
-        (["train.py", "--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
         (["--prune"], "--prune is given without --update: add --update"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'markdown', 'github'"),
@@ -227,6 +225,34 @@ def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, wo
     assert result.exit_code == 2
     assert told in result.stderr
     assert guard.asked == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--update", "--baseline", "HEAD"], "both an update and a baseline are asked for: a baseline needs no lock"),
+        (["train.py", "--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
+        (["train.py", "--target-batch", "8", "--device", ""], "the device is ''"),
+        ([":model", "--target-batch", "8", "--device", "cpu"], "the workload is ':model': name a file or a module in"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_asked_for_is_refused_by_the_guard_itself(words: list[str], told: str) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_a_folder_that_is_there_no_more_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = invoke()
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: the current folder is not there any more: change to one that is\n",
+    )
 
 
 def test_a_workload_that_the_project_names_is_not_overwritten(guard: Guard, folder: Path) -> None:

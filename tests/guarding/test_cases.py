@@ -94,6 +94,8 @@ def test_what_means_the_same_is_the_same_case() -> None:
         ({"device": "cpu", "keeps": "all"}, "nothing is known to be kept as 'all'"),
         ({"device": "cpu", "batchnorm": "sync"}, "there is no batchnorm mode 'sync'"),
         ({"device": "cpu", "workload": " "}, "the workload is ' ': write model.py"),
+        ({"device": "cpu", "workload": ":model"}, "the workload is ':model': name a file or a module in front"),
+        ({"device": "cpu", "workload": "a\nb.py"}, r"the workload is 'a\\nb.py': rename the file"),
         ({"device": "cpu", "workload": "a\udcff.py"}, "is not UTF-8, and a lock is: rename the file"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.items())) or "nothing",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,8 @@ largest = 33
 def test_a_half_merged_lock_is_told_by_its_first_marker(tmp_path: Path, text: str, middle: str) -> None:
     marked = text.replace("largest = 32\n", MARKED.format(middle=middle), 1)
     number = line_of(marked, "<<<<<<<")
-    told = f"LOCK, line {number}, has a conflict of a merge (<<<<<<<): have all that both sides name measured anew by {FORCE}"
+    anew = f"have all that both sides name measured anew by {FORCE}"
+    told = f"LOCK, line {number}, has a conflict of a merge (<<<<<<<): {anew}"
     path = tmp_path / "autoaccum.lock"
     assert refusal(path, marked.encode()).startswith(told)
     assert refusal(path, marked.replace("\n", "\r\n").encode()).startswith(told)
@@ -205,6 +207,10 @@ def test_places_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read_lock(loop)
     with pytest.raises(LockFileError, match="null byte"):
         read_lock(tmp_path / "a\0b")
+    pipe = tmp_path / "pipe.lock"
+    os.mkfifo(pipe)
+    with pytest.raises(LockFileError, match=r"pipe.lock is no plain file: name another by --lock"):
+        read_lock(pipe)
     below = tmp_path / "file"
     below.write_text("")
     with pytest.raises(MissingLockError):

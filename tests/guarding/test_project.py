@@ -148,6 +148,15 @@ def test_what_a_project_cannot_say(project: Path, text: str, told: str) -> None:
     assert error.value.hint
 
 
+def test_without_a_table_files_are_relative_to_the_lock_that_is_named(project: Path) -> None:
+    deep = project / "sub/deep"
+    (project / "autoaccum.lock").write_text("")
+    found = find_project(deep, "../all.lock")
+    assert (found.folder, found.lock.resolve()) == (project / "sub", project / "sub/all.lock")
+    assert found.reference("train.py", deep) == "deep/train.py"
+    assert find_project(deep).folder == project
+
+
 def test_what_cannot_be_read(project: Path) -> None:
     (project / "pyproject.toml").write_bytes(b"[tool.autoaccum]\nlock = '\xff'")
     with pytest.raises(UsageError, match="cannot be read .it is not UTF-8.: correct that"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_locks import a_case
 
-from autoaccum.errors import UsageError
+from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.selection import Selection, find_moved, guard_words, is_gone, select_cases
@@ -51,6 +51,17 @@ def test_with_a_size_it_is_that_very_case_on_each_card(project: Project) -> None
         Case(workload="train.py", device="cpu", micro_batch=8, memory="1GiB"),
     )
     assert select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known for it"
+
+
+def test_a_card_without_a_case_is_no_pass_beside_one_that_has(project: Project) -> None:
+    missing = r"nothing on T4 .*: lock it by `autoaccum guard train.py --gpu T4 --target-batch N --update`"
+    with pytest.raises(NotMeasuredError, match=missing):
+        select(project, workload="train.py", gpus=("RTX 3090", "T4"))
+    assert select(project, gpus=("t4",)) == ()
+    assert select(project, workload="train.py", gpus=("T4", "rtx3090"), target_batch=16) == (
+        SMALL,
+        a_case(gpu="t4", target_batch=16),
+    )
 
 
 def test_what_does_not_go_together_is_refused(project: Project) -> None:
