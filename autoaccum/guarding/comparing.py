@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoaccum.guarding.attribution import growths
+from autoaccum.guarding.figures import Figure, Figures
 from autoaccum.guarding.phrases import explain
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.selection import guard_words
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Judgement, Outcome
-from autoaccum.units import MIB, format_bytes, percent, precise_bytes
+from autoaccum.units import format_bytes, percent, precise_bytes, signed_bytes
 
 _REGRESSED = 1
 _UNMEASURED = 3
-_SEGMENT_BYTES = 20 * MIB
-"""What PyTorch's allocator asks the driver for at a time; only what tensors hold tells of growths below that."""
 
 
 def compare(
@@ -33,11 +32,12 @@ def compare(
             folder of the lock.
     """
     now = measured.measurement
+    figures = Figures(before, now, tolerance)
     reasons = tuple(_unlike(before, now))
     outcome: Outcome = "unmeasured"
     if not reasons:
-        reasons = tuple(_faults(before, now, tolerance))
-        outcome = "regressed" if reasons else _harmless(before, now, tolerance)
+        reasons = tuple(_faults(figures))
+        outcome = "regressed" if reasons else _harmless(figures)
     if command is None:
         command = guard_words(case, Path(), "--update")
     found = () if outcome == "unmeasured" else growths(before, now)
@@ -47,12 +47,12 @@ def compare(
         exit_code={"regressed": _REGRESSED, "unmeasured": _UNMEASURED}.get(outcome, 0),
         reasons=reasons,
         hint=_hint(outcome, command),
-        explanation="" if outcome == "unmeasured" else explain(case, before, now, found),
+        explanation="" if outcome == "unmeasured" else _told(figures, explain(case, before, now, found)),
         growths=found,
         before=before,
         now=now,
         warnings=measured.warnings,
-        notes=(*measured.notes, *_notes(before, now)),
+        notes=(*measured.notes, *_notes(figures)),
     )
 
 
@@ -65,75 +65,58 @@ def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
         yield f"what it is compared with is of micro-batches of {was}, this is of {is_now}"
 
 
-def _faults(before: Measurement, now: Measurement, tolerance: Tolerance) -> Iterator[str]:
+def _faults(figures: Figures) -> Iterator[str]:
     """What is worse than it may be, the heaviest first."""
+    before, now = figures.before, figures.now
     if before.fits and not now.fits:
         there = format_bytes(now.limit_bytes)
         needs = f"more than the {there} that"
         if now.kind == "predicted":
             needs = f"at least {format_bytes(now.least_bytes or now.peak_bytes)}, {there}"
         yield f"micro-batch {now.micro_batch} does not fit any more: it needs {needs} are there"
-    if now.largest < _least_expected(before, now):
+    if _fell(figures):
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
-    allowed = f"{tolerance} is allowed"
-    spread_bytes = before.spread_bytes + now.spread_bytes
-    if spread_bytes:
-        allowed += f", and {format_bytes(spread_bytes)} for how far runs are apart"
-    if _peak_grew(before, now, tolerance):
-        yield f"the peak grew by {_growth(before.peak_bytes, now.peak_bytes)}, {allowed}"
-    elif _held_grew(before, now, tolerance):
-        yield f"what is held at the peak grew by {_growth(before.held_bytes or 0, now.held_bytes or 0)}, {allowed}"
+    worse = figures.worse
+    if worse is not None:
+        allowed = f"{figures.tolerance} is allowed"
+        if worse.spread_bytes:
+            allowed += f", and {format_bytes(worse.spread_bytes)} for how far runs are apart"
+        yield f"{worse.name} grew by {_growth(worse)}, {allowed}"
 
 
-def _harmless(before: Measurement, now: Measurement, tolerance: Tolerance) -> Outcome:
+def _fell(figures: Figures) -> bool:
+    return figures.now.largest < figures.before.largest - figures.samples_allowed
+
+
+def _harmless(figures: Figures) -> Outcome:
     """What it comes to where nothing is worse."""
-    if _figures(before) == _figures(now):
+    before, now = figures.before, figures.now
+    if _known(before) == _known(now):
         return "unchanged"
-    fits_more = now.largest > before.largest + _explained(before, now) or (now.fits and not before.fits)
-    return "improved" if fits_more or _shrank(before, now, tolerance) else "within"
+    fits_more = now.largest > before.largest + figures.samples_allowed or (now.fits and not before.fits)
+    grew = figures.peak.grew or figures.held.grew or figures.least.grew
+    return "improved" if figures.improved or (fits_more and not grew) else "within"
 
 
-def _peak_grew(before: Measurement, now: Measurement, tolerance: Tolerance) -> bool:
-    if tolerance.allows(before.peak_bytes, now.peak_bytes, before.spread_bytes + now.spread_bytes):
-        return False
-    by_segments = before.held_bytes is not None and now.held_bytes is not None
-    return not by_segments or now.peak_bytes - before.peak_bytes >= _SEGMENT_BYTES or _held_grew(before, now, tolerance)
-
-
-def _held_grew(before: Measurement, now: Measurement, tolerance: Tolerance) -> bool:
-    if before.held_bytes is None or now.held_bytes is None:
-        return False
-    return not tolerance.allows(before.held_bytes, now.held_bytes)
-
-
-def _shrank(before: Measurement, now: Measurement, tolerance: Tolerance) -> bool:
-    """Whether it would be a regression the other way round."""
-    return (_peak_grew(now, before, tolerance) and now.peak_bytes < before.peak_bytes) or _held_grew(
-        now, before, tolerance
-    )
-
-
-def _least_expected(before: Measurement, now: Measurement) -> int:
-    """The largest micro-batch that has to fit still."""
-    return before.largest - _explained(before, now)
-
-
-def _explained(before: Measurement, now: Measurement) -> int:
-    """How many samples more or less do not tell of the workload, since runs differ or another budget was there."""
-    if before.kind == "predicted":
-        return 0
-    bytes_ = before.spread_bytes + now.spread_bytes + abs(before.limit_bytes - now.limit_bytes)
-    return -(-before.largest * bytes_ // max(before.peak_bytes, 1))
-
-
-def _figures(measurement: Measurement) -> tuple[object, ...]:
+def _known(measurement: Measurement) -> tuple[object, ...]:
     held = {category: count for category, count in measurement.categories.items() if count}
-    return measurement.peak_bytes, measurement.held_bytes, measurement.largest, measurement.fits, held
+    least_bytes, runs_in = measurement.least_bytes, (measurement.largest, measurement.fits)
+    return measurement.peak_bytes, measurement.held_bytes, least_bytes, runs_in, held
 
 
-def _growth(before_bytes: int, now_bytes: int) -> str:
-    grown = now_bytes - before_bytes
-    return f"{precise_bytes(grown)} ({percent(grown, before_bytes)})"
+def _told(figures: Figures, grown: str) -> str:
+    """What grew; and where that does not tell why less fits, or nothing did, that the least budget is another."""
+    least = figures.least
+    untold = _fell(figures) and not (figures.peak.grew or figures.held.grew) and least.more_bytes > 0
+    if not least.more_bytes or (grown and not untold):
+        return grown
+    change = f"{signed_bytes(least.more_bytes)} ({percent(least.more_bytes, least.before_bytes, sign=True)})"
+    closely = "less" if least.more_bytes > 0 else "more"
+    return "; ".join(filter(None, (f"least budget {change}: the allocator packs it {closely} closely", grown)))
+
+
+def _growth(figure: Figure) -> str:
+    return f"{precise_bytes(figure.more_bytes)} ({percent(figure.more_bytes, figure.before_bytes)})"
 
 
 def _hint(outcome: Outcome, command: str) -> str:
@@ -146,6 +129,16 @@ def _hint(outcome: Outcome, command: str) -> str:
     }[outcome]
 
 
-def _notes(before: Measurement, now: Measurement) -> Iterator[str]:
-    if before.limit_bytes != now.limit_bytes:
-        yield f"the budget was {format_bytes(before.limit_bytes)}, it is {format_bytes(now.limit_bytes)} now"
+def _notes(figures: Figures) -> Iterator[str]:
+    before, now = figures.before, figures.now
+    was, is_now = (format_bytes(each.limit_bytes) for each in (before, now))
+    if was != is_now:
+        yield f"the budget was {was}, it is {is_now} now"
+    if figures.contradict:
+        peak = Figure("the peak", before.peak_bytes, now.peak_bytes, figures.tolerance)
+        told = (f"{each.name} {percent(each.more_bytes, each.before_bytes, sign=True)}" for each in _all(figures, peak))
+        yield f"the figures contradict each other: {', '.join(told)}"
+
+
+def _all(figures: Figures, peak: Figure) -> tuple[Figure, ...]:
+    return peak, figures.held, figures.least
