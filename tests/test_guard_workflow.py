@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from small_repository import commit, git
 
 import autoaccum
 from autoaccum.cli import guard as guard_command
@@ -95,10 +96,9 @@ criterion = nn.CrossEntropyLoss()
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with the table of the workflow's own comment, and `autoaccum` on the path beside it."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "repository").mkdir()
-    (folder / "repository" / "train.py").write_text(MODEL)
     table = [line[1:].strip() for line in TEXT.splitlines() if line.startswith("#   ")]
-    (folder / "repository" / "pyproject.toml").write_text("\n".join(table))
+    (folder / "repository").mkdir()
+    commit(folder / "repository", {"train.py": MODEL, "pyproject.toml": "\n".join(table)})
     program = folder / "autoaccum"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autoaccum "$@"\n')
     program.chmod(0o755)
@@ -136,9 +136,27 @@ def test_the_steps_lock_and_fail(project: Path) -> None:
     assert locked.returncode == 0, locked.stderr
     path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]
     assert path.is_file()
+    passed = run(project, "Compare with the lock")
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "::error" not in passed.stdout
+    assert "| unchanged |" in (project / "summary.md").read_text()
     model = project / "repository" / "train.py"
     model.write_text(MODEL.replace("512", "262144"))
     failed = run(project, "Compare with the lock")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "**regressed**" in (project / "summary.md").read_text()
+
+
+def test_what_a_branch_adds_is_told_without_a_lock_and_nothing_is_left_behind(project: Path) -> None:
+    repository = project / "repository"
+    (repository / "train.py").write_text(MODEL.replace("512", "262144"))
+    (repository / "autoaccum.lock").unlink(missing_ok=True)
+    before = git(repository, "status", "--porcelain")
+    failed = run(project, "Compare with the base branch", BASE="HEAD")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
+    assert "against HEAD" in failed.stdout
+    assert git(repository, "status", "--porcelain") == before
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert not (repository / ".git" / "worktrees").exists()
