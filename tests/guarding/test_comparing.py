@@ -186,7 +186,7 @@ class TestContradictions:
         )
 
     def test_of_peaks_that_no_card_holds_the_least_budgets_tell(self) -> None:
-        there = {"limit_bytes": 14 * GIB + 300 * MIB}
+        there: dict[str, Any] = {"limit_bytes": 14 * GIB + 300 * MIB}
         before = dataclasses.replace(BEFORE, **there)
         now = grown(0, unused=GIB, **there)
         assert judged(now, before).outcome == "within"
@@ -200,8 +200,8 @@ class TestContradictions:
         assert judged(dataclasses.replace(now, least_bytes=14 * GIB)).outcome == "within"
 
     @pytest.mark.parametrize("larger", [{"peak_bytes": 16 * GIB}, {"least_bytes": 16 * GIB}, {"held_bytes": 16 * GIB}])
-    def test_nothing_is_good_news_where_anything_grew(self, larger: dict[str, int]) -> None:
-        less = {"peak_bytes": 13 * GIB, "least_bytes": 12 * GIB, "held_bytes": 11 * GIB}
+    def test_nothing_is_good_news_where_anything_grew(self, larger: dict[str, Any]) -> None:
+        less: dict[str, Any] = {"peak_bytes": 13 * GIB, "least_bytes": 12 * GIB, "held_bytes": 11 * GIB}
         assert judged(dataclasses.replace(BEFORE, **less, largest=64)).outcome == "improved"
         assert judged(dataclasses.replace(BEFORE, **less | larger, largest=64)).outcome in ("within", "regressed")
 
