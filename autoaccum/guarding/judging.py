@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.verdicts import Judgement
 
@@ -24,7 +24,7 @@ def unmeasured(case: Case, error: AutoaccumError, *, called: bool = True) -> Jud
     code = error.exit_code
     return Judgement(
         case=case,
-        outcome="unmeasured",
+        outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
         exit_code=_UNMEASURED if code == UsageError.exit_code and not called else code,
         reasons=(error.message,),
         hint=error.hint or "",

@@ -14,9 +14,10 @@ from autoaccum.planning.shapes import thaw
 
 SCHEMA: Final = 1
 
-Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]
+Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
 """`unchanged`: to the byte. `within`: other bytes, within the tolerance. `regressed`: exit 1. `improved`: less than the
-tolerance allows for, which passes. `unmeasured`: nothing can be said, exit 3 or the error's. `locked`: by --update."""
+tolerance allows for, which passes. `too_large`: what was asked for does not fit, and there is nothing to lock: exit 1.
+`unmeasured`: nothing can be said, exit 3 or the error's. `locked`: by --update."""
 
 
 @dataclass(frozen=True, kw_only=True)

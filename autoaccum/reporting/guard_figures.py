@@ -11,7 +11,15 @@ from autoaccum.guarding.verdicts import Judgement, Outcome, Report
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 NONE = "-"
-WORST_FIRST: tuple[Outcome, ...] = ("regressed", "unmeasured", "improved", "within", "unchanged", "locked")
+WORST_FIRST: tuple[Outcome, ...] = (
+    "regressed",
+    "too_large",
+    "unmeasured",
+    "improved",
+    "within",
+    "unchanged",
+    "locked",
+)
 
 
 @dataclass(frozen=True)

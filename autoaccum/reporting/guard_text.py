@@ -23,6 +23,7 @@ LABELS: dict[Outcome, str] = {
     "within": "within tolerance",
     "regressed": "regressed",
     "improved": "improved",
+    "too_large": "does not fit",
     "unmeasured": "not measured",
     "locked": "locked",
 }
@@ -32,6 +33,7 @@ STYLES: dict[Outcome, str] = {
     "within": "bold green",
     "regressed": "bold red",
     "improved": "bold cyan",
+    "too_large": "bold red",
     "unmeasured": "bold yellow",
     "locked": "bold cyan",
 }

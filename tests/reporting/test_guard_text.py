@@ -7,6 +7,8 @@ import io
 
 from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
+from autoaccum.errors import DoesNotFitError
+from autoaccum.guarding.judging import unmeasured
 from autoaccum.guarding.verdicts import Growth, Judgement
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.guard_markdown import report_markdown
@@ -60,6 +62,17 @@ def test_good_news_comes_with_the_command_that_keeps_it() -> None:
     lines = lines_of(IMPROVED)
     assert "  peak           15.25 GiB   14.00 GiB   -1.25 GiB  -8.2 %" in lines
     assert lines[-4:-2] == ["  next       lock it in:", "    autoaccum guard train.py --gpu v100 --update"]
+
+
+def test_what_does_not_fit_is_not_called_unmeasured() -> None:
+    error = DoesNotFitError("micro-batch 8 does not fit", hint="the largest that fits is 4")
+    assert lines_of(unmeasured(CASE, error)) == [
+        "does not fit: train.py on rtx3090, target 256, bf16",
+        "  why        micro-batch 8 does not fit",
+        "  way out    the largest that fits is 4",
+        "",
+        "1 case: 1 does not fit; against autoaccum.lock, tolerance 1 %",
+    ]
 
 
 def test_a_way_out_without_a_command_is_words() -> None:
