@@ -46,7 +46,8 @@ def compare(
         outcome=outcome,
         exit_code={"regressed": _REGRESSED, "unmeasured": _UNMEASURED}.get(outcome, 0),
         reasons=reasons,
-        hint=_hint(outcome, command),
+        hint=_HINTS.get(outcome, "") if command else "",
+        command=command if outcome in _HINTS else "",
         explanation="" if outcome == "unmeasured" else _told(figures, explain(case, before, now, found)),
         growths=found,
         before=before,
@@ -117,16 +118,6 @@ def _told(figures: Figures, grown: str) -> str:
 
 def _growth(figure: Figure) -> str:
     return f"{precise_bytes(figure.more_bytes)} ({percent(figure.more_bytes, figure.before_bytes)})"
-
-
-def _hint(outcome: Outcome, command: str) -> str:
-    if not command or outcome not in ("regressed", "improved", "unmeasured"):
-        return ""
-    return {
-        "regressed": f"if it is meant, lock it in: {command}",
-        "improved": f"lock it in: {command}",
-        "unmeasured": f"lock anew, on a branch that is right: {command}",
-    }[outcome]
 
 
 def _notes(figures: Figures) -> Iterator[str]:

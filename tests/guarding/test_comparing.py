@@ -98,7 +98,7 @@ def test_a_growth_is_told_with_what_fits_now() -> None:
         "the largest micro-batch that fits fell from 32 to 24",
         "the peak grew by 1.26 GiB (8.4 %), 1 % is allowed",
     )
-    assert judgement.hint == f"if it is meant, lock it in: {UPDATE}"
+    assert (judgement.hint, judgement.command) == ("if it is meant, lock it in", UPDATE)
 
 
 def test_growth_within_the_tolerance_passes_and_is_told() -> None:
@@ -212,7 +212,7 @@ class TestContradictions:
 def test_less_is_good_news_with_the_command_that_locks_it_in(now: Measurement) -> None:
     judgement = judged(now)
     assert (judgement.outcome, judgement.exit_code, judgement.reasons) == ("improved", 0, ())
-    assert judgement.hint == f"lock it in: {UPDATE}"
+    assert (judgement.hint, judgement.command) == ("lock it in", UPDATE)
 
 
 def test_shrinkage_is_explained_from_what_shrank() -> None:
@@ -258,7 +258,7 @@ def test_what_is_not_alike_says_nothing(now: Measurement) -> None:
     judgement = judged(now)
     assert (judgement.outcome, judgement.exit_code, judgement.growths) == ("unmeasured", 3, ())
     assert judgement.reasons
-    assert judgement.hint == f"lock anew, on a branch that is right: {UPDATE}"
+    assert (judgement.hint, judgement.command) == ("lock anew, on a branch that is right", UPDATE)
 
 
 class TestMeasured:

@@ -92,7 +92,7 @@ def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
     assert [judgement.outcome for judgement in report.judgements] == ["regressed", "unchanged"]
     assert (report.exit_code, report.against, report.updated) == (1, "autoaccum.lock", None)
     assert sorted(locked.asked) == [("other.py", (32,) * 8), ("train.py", (32,) * 8)]
-    assert report.judgements[0].hint.endswith("autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update")
+    assert report.judgements[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
     assert report.judgements[1].warnings == ("mind the gap",)
     assert {event.case for event in locked.told if isinstance(event, CaseStarted)} == {TRAIN, OTHER}
     finished = [event for event in locked.told if isinstance(event, CaseFinished)]
@@ -310,7 +310,7 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     bench.before = {"train.py": a_measurement(micro_batches=(64, 64)), "other.py": WorkloadError("it raised")}
     report = bench.guard({"train.py": a_measurement(micro_batches=(64, 64), peak_bytes=10**12)}, baseline="HEAD")
     told = by_workload(report)
-    assert (told["train.py"].outcome, told["train.py"].hint) == ("regressed", "")
+    assert (told["train.py"].outcome, told["train.py"].hint, told["train.py"].command) == ("regressed", "", "")
     assert (told["other.py"].exit_code, told["other.py"].reasons) == (3, ("at HEAD: it raised",))
     assert (report.exit_code, report.against) == (1, "HEAD")
     assert [asked for asked in bench.asked if asked[0] == "train.py"] == [("train.py", None), ("train.py", (64, 64))]
