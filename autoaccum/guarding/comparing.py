@@ -16,6 +16,11 @@ from autoaccum.units import format_bytes, percent, precise_bytes, signed_bytes
 
 _REGRESSED = 1
 _UNMEASURED = 3
+_HINTS: dict[Outcome, str] = {
+    "regressed": "if it is meant, lock it in",
+    "improved": "lock it in",
+    "unmeasured": "lock anew, on a branch that is right",
+}
 
 
 def compare(
