@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from autoaccum.errors import NotMeasuredError
-
-_OWN = Path(__file__).resolve().parents[1]
+_OWN = str(Path(__file__).resolve().parents[1])
 """autoaccum measures with itself, whatever is checked out."""
 
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,10 @@ class Checkout:
         """
         if not entry or not (entry.startswith("/") or Path(entry).exists()):
             return entry
-        place = Path(os.path.realpath(entry))
-        if self.original is None:
+        place = os.path.realpath(entry)
+        if self.original is None or not is_original(place, str(self.original), str(self.root)):
             return str(Path(entry).absolute())
-        if not _is_within(place, self.original) or _is_within(place, self.root) or _is_library(str(place)):
-            return str(Path(entry).absolute())
-        return str(self.root / place.relative_to(self.original))
+        return str(self.root / Path(place).relative_to(self.original))
 
     def map_path(self, path: str) -> str:
         """A variable such as `PYTHONPATH`, each entry for itself."""
@@ -62,34 +58,6 @@ class Checkout:
     def to_record(self) -> dict[str, str]:
         """What a child needs to tell what is imported from elsewhere; empty where nothing can be."""
         return {} if self.original is None else {"original": str(self.original), "root": str(self.root)}
-
-
-def check_imports(record: Mapping[str, Any], modules: Iterable[tuple[str, ModuleType]] | None = None) -> None:
-    """Refuse what was imported from the user's folders though another checkout of them is to be measured.
-
-    Args:
-        record: Of `Checkout.to_record`.
-        modules: Names and modules; None: all that are imported.
-
-    Raises:
-        NotMeasuredError: A module lies there, as one does that an editable installation leads to.
-    """
-    if not record:
-        return
-    original, root = Path(record["original"]), Path(record["root"])
-    for name, module in list(sys.modules.items()) if modules is None else modules:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.startswith("/") or _is_library(file):
-            continue  # An import makes it absolute; torch.ops says `_ops.py`.
-        place = Path(os.path.realpath(file))
-        if _is_within(place, original) and not any(_is_within(place, other) for other in (root, _OWN)):
-            above = len(name.split(".")) + (place.stem == "__init__")
-            raise NotMeasuredError(
-                f"{name} is imported from {place}, not from the revision that is to be measured,"
-                " as an editable installation has it",
-                hint=f"set PYTHONPATH={_parent(place, above)}, or install it with"
-                " `pip install -e . --config-settings editable_mode=compat`",
-            )
 
 
 def redirect_hooks(record: Mapping[str, Any]) -> None:
@@ -103,7 +71,7 @@ def redirect_hooks(record: Mapping[str, Any]) -> None:
     """
     if not record:
         return
-    original, root = Path(record["original"]), Path(record["root"])
+    original, root = record["original"], record["root"]
     for name, module in list(sys.modules.items()):
         mapping, namespaces = getattr(module, "MAPPING", None), getattr(module, "NAMESPACES", None)
         if not name.startswith("__editable__") or not isinstance(mapping, dict) or not isinstance(namespaces, dict):
@@ -114,24 +82,33 @@ def redirect_hooks(record: Mapping[str, Any]) -> None:
         )
 
 
-def _redirected(path: str, original: Path, root: Path) -> str:
-    place = Path(os.path.realpath(path))
-    if place == _OWN or not _is_within(place, original) or _is_within(place, root):
-        return path
-    return str(root / place.relative_to(original))
+def is_original(place: str, original: str, root: str) -> bool:
+    """Whether a file or folder, all links followed, is one of the user's repository that a revision has its own of.
+
+    Neither autoaccum's own are, nor those of an environment that lies in the repository, unless they are in the
+    revision too.
+
+    Args:
+        place: The path.
+        original: The top of the user's repository.
+        root: The top of what is checked out.
+    """
+    if not is_within(place, original) or is_within(place, root) or is_within(place, _OWN):
+        return False
+    if f"{place}/".startswith(_libraries()):
+        return False
+    inside = f"{place}/"[len(original) :]
+    return not any(f"/{name}/" in inside for name in _INSTALLED) or os.path.lexists(root + inside.rstrip("/"))
 
 
-def _parent(place: Path, levels: int) -> Path:
-    return place.parents[min(levels, len(place.parents)) - 1]
+def is_within(place: str, folder: str) -> bool:
+    """Whether a path is that of a folder or of something in it."""
+    return f"{place}/".startswith(f"{folder.rstrip('/')}/")
 
 
-def _is_within(place: Path, folder: Path) -> bool:
-    return place == folder or folder in place.parents
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file or folder belongs to an environment, which may lie in the repository."""
-    return any(name in file for name in ("/site-packages", "/dist-packages")) or f"{file}/".startswith(_libraries())
+def _redirected(path: str, original: str, root: str) -> str:
+    place = os.path.realpath(path)
+    return root + place[len(original) :] if is_original(place, original, root) else path
 
 
 @cache

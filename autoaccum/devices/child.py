@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum.devices.replies import astray_reply, failure_reply, load_asked, look_where
+from autoaccum.devices.strays import Strays
 
 if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
@@ -44,17 +45,18 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(descriptor, False)
     child: Jobs = Child()
     own_pid = os.getpid()
-    where: Mapping[str, str] = {}
+    strays: Strays | None = None
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)
+            if strays is None and request.get("checkout"):
+                strays = Strays(request["checkout"])
             if request["job"] == "prepare":
                 _prepare(request)
                 continue
             if "card" in request:
                 child = _simulated_child()
-            where = request.get("checkout", where)
-            reply = {**child.answer(request), **astray_reply(where)}
+            reply = {**child.answer(request), **astray_reply(strays)}
             if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
                 os._exit(0)
             _flush()

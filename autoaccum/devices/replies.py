@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.checkout import check_imports, redirect_hooks
+from autoaccum.devices.checkout import redirect_hooks
+from autoaccum.devices.strays import Strays
 from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
@@ -35,15 +36,16 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
     return adapt(load_workload(request["reference"]), most=request.get("share"), **asked)
 
 
-def astray_reply(checkout: Mapping[str, str]) -> dict[str, Any]:
-    """A failure where modules were imported from elsewhere than the checkout (`Checkout.to_record`), else nothing.
+def astray_reply(strays: Strays | None) -> dict[str, Any]:
+    """A failure where code was loaded from elsewhere than the checkout, else nothing.
 
     Whatever else a job came to, it is of another revision then.
     """
     try:
-        check_imports(checkout)
+        if strays is not None:
+            strays.check()
     except NotMeasuredError as error:
-        return failure_reply(error, "looking at what was imported")
+        return failure_reply(error, "looking at what was loaded")
     return {}
 
 
