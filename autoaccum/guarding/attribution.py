@@ -10,9 +10,10 @@ from typing import cast
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.deepest_modules import Share, push_down
-from autoaccum.guarding.differences import differences, is_rest, under_new_names
+from autoaccum.guarding.differences import differences, is_rest
 from autoaccum.guarding.folding import fold, group_of
 from autoaccum.guarding.records import Measurement
+from autoaccum.guarding.renaming import under_new_names
 from autoaccum.guarding.verdicts import Growth
 from autoaccum.guarding.what_changed import what_changed
 
@@ -36,9 +37,10 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
     if before.held_bytes is None or now.held_bytes is None:
         return ()
     moment = moment_compared(before, now)
+    complete = now.holdings
     held, now = _alike(moment.holdings or before.holdings, now)
     rows = differences(held, now.holdings)
-    modules = {holding.module for holding in (*held, *now.holdings) if holding.module}
+    modules = {holding.module for holding in (*held, *complete) if holding.module}
     found: list[Growth] = []
     for category in CATEGORIES:
         shares = push_down([row for row in rows if row.category == category], modules)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from autoaccum.guarding.differences import LASTING, Difference
-from autoaccum.workload.module_names import common_name, numberless, tell_apart
+from autoaccum.workload.module_names import common_name, compact_names, numberless
 
 _LITTLE = 0.1
 """What a module has of a growth is told with its parent's, up to this share of all that grew and shrank there."""
@@ -58,7 +60,7 @@ def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list
         differences: By module, those that are as they were too.
         modules: All there are, before and now.
     """
-    known = _Names(modules)
+    known = _Names(modules, differences)
     inside = [difference for difference in differences if difference.module]
     outside = [difference for difference in differences if not difference.module and difference.bytes]
     groups = [*(_Group([difference], 0) for difference in outside), *_split(inside, 0)]
@@ -118,18 +120,17 @@ def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
 class _Names:
     """Names for modules, of all there are."""
 
-    def __init__(self, modules: Iterable[str]) -> None:
+    def __init__(self, modules: Iterable[str], differences: Iterable[Difference]) -> None:
         self._alike: dict[str, set[str]] = defaultdict(set)
-        for module in modules:
-            parts = module.split(".")
-            for depth in range(1, len(parts) + 1):
-                path = ".".join(parts[:depth])
-                self._alike[numberless(path)].add(path)
+        for path in {path for module in modules for path in _paths(module)}:
+            self._alike[numberless(path)].add(path)
+        self._holding = {path for row in differences for path in _paths(row.module)}
 
     def called(self, rows: Iterable[Difference], depth: int) -> str:
-        """The module of these rows; with `*` where they are of most that are called alike.
+        """The module of these rows; with `*` where they are all that are called alike and hold any of it, and most.
 
-        Numbered modules of several classes are layers of the one they are in, which is named in place of them.
+        Numbered modules of several classes are layers of the one they are in, which is named in place of them. So is
+        the one around those that no single name is for; it is empty for the whole model.
         """
         rows = list(rows)
         if depth > 1 and len({kind for row in rows if len(_parts(row)) == depth for kind in row.kinds}) > 1:
@@ -139,11 +140,25 @@ class _Names:
             return names[0]
         if len({numberless(name) for name in names}) > 1:  # What is left of several.
             return ""
-        others = sorted(self._alike[numberless(names[0])] - set(names))
-        if 2 * len(names) > len(others) or not others:
-            return common_name(names)
-        pieces = [name for name, own in tell_apart([names, others]) if set(own) <= set(names)]
-        return pieces[0] if len(pieces) == 1 else common_name(names)
+        starred = common_name(names)
+        alike = re.compile(r"\d+".join(map(re.escape, starred.split("*"))))
+        others = {name for name in self._alike[numberless(names[0])] if alike.fullmatch(name)} - set(names)
+        if len(names) > len(others) and not self._holding & others:
+            return starred if starred.strip("*.") else ""
+        pieces = compact_names(names)
+        return pieces[0][0] if len(pieces) == 1 else ".".join(_common(names))
+
+
+def _paths(module: str) -> list[str]:
+    """A module and those around it."""
+    parts = module.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def _common(names: Iterable[str]) -> list[str]:
+    """The names of all modules around these, from the model inwards."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def _parts(row: Difference) -> list[str]:

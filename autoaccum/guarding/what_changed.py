@@ -52,11 +52,16 @@ def _whose(changed: Sequence[Holding]) -> str:
 
 
 def _difference(share: Share, hidden_bytes: int) -> str:
-    before = [holding for difference in share.differences for holding in difference.before]
-    now = [holding for difference in share.differences for holding in difference.now]
+    changed = [difference for difference in share.differences if difference.bytes]
+    before = [holding for difference in changed for holding in difference.before]
+    now = [holding for difference in changed for holding in difference.now]
     if not now:
         return "" if all(map(is_rest, before)) else "gone"
     is_new = not before and not hidden_bytes
+    if now[0].category == "parameters" and not any(
+        holding.module or holding.kind or is_rest(holding) for holding in now
+    ):
+        return ": ".join(filter(None, ("kept from update to update", _made(now, before))))
     if now[0].category in LASTING:
         kept = "" if is_new and share.module else _kept(before, now)
         return kept or _dtypes(before, now) or ("new" if is_new else "")
@@ -73,8 +78,8 @@ def _difference(share: Share, hidden_bytes: int) -> str:
 
 def _kernels(before: Sequence[Holding], now: Sequence[Holding]) -> str:
     was, is_now = _attention(before), _attention(now)
-    grew = sum(holding.bytes for holding in now) > sum(holding.bytes for holding in before)
-    is_now = is_now or (_MATH if grew else "")
+    if was and not is_now and any("_softmax" in holding.op for holding in now):
+        is_now = _MATH
     return f"{was} -> {is_now}" if was and is_now and was != is_now else ""
 
 
@@ -96,6 +101,8 @@ def _dtypes(before: Sequence[Holding], now: Sequence[Holding]) -> str:
     most = max(change[grown], -change[shrunk])
     if min(change[grown], -change[shrunk]) * _PART < most or not (grown and shrunk):
         return ""
+    if (_bits(grown) - _bits(shrunk)) * change.total() < 0:  # Something else outweighs it.
+        return ""
     return f"{_short(shrunk)} -> {_short(grown)}"
 
 
@@ -107,9 +114,9 @@ def _kept(before: Sequence[Holding], now: Sequence[Holding]) -> str:
 
 
 def _new_operator(before: Sequence[Holding], now: Sequence[Holding], share: Share) -> str:
-    """What made most of the growth, where it made none of it before."""
-    known = {holding.op for holding in before}
-    made = [holding for holding in now if known and holding.op not in known]
+    """What made most of the growth, and in which dtype, where it made none of that before."""
+    known = {(holding.op, holding.dtype) for holding in before}
+    made = [holding for holding in now if known and (holding.op, holding.dtype) not in known]
     return _made(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
 
 
@@ -124,6 +131,10 @@ def _made(now: Iterable[Holding], before: Iterable[Holding]) -> str:
     if not op or more <= 0:
         return ""
     return f"{op} in {_short(dtype)}" if dtype else op
+
+
+def _bits(dtype: str) -> int:
+    return int("".join(filter(str.isdecimal, dtype)) or 8)
 
 
 def _short(dtype: str) -> str:

@@ -97,6 +97,47 @@ def test_a_few_of_them_are_told_by_their_numbers() -> None:
     assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.{0..3}.mlp", 16, "")]
 
 
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [(range(12), "*"), (range(11), "{0..10}"), (range(0, 12, 2), "{0,2,4,6,8,10}"), (range(3), "{0..2}")],
+)
+def test_a_star_is_for_all_that_hold_any_of_it(which: range, name: str) -> None:
+    now = [row("activations", f"blocks.{n}.mlp", 12 if n in which else 8) for n in range(12)]
+    assert [module for _, module, _, _ in told(measured(*blocks(12, mlp=8)), measured(*now))] == [f"blocks.{name}.mlp"]
+
+
+def test_a_star_is_for_most_of_all_there_are_though_some_hold_none_any_more() -> None:
+    """Backward has freed what the last ones held."""
+    weights = [row("parameters", f"blocks.{n}.mlp", 1) for n in range(12)]
+    found = told(measured(*weights, *blocks(10, mlp=8)), measured(*weights, *blocks(10, mlp=12)))
+    assert [module for _, module, _, _ in found] == ["blocks.*.mlp"]
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_few_of_those_that_hold_other_things_are_told_by_their_numbers(folded: bool) -> None:
+    """A layer in some blocks that keeps its input now; its parameters are small."""
+    weights = [row("parameters", f"{n}.conv", 0.001) for n in range(12)]
+    before = measured(*weights, *(row("activations", f"{n}.act", 8) for n in range(12)))
+    now = measured(*before.holdings, *(row("activations", f"{n}.conv", 8) for n in range(3)))
+    found = told(fold(before) if folded else before, now)
+    assert [module for _, module, _, _ in found] == ["{0..2}.conv"]
+
+
+def test_those_that_no_name_is_for_are_told_as_what_they_are_in() -> None:
+    grown = {(0, 0), (0, 1), (1, 2), (2, 0)}
+    before, now = (
+        [row("activations", f"net.{m}.{n}", 12 if grows and (m, n) in grown else 8) for m in range(4) for n in range(4)]
+        for grows in (False, True)
+    )
+    other = row("activations", "head", 8)
+    assert [module for _, module, _, _ in told(measured(other, *before), measured(other, *now))] == ["net"]
+
+
+def test_layers_of_a_model_that_is_but_numbers_are_the_whole_model() -> None:
+    before, now = ([row("temporaries", str(n), size) for n in range(6)] for size in (4, 6))
+    assert told(measured(*before), measured(*now)) == [("temporaries", "", 12, "throughout the model")]
+
+
 def test_where_a_module_and_those_in_it_have_a_part_it_is_theirs_together() -> None:
     before = [row("activations", "mlp", 8), row("activations", "mlp.act", 8), row("activations", "norm", 8)]
     now = [row("activations", "mlp", 24), row("activations", "norm", 8)]
@@ -138,7 +179,10 @@ def test_a_small_change_beside_it_is_left_to_the_parent() -> None:
     [
         ({"dtype": "bfloat16"}, {"dtype": "float32"}, "bf16 -> fp32"),
         ({"dtype": "float16"}, {"dtype": "float64"}, "fp16 -> fp64"),
-        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten.clone"}, "flash attention -> math"),
+        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten._softmax"}, "flash attention -> math"),
+        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten.clone"}, "aten.clone in bf16"),
+        ({"op": "aten.mul", "dtype": "float32"}, {"op": "aten.sin", "dtype": "bfloat16"}, "aten.sin in bf16"),
+        ({"op": "aten.relu", "dtype": "float32"}, {"op": "aten.relu", "dtype": "float64"}, "fp32 -> fp64"),
         (
             {"op": "aten._scaled_dot_product_cudnn_attention"},
             {"op": "aten._scaled_dot_product_efficient_attention"},
@@ -191,6 +235,26 @@ def test_what_a_model_keeps_between_updates_is_told() -> None:
     ]
 
 
+@pytest.mark.parametrize("op", ["", "aten._to_copy", "aten.add"])
+def test_what_nobody_is_there_for_is_no_parameter(op: str) -> None:
+    """A list of hidden states in the module of the workload."""
+    kept = row("parameters", "", 16, "float32", op, kind="")
+    ((category, _, _, change),) = told(
+        measured(row("parameters", "head", 8)), measured(kept, row("parameters", "head", 8))
+    )
+    made = f": {op} in fp32" if op else ""
+    assert (category, change) == ("parameters", f"kept from update to update{made}, in no module")
+
+
+def test_another_attention_is_told_beside_what_makes_more() -> None:
+    """A module that calls both its attention and its MLP itself."""
+    flash = "aten._scaled_dot_product_flash_attention"
+    gelu = [row("activations", f"blocks.{n}", 32, op="aten.gelu") for n in range(3)]
+    before = [*gelu, *(row("activations", f"blocks.{n}", 2, op=flash) for n in range(3))]
+    now = [*gelu, *(row("activations", f"blocks.{n}", 8, op="aten._softmax") for n in range(3))]
+    assert told(measured(*before), measured(*now)) == [("activations", "blocks.*", 18, "flash attention -> math")]
+
+
 def test_what_is_unused_makes_up_the_difference() -> None:
     before, now = measured(*blocks(2, mlp=8), unused_mib=4), measured(*blocks(2, mlp=12), unused_mib=10)
     assert told(before, now) == [("activations", "blocks.*.mlp", 8, ""), ("unused", "", 6, "")]
@@ -238,6 +302,63 @@ class TestRenamed:
             row("parameters", "2", 4, kind="Norm"),
         ]
         assert told(measured(*before), measured(*now)) == [("parameters", "0", 2, "new")]
+
+    def test_layers_that_moved_on_by_many_are_the_same(self) -> None:
+        """Though layers of the same class stood at these numbers before."""
+        kinds = ["Linear", "Norm"] * 8
+        before = [row("parameters", str(n), 4 + n, kind=kind) for n, kind in enumerate(kinds)]
+        moved = [dataclasses.replace(each, module=str(n)) for n, each in enumerate(before, 4)]
+        more = [row("parameters", str(n), 2, kind=kind) for n, kind in enumerate(kinds[:4])]
+        assert told(measured(*before), measured(*more, *moved)) == [("parameters", "{0..3}", 8, "new")]
+
+    @pytest.mark.parametrize("wrapper", ["0", "net", "model.module"])
+    def test_what_is_wrapped_is_the_same(self, wrapper: str) -> None:
+        plain = [
+            row("parameters", "head", 4, kind="Linear"),
+            row("activations", "", 4, kind="Net"),
+            row("activations", "", 2, kind="", op="aten._log_softmax"),
+            *blocks(3, mlp=8, act=2),
+        ]
+        grown = [*plain[:3], *blocks(3, mlp=16, act=2)]
+        wrapped, wrapped_and_grown = (
+            [
+                dataclasses.replace(each, module=f"{wrapper}.{each.module}".rstrip(".")) if each.kind else each
+                for each in rows
+            ]
+            for rows in (plain, grown)
+        )
+        assert told(measured(*plain), measured(*wrapped)) == []
+        assert told(measured(*wrapped), measured(*plain)) == []
+        assert told(measured(*plain), measured(*wrapped_and_grown)) == [
+            ("activations", f"{wrapper}.blocks.*.mlp", 24, "")
+        ]
+        assert told(measured(*wrapped), measured(*grown)) == [("activations", "blocks.*.mlp", 24, "")]
+
+    def test_those_of_another_class_are_not_the_same_though_they_hold_as_much(self) -> None:
+        before = [row("parameters", "stem", 8, kind="Conv"), row("activations", "stem", 16, kind="Conv")]
+        now = [row("parameters", "head", 8, kind="Linear"), row("activations", "head", 24, kind="Linear")]
+        assert told(measured(*before), measured(*now)) == [
+            ("activations", "head", 24, "new, aten.mm in bf16"),
+            ("parameters", "head", 8, "new"),
+            ("parameters", "stem", -8, "gone"),
+            ("activations", "stem", -16, "gone"),
+        ]
+
+    def test_those_without_parameters_are_not_the_same_though_they_hold_as_much(self) -> None:
+        before, now = row("temporaries", "", 4, kind="Net"), row("temporaries", "layer3.1.relu", 4, kind="ReLU")
+        assert [(module, change) for _, module, _, change in told(measured(before), measured(now))] == [
+            ("layer3.1.relu", "new, aten.mm in bf16"),
+            ("", "gone, in the model itself"),
+        ]
+
+    def test_modules_that_were_split_into_two_lists_are_the_same(self) -> None:
+        before = [row("parameters", f"blocks.{n}.up", 4 + n) for n in range(6)]
+        before += [row("activations", f"blocks.{n}", 4) for n in range(6)]
+        now = [
+            dataclasses.replace(each, module=each.module.replace(f"blocks.{n}", f"{'enc' if n < 3 else 'dec'}.{n % 3}"))
+            for n, each in ((int(each.module.split(".")[1]), each) for each in before)
+        ]
+        assert told(measured(*before), measured(*now)) == []
 
     def test_a_name_that_is_anothers_now_is_not_mistaken_for_it(self) -> None:
         before = [row("parameters", "a", 8, kind="Linear"), row("parameters", "b", 4, kind="Norm")]

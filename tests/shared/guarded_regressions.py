@@ -159,8 +159,8 @@ REGRESSIONS: Final = (
             ),
         ),
         category="activations",
-        module="early",
-        change="aten._softmax in fp32",
+        module="blocks",
+        change="aten._to_copy in fp32",
     ),
     Regression(
         name="attention by the math path",

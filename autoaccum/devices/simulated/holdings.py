@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from operator import itemgetter
+from typing import Final
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.devices.simulated.ledger import Ledger
+
+_APART: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
+"""What of an operator's name tells how attention is computed, whatever else the module makes."""
 
 
 def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
     """What is held after an event, in the order of the model; what belongs to no module is first.
 
-    Of operators that made as much of one holding it names the first.
+    Of operators that made as much of one holding it names the first. What tells how attention is computed is apart.
 
     Args:
         ledger: What the trace holds.
         event: The index of the event.
     """
     labelled, sizes = ledger.labelled, ledger.demand.sizes
-    made: dict[tuple[int, int, str], Counter[str]] = {}
+    made: dict[tuple[int, int, str, str], Counter[str]] = {}
     for block, category in ledger.alive(event):
         origin = labelled.origins[block]
-        key = ledger.purposes[block].module, CATEGORIES.index(category), origin.dtype
+        apart = origin.op if any(part in origin.op for part in _APART) else ""
+        key = ledger.purposes[block].module, CATEGORIES.index(category), origin.dtype, apart
         made.setdefault(key, Counter())[origin.op] += sizes[block]
     return tuple(
         Holding(
@@ -34,7 +39,7 @@ def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
             op=max(by_op.items(), key=itemgetter(1))[0],
             bytes=by_op.total(),
         )
-        for (module, category, dtype), by_op in sorted(made.items(), key=itemgetter(0))
+        for (module, category, dtype, _), by_op in sorted(made.items(), key=itemgetter(0))
         if by_op.total()
     )
 
