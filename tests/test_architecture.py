@@ -90,6 +90,7 @@ WITHOUT_TORCH = (
     "workload/companions.py",
     "workload/modes.py",
     "workload/module_names.py",
+    "workload/references.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -137,7 +137,9 @@ def check_apart(option: str, file: str, workload: str) -> None:
     Raises:
         UsageError: `file`, which `option` names, is its source.
     """
-    source = workload.rpartition(":")[0] or workload
+    from autoaccum.workload.references import split_reference
+
+    source, _, _ = split_reference(workload)
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))
     if Path(file).resolve() in (path.resolve() for path in sources):
         raise UsageError(f"{option} names the workload itself, {file}", hint="choose another name")

@@ -15,6 +15,7 @@ from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.guarding.cases import case_name, expand_cases
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.tolerance import Tolerance, parse_tolerance
+from autoaccum.workload.references import split_reference
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -159,8 +160,7 @@ def _check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> N
 
 
 def _reference(workload: str, cwd: Path, folder: Path) -> str:
-    head, colon, tail = workload.rpartition(":")
-    target, name = (head, tail) if colon and (tail.isidentifier() or not tail) else (workload, "")
+    target, _, name = split_reference(workload)
     path = cwd / Path(target).expanduser()
     if not (target.endswith(".py") or "/" in target or path.is_file()):
         return workload

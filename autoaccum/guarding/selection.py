@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import case_name, check_case
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import Case
+from autoaccum.workload.references import split_reference
 
 _SIZES = ("target_batch", "micro_batch")
 _FURTHER = ("precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
@@ -134,12 +134,6 @@ def _as_cases(selection: Selection) -> list[Case]:
 def _as_written(selection: Selection, written: Sequence[Case]) -> Selection:
     gpus = tuple(case.gpu for case in written if case.gpu is not None)
     return dataclasses.replace(selection, gpus=gpus, **{name: getattr(written[0], name) for name in _FURTHER})
-
-
-def split_reference(workload: str) -> tuple[str, str, str]:
-    """The file or module of a reference, its colon if it has one, and the name after that."""
-    target, colon, name = workload.rpartition(":")
-    return (target, colon, name) if colon and re.fullmatch(r"\w*", name) else (workload, "", "")
 
 
 def is_gone(case: Case, folder: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoaccum.guarding.selection import split_reference
+from autoaccum.workload.references import split_reference
 
 _USUAL_NAMES = ("workload", "model")
 

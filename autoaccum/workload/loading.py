@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload.digests import digest_sources
 from autoaccum.workload.importing import import_dotted, import_file
 from autoaccum.workload.nests import kind
+from autoaccum.workload.references import split_reference
 from autoaccum.workload.spec import Workload
 
 _OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
@@ -36,7 +36,7 @@ def load_workload(reference: str) -> Workload:
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
     """
-    target, name = _split_reference(reference)
+    target, name = _checked(reference)
     if _is_path(target):
         path = _find_file(target)
         return _read(import_file(path), name, path.name, path.stem, path)
@@ -45,9 +45,9 @@ def load_workload(reference: str) -> Workload:
     return _read(module, name, target, target, None if file is None else Path(file).resolve())
 
 
-def _split_reference(reference: str) -> tuple[str, str | None]:
-    target, colon, name = reference.rpartition(":")
-    if colon and target and re.fullmatch(r"\w*", name):
+def _checked(reference: str) -> tuple[str, str | None]:
+    target, colon, name = split_reference(reference)
+    if colon:
         if not name.isidentifier():
             raise WorkloadError(
                 f"{reference!r} has no name after its colon",
