@@ -61,11 +61,15 @@ def assert_fits(request: pytest.FixtureRequest) -> AssertFits:
 
     def check(workload: str | os.PathLike[str], *, limit: str | None = None, **asked: Any) -> None:
         __tracebackhide__ = True
-        from autoaccum.errors import AutoaccumError
+        from autoaccum.errors import AutoaccumError, UsageError
         from autoaccum.guarding.fitting_check import check_fits
 
         failure = ""
         try:
+            if not isinstance(workload, (str, os.PathLike)):
+                raise UsageError(f"the workload is {workload!r}", hint="name a file such as model.py, or a module")
+            if "memory" in asked:
+                raise UsageError("there is no argument 'memory'", hint='the budget is limit="20GiB" here')
             failure = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
         except AutoaccumError as error:
             failure = _told(error)

@@ -48,6 +48,12 @@ def test_is_nowhere(assert_fits):
 
 def test_is_asked_wrongly(assert_fits):
     assert_fits("model.py", gpus="rtx3090", micro_batch=2)
+
+def test_is_asked_by_the_name_that_a_plan_has(assert_fits):
+    assert_fits("model.py", gpu="rtx3090", micro_batch=2, memory="1MiB")
+
+def test_is_asked_for_nothing(assert_fits):
+    assert_fits(None, gpu="rtx3090", micro_batch=2)
 """
 UNUSED = """
 import sys
@@ -93,7 +99,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> str:
     model, tests = folder / "model.py", folder / "tests"
     tests.mkdir()
     model.write_text(f"WIDTH = 64\n{MODEL}")
-    case = Selection(workload=str(model), gpus=("rtx3090",), target_batch=1024)
+    case = Selection(workload=str(model), gpus=("rtx3090",), target_batch=1024, micro_batch=512)
     assert guard(case, find_project(folder), update=True).exit_code == 0
     model.write_text(f"WIDTH = 4096\n{MODEL}")
     (tests / "beside.py").write_text(f"WIDTH = 64\n{MODEL}")
@@ -112,18 +118,18 @@ def told_of(test: str, outcome: str) -> str:
 
 
 def test_what_fits_passes_and_the_rest_fails(outcome: str) -> None:
-    assert "4 failed, 1 passed" in outcome
+    assert "6 failed, 1 passed" in outcome
     assert re.search(r"PASSED .*TestIt::test_fits", outcome)
 
 
 def test_a_failure_says_what_is_needed_and_where_it_goes(outcome: str) -> None:
     told = told_of("test_does_not", outcome)
     first, *rest = told.splitlines()
-    start = r"model\.py on rtx3090 does not fit: micro-batch 4000 \(4000 \+ 4000, fp32\) takes \d+ MiB"
-    assert re.fullmatch(start + r"(, and cannot .*)?; the limit is 128MiB, the largest that fits is \d+", first)
+    start = r"model\.py on rtx3090 does not fit: micro-batch 4000 \(4000 \+ 4000, fp32\) needs at least \d+ MiB"
+    assert re.fullmatch(start + r" \(\d+ MiB where nothing limits it\); the limit is 128MiB, the largest .* \d+", first)
     assert re.search(r"^where the memory goes, in (forward|backward) at aten\.\w+", told, re.MULTILINE)
     assert re.search(r"^ +[\d.]+ MiB  activations$", told, re.MULTILINE)
-    assert re.search(r"^ +[\d.]+ MiB  \w+ of [012*]$", told, re.MULTILINE)
+    assert re.search(r"^ +[\d.]+ MiB  \w+ of (\{0,2\}|[012])$", told, re.MULTILINE)
     assert re.match(r"since autoaccum\.lock: \+[\d.]+ [MG]iB \(\+[\d. ]+%\): ", rest[-1])
     assert "Traceback" not in told
 
@@ -135,13 +141,14 @@ def test_what_cannot_be_measured_fails_with_its_sentence(outcome: str) -> None:
     assert "return 1 / 0" in told, "the user's own frames"
     assert re.match(r"there is no file nowhere\.py in .* or in .*tests: ", told_of("test_is_nowhere", outcome))
     assert told_of("test_is_asked_wrongly", outcome).startswith("there is no argument 'gpus': ")
+    by_another_name = told_of("test_is_asked_by_the_name_that_a_plan_has", outcome)
+    assert by_another_name.startswith("there is no argument 'memory': the budget is limit=")
+    assert told_of("test_is_asked_for_nothing", outcome).startswith("the workload is None: ")
     assert "autoaccum/pytest_plugin.py" not in outcome
 
 
 def test_unused_it_loads_nothing(tmp_path: Path, installed: Path) -> None:
     (tmp_path / "test_unused.py").write_text(UNUSED)
-    done = run_pytest(tmp_path, installed, "-q", "--fixtures")
-    assert "assert_fits" in done.stdout
     done = run_pytest(tmp_path, installed, "-q")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
 from autoaccum.guarding import fitting_check
 from autoaccum.guarding.fitting_check import check_fits
-from autoaccum.guarding.lock_file import write_lock
+from autoaccum.guarding.lock_file import Lock, write_lock
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.units import GIB
 
 MORE = Holding(category="activations", module="blocks.0.extra", kind="Linear", dtype="float32", bytes=GIB)
 LARGE = a_measurement(*a_measurement().holdings, MORE, fits=False, largest=24, limit_bytes=GIB)
+LARGE_30 = dataclasses.replace(LARGE, micro_batches=(30,))
 Answers = Mapping[tuple[int, ...] | None, Measurement | AutoaccumError]
 
 
@@ -57,8 +59,8 @@ def test_what_fits_is_nothing_to_say(check: Check) -> None:
 def test_what_does_not_fit_is_explained(check: Check) -> None:
     told = check.of({(32, 32): LARGE}, micro_batch=32, memory="1GiB")
     assert told == [
-        "train.py on rtx3090 does not fit: micro-batch 32 (8 x 32, bf16) takes 2.3 GiB, and cannot do with less than "
-        "2.3 GiB; the limit is 1GiB, the largest that fits is 24",
+        "train.py on rtx3090 does not fit: micro-batch 32 (8 x 32, bf16) needs at least 2.3 GiB (2.3 GiB "
+        "where nothing limits it); the limit is 1GiB, the largest that fits is 24",
         "where the memory goes, in backward at aten.mm of head:",
         "    2.2 GiB  activations",
         "    100 MiB  parameters",
@@ -86,6 +88,28 @@ def test_what_grew_since_the_lock_is_told(check: Check) -> None:
     assert "autoaccum.lock" not in check.of({(32, 32): LARGE}, micro_batch=32, precision="fp16")[-1]
 
 
+def test_the_entry_that_is_nearest_tells_by_the_projects_tolerance(check: Check) -> None:
+    (check.folder / "pyproject.toml").write_text('[tool.autoaccum]\ntolerance = "90%"\n')
+    cases = a_case(target_batch=40), a_case(keeps=("ema",)), a_case(memory="20GiB", target_batch=30)
+    sizes = {cases[0]: (20, 20), cases[1]: (32, 32), cases[2]: (30,)}
+    lock = Lock({case: a_measurement(micro_batches=parts) for case, parts in sizes.items()})
+    write_lock(check.folder / "autoaccum.lock", lock)
+    told = check.of({(32, 32): dataclasses.replace(LARGE, micro_batches=(32, 32)), (30,): LARGE_30}, micro_batch=32)
+    assert told[-1].startswith("since autoaccum.lock: +1.00 GiB (+"), "30 is nearer than 20, and nothing is kept there"
+    equal = dataclasses.replace(LARGE_30, **dict(vars(a_measurement(micro_batches=(30,)))))
+    told = check.of({(32, 32): dataclasses.replace(LARGE, micro_batches=(32, 32)), (30,): equal}, micro_batch=32)
+    assert told[-1] == "since autoaccum.lock: nothing grew"
+
+
+def test_layers_of_a_sequential_are_told_by_their_numbers(check: Check) -> None:
+    rows = [
+        Holding(category="activations", module=str(number), kind=kind, dtype="float32", bytes=GIB)
+        for number, kind in enumerate(["Linear", "ReLU", "Linear"])
+    ]
+    told = check.of({(32, 32): a_measurement(*rows, fits=False)}, micro_batch=32)
+    assert told[-2:] == ["    2.0 GiB  activations of {0,2}", "    1.0 GiB  activations of 1"]
+
+
 def test_where_not_even_one_sample_fits_that_is_explained(check: Check) -> None:
     error = DoesNotFitError("micro-batch 1 does not fit")
     one = a_measurement(fits=False, largest=0, micro_batches=(1,) * 4)
@@ -105,5 +129,9 @@ def test_runs_have_no_breakdown(check: Check) -> None:
 def test_what_cannot_be_asked_for_is_refused(check: Check) -> None:
     with pytest.raises(UsageError, match="there is no argument 'gpus'"):
         check.of({}, gpus="t4")
+    with pytest.raises(UsageError, match="there is no argument 'folder'") as told:
+        check.of({}, folder="here")
+    assert "limit" in (told.value.hint or "")
+    assert "memory" not in (told.value.hint or "")
     with pytest.raises(UsageError, match="no target batch"):
         check.of({})
