@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.checkout import Checkout, is_original
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.repository import Repository
@@ -56,12 +56,19 @@ def check_there(checkout: Checkout, workload: str, folder: Path, revision: str) 
     """See whether a workload of the project in `folder` is in the revision that is checked out, too.
 
     Raises:
-        NotMeasuredError: It is not.
+        NotMeasuredError: It is not, or only a link that leads back into the user's folders.
     """
     target, colon, name = workload.rpartition(":")
     target = target if colon and name.isidentifier() else workload
     module = target.replace(".", "/")
     files = [target] if target.endswith(".py") or "/" in target else [f"{module}.py", f"{module}/__init__.py"]
+    for file in files:
+        place = (checkout.folder / file).resolve()
+        if checkout.original is not None and is_original(str(place), str(checkout.original), str(checkout.root)):
+            raise NotMeasuredError(
+                f"{file} is in {revision} a symbolic link to {place}, not to a file of that revision",
+                hint=f"name {os.path.relpath(place, folder.resolve())} itself",
+            )
     here = [file for file in files if (folder / file).exists()]
     if not here or any((checkout.folder / file).exists() for file in files):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,12 +77,16 @@ class Repository:
             UsageError: It can be none.
             NotMeasuredError: There is none of this name here.
         """
+        unusable = UsageError(f"{revision!r} is no revision", hint="name a commit, a branch or a tag, such as HEAD~1")
         if not revision.strip() or revision.startswith("-") or "\0" in revision:
-            raise UsageError(f"{revision!r} is no revision", hint="name a commit, a branch or a tag, such as HEAD~1")
+            raise unusable
         done = self._git("rev-parse", "--verify", f"{revision}^{{commit}}")
         if done.returncode:
             raise NotMeasuredError(f"there is no revision {revision!r} ({_first_line(done)})", hint=self._far(revision))
-        return done.stdout.strip()
+        commit = done.stdout.strip()
+        if not re.fullmatch("[0-9a-f]+", commit):  # `^HEAD` is all that HEAD does not lead to.
+            raise unusable
+        return commit
 
     def is_tracked(self, path: str) -> bool:
         """Whether git knows a file, relative to `folder`."""

@@ -242,7 +242,7 @@ def test_what_cannot_be_checked_out_is_told(clone: Path, tmp_path: Path, monkeyp
         "there is no revision 'v9' (Needed a single revision): run `git fetch origin`, or name a commit, a branch or a"
         " tag"
     )
-    for revision in ("-h", "--output=x", "", " ", "a\0b"):
+    for revision in ("-h", "--output=x", "", " ", "a\0b", "^HEAD", "^v1"):
         error = refusal(clone, revision)
         assert isinstance(error, UsageError)
         assert "is no revision: name a commit" in str(error)
@@ -281,3 +281,26 @@ def test_a_workload_that_the_revision_has_not(clone: Path) -> None:
             check_there(checkout, "sub.new:tiny", clone, "v1")
         with pytest.raises(NotMeasuredError, match=r"no untracked.py in v1, nor does git know it at all: commit it"):
             check_there(checkout, "untracked.py", clone, "v1")
+
+
+def test_a_workload_that_is_a_link_back_to_the_users_folders(clone: Path, tmp_path: Path) -> None:
+    (clone / "link.py").symlink_to(clone / "sub/model.py")
+    (clone / "near.py").symlink_to("sub/model.py")
+    (clone / "linked").symlink_to(clone / "sub")
+    (clone / "far.py").symlink_to(tmp_path / "far.py")
+    (tmp_path / "far.py").write_text("")
+    git(clone, "add", ".")
+    commit(clone, {}, "links")
+    with checked_out(clone, "HEAD") as checkout:
+        for there in ("near.py", "far.py"):
+            check_there(checkout, there, clone, "HEAD")
+        for link, target in (
+            ("link.py", "sub/model.py"),
+            ("link", "sub/model.py"),
+            ("linked/model.py", "sub/model.py"),
+            ("linked.model:tiny", "sub/model.py"),
+        ):
+            with pytest.raises(
+                NotMeasuredError, match=rf"HEAD a symbolic link to {clone}/{target}, not.*: name {target} itself$"
+            ):
+                check_there(checkout, link, clone, "HEAD")
