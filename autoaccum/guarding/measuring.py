@@ -14,7 +14,7 @@ from autoaccum.guarding.sizing import Task
 from autoaccum.planning.events import Listener
 from autoaccum.planning.request import Request
 from autoaccum.planning.subjects import Settings, find_subject
-from autoaccum.units import format_bytes
+from autoaccum.units import precise_bytes
 
 _NO_PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight", "evaluate"))
 _ASKED = ("gpu", "precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
@@ -90,7 +90,7 @@ def request_of(case: Case, time_limit: float | None = None) -> Request:
 
 def _budget_warning(found: Measurement) -> str:
     """What is free differs from run to run."""
-    there = format_bytes(found.limit_bytes)
+    there = precise_bytes(found.limit_bytes)
     return (
         f"the budget is what was free, {there}, and so is the largest that fits, {found.largest}: name one by --memory"
     )
@@ -98,11 +98,13 @@ def _budget_warning(found: Measurement) -> str:
 
 def _too_large(measurement: Measurement) -> DoesNotFitError:
     """The error for a size that was asked for."""
-    largest, there = measurement.largest, format_bytes(measurement.limit_bytes)
-    needs = f"at least {format_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there}"
+    largest, there = measurement.largest, precise_bytes(measurement.limit_bytes)
+    needs = f"at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there}"
     if measurement.kind == "measured":
         needs = f"more than the {there} that"
     return DoesNotFitError(
         f"micro-batch {measurement.micro_batch} does not fit: it needs {needs} are there",
-        hint=f"the largest that fits is {largest}" if largest else "not even a micro-batch of 1 fits",
+        hint=f"take {largest}, the largest that fits, or have it planned by naming none"
+        if largest
+        else "not even a micro-batch of 1 fits: take another card, or a smaller model",
     )
