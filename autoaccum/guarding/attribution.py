@@ -20,7 +20,7 @@ from autoaccum.guarding.what_changed import what_changed
 _LITTLE = 0.1
 
 
-def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
+def growths(before: Measurement, now: Measurement, *, more: bool | None = None) -> tuple[Growth, ...]:
     """What grew and shrank; all of it adds up to the growth of the peak.
 
     Where the peak has moved to another phase, it is compared with what that phase held before: what grew there is why
@@ -29,9 +29,10 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
     Args:
         before: A prediction, with its holdings as a lock keeps them or complete.
         now: Another, of the same schedule, complete.
+        more: Whether what grew is to be told first, or what shrank; None: as the peak did.
 
     Returns:
-        What grew most first; what shrank first where the peak did. Nothing where either was measured, since nobody
+        What grew or shrank most first. Nothing where either was measured, since nobody
         knows what memory of a real process is for.
     """
     if before.held_bytes is None or now.held_bytes is None:
@@ -50,7 +51,8 @@ def growths(before: Measurement, now: Measurement) -> tuple[Growth, ...]:
             found += _cut(_joined(category, shares, hidden), category, grown)
     unused = (now.peak_bytes - (now.held_bytes or 0)) - (before.peak_bytes - moment.held_bytes)
     found.append(Growth(category="unused", module="", bytes=unused))
-    sign = 1 if now.peak_bytes >= before.peak_bytes else -1
+    more = now.peak_bytes >= before.peak_bytes if more is None else more
+    sign = 1 if more else -1
     return tuple(sorted((growth for growth in found if growth.bytes), key=lambda growth: -sign * growth.bytes))
 
 

@@ -45,7 +45,8 @@ def compare(
         outcome = "regressed" if reasons else _harmless(figures)
     if command is None:
         command = guard_words(case, Path(), "--update")
-    found = () if outcome == "unmeasured" else growths(before, now)
+    more = {"regressed": True, "improved": False}.get(outcome)
+    found = () if outcome == "unmeasured" else growths(before, now, more=more)
     return Judgement(
         case=case,
         outcome=outcome,
@@ -53,7 +54,7 @@ def compare(
         reasons=reasons,
         hint=_HINTS.get(outcome, "") if command else "",
         command=command if outcome in _HINTS else "",
-        explanation="" if outcome == "unmeasured" else _told(figures, explain(case, before, now, found)),
+        explanation="" if outcome == "unmeasured" else _told(figures, explain(case, before, now, found, more=more)),
         growths=found,
         before=before,
         now=now,

@@ -9,13 +9,15 @@ from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.guarding.differences import LASTING
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.guarding.verdicts import Growth
-from autoaccum.units import percent, signed_bytes
+from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _MOST = 3
 _LITTLE = 0.1
 
 
-def explain(case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth]) -> str:
+def explain(
+    case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth], *, more: bool | None = None
+) -> str:
     """Say by how much the peak grew, for what, and what fits now; empty where nothing changed.
 
     Args:
@@ -23,15 +25,17 @@ def explain(case: Case, before: Measurement, now: Measurement, growths: Sequence
         before: What it took.
         now: What it takes.
         growths: All that grew and shrank, the most first.
+        more: Whether what grew is to be told, or what shrank; None: as the peak did, or what is held of it.
     """
-    grown = now.peak_bytes - before.peak_bytes
-    causes = list(_causes(before, now, growths))
-    held = _held(before, now) if not grown else ""
+    grown, held = now.peak_bytes - before.peak_bytes, (now.held_bytes or 0) - (before.held_bytes or 0)
+    sign = (-1 if (grown or held) < 0 else 1) if more is None else 1 if more else -1
+    causes = list(_causes(before, now, growths, sign))
     fits = _fits(case, before, now)
     if not (grown or causes or held):
         return fits
-    told = f"{signed_bytes(grown)} ({percent(grown, before.peak_bytes, sign=True)})" if grown else held
-    told = told or "the peak is as high as it was"
+    told = _change(grown, before.peak_bytes) if grown else "the peak is as high as it was"
+    if sign * held > 0 >= sign * grown:
+        told = f"{_change(held, before.held_bytes or 0)} of {_peak(grown)} are held"
     return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
 
 
@@ -53,13 +57,11 @@ class _Cause:
         return f"{_listed([name.replace('_', ' ') for name in named])}{of} {signed_bytes(self.bytes)}{change}"
 
 
-def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth]) -> Iterator[str]:
+def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth], sign: int) -> Iterator[str]:
     moved = bool(before.phase and now.phase and before.phase != now.phase)
     told = [growth for growth in growths if growth.category != "unused" or not moved]
-    grown = now.peak_bytes - before.peak_bytes or sum(each.bytes for each in told if each.category != "unused")
-    sign = -1 if grown < 0 else 1
     causes = sorted(_joined(told), key=lambda cause: -sign * cause.bytes)
-    most = max((abs(cause.bytes) for cause in causes), default=0)
+    most = max((sign * cause.bytes for cause in causes), default=0)
     shown = [cause for cause in causes if sign * cause.bytes >= max(_LITTLE * most, 1)][:_MOST]
     against = [cause for cause in causes if -sign * cause.bytes >= max(0.5 * most, 1) and not _is_unused(cause)]
     yield from map(str, sorted([*shown, *against[:1]], key=_is_unused))
@@ -102,11 +104,14 @@ def _settings(before: Measurement, now: Measurement) -> Iterator[str]:
         yield f"parameters {before.parameters:,} -> {now.parameters:,}"
 
 
-def _held(before: Measurement, now: Measurement) -> str:
-    if before.held_bytes is None or now.held_bytes is None or before.held_bytes == now.held_bytes:
-        return ""
-    grown = now.held_bytes - before.held_bytes
-    return f"{signed_bytes(grown)} ({percent(grown, before.held_bytes, sign=True)}) of the same peak are held"
+def _change(grown: int, before: int) -> str:
+    return f"{signed_bytes(grown)} ({percent(grown, before, sign=True)})"
+
+
+def _peak(grown: int) -> str:
+    return (
+        f"a peak that is {precise_bytes(abs(grown))} {'lower' if grown < 0 else 'higher'}" if grown else "the same peak"
+    )
 
 
 def _fits(case: Case, before: Measurement, now: Measurement) -> str:

@@ -52,9 +52,8 @@ def _whose(changed: Sequence[Holding]) -> str:
 
 
 def _difference(share: Share, hidden_bytes: int) -> str:
-    changed = [difference for difference in share.differences if difference.bytes]
-    before = [holding for difference in changed for holding in difference.before]
-    now = [holding for difference in changed for holding in difference.now]
+    before = [holding for difference in share.differences for holding in difference.before]
+    now = [holding for difference in share.differences for holding in difference.now]
     if not now:
         return "" if all(map(is_rest, before)) else "gone"
     is_new = not before and not hidden_bytes
