@@ -97,8 +97,7 @@ class Locked:
         before = self.lock.entries[entry]
         now = measure(Checkout(self.project.folder), before.micro_batches)
         judgement = incomparable(case, before, now, command) or compare(case, before, now, tolerance, command=command)
-        notes = () if entry == case else (_moved(entry, case, command),)
-        return dataclasses.replace(judgement, notes=(*judgement.notes, *notes))
+        return judgement if entry == case else _as_moved(judgement, entry, command)
 
     def relock(self, case: Case, measure: Measure, tolerance: Tolerance) -> Judgement:
         """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault.
@@ -175,8 +174,7 @@ def _by_hand(project: Project) -> str:
     )
 
 
-def _moved(entry: Case, case: Case, command: str) -> str:
-    return (
-        f"{entry.workload} is not there any more: compared with its entry, as only the file's name differs; "
-        f"to rename the entry to {case.workload}: {command}"
-    )
+def _as_moved(judgement: Judgement, entry: Case, command: str) -> Judgement:
+    note = f"{entry.workload} is not there any more: compared with its entry, as only the file's name differs"
+    hint = judgement.hint or f"rename the entry to {judgement.case.workload}"
+    return dataclasses.replace(judgement, notes=(*judgement.notes, note), hint=hint, command=command)

@@ -206,10 +206,12 @@ def test_a_moved_file_is_compared_with_its_entry(locked: Bench) -> None:
     moved = a_case("src.py")
     report = locked.guard(selection=Selection(workload="src.py"))
     assert [judgement.outcome for judgement in report.judgements] == ["unchanged"]
-    assert report.judgements[0].notes[-1] == (
-        "train.py is not there any more: compared with its entry, as only the file's name differs; to rename the entry "
-        "to src.py: autoaccum guard src.py --gpu rtx3090 --target-batch 256 --update"
+    (told,) = report.judgements
+    assert told.notes[-1] == (
+        "train.py is not there any more: compared with its entry, as only the file's name differs"
     )
+    assert told.hint == "rename the entry to src.py"
+    assert told.command == "autoaccum guard src.py --gpu rtx3090 --target-batch 256 --update"
     locked.name(moved, OTHER)
     assert [judgement.case for judgement in locked.guard().judgements] == [OTHER, moved]
     report = locked.guard(update=True)
