@@ -26,6 +26,7 @@ from autoaccum.guarding.records import Case, Measured
 from autoaccum.guarding.simulated_measuring import measure_simulated
 from autoaccum.guarding.sizing import Task
 from autoaccum.planning.subjects import Subject
+from autoaccum.units import parse_size
 
 
 class TracerHere:
@@ -66,20 +67,31 @@ CASE: Final = Case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
 
 
-def measure_here(source: str, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> Measured:
+def measure_here(
+    source: str,
+    folder: Path,
+    files: Mapping[str, str] = MappingProxyType({}),
+    case: Case = CASE,
+    micro_batches: tuple[int, ...] | None = None,
+) -> Measured:
     """Measure a workload as a guard does, but for the process.
 
     Args:
         source: Of the workload.
         folder: An empty one.
         files: Source by name of what lies beside it.
+        case: What is asked for, of `train.py`.
+        micro_batches: The schedule; None: with a micro-batch the one that is asked for, else the one that is planned.
     """
-    for name, text in {CASE.workload: source, **files}.items():
+    for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
-    reference, request, card = str(folder / CASE.workload), request_of(CASE), find_card(str(CASE.gpu))
+    reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.gpu))
     settings = TrialSettings(reference=reference, share=request.share)
     tracer = partial(TracerHere, settings, card)
-    device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release())
-    with device:
-        schedule = request.schedule(request.cap).micro_batches
-        return measure_simulated(Task(Subject(device, reference), request, schedule, lambda event: None))
+    memory = None if case.memory is None else parse_size(case.memory)
+    if case.micro_batch is not None:
+        micro_batches = micro_batches or request.schedule(request.cap).micro_batches
+    with SimulatedDevice(
+        card, tracer, share=request.share, torch_version=read_torch_release(), memory=memory
+    ) as device:
+        return measure_simulated(Task(Subject(device, reference), request, micro_batches, lambda event: None))
