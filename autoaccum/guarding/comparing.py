@@ -12,7 +12,7 @@ from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.selection import guard_words
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Judgement, Outcome
-from autoaccum.units import format_bytes, percent, precise_bytes, signed_bytes
+from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _REGRESSED = 1
 _UNMEASURED = 3
@@ -76,10 +76,10 @@ def _faults(figures: Figures) -> Iterator[str]:
     """What is worse than it may be, the heaviest first."""
     before, now = figures.before, figures.now
     if before.fits and not now.fits:
-        there = format_bytes(now.limit_bytes)
+        there = precise_bytes(now.limit_bytes)
         needs = f"more than the {there} that"
         if now.kind == "predicted":
-            needs = f"at least {format_bytes(now.least_bytes or now.peak_bytes)}, {there}"
+            needs = f"at least {precise_bytes(now.least_bytes or now.peak_bytes)}, {there}"
         yield f"micro-batch {now.micro_batch} does not fit any more: it needs {needs} are there"
     if _fell(figures):
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
@@ -87,7 +87,7 @@ def _faults(figures: Figures) -> Iterator[str]:
     if worse is not None:
         allowed = f"{figures.tolerance} is allowed"
         if worse.spread_bytes:
-            allowed += f", and {format_bytes(worse.spread_bytes)} for how far runs are apart"
+            allowed += f", and {precise_bytes(worse.spread_bytes)} for how far runs are apart"
         yield f"{worse.name} grew by {_growth(worse)}, {allowed}"
 
 
@@ -128,7 +128,7 @@ def _growth(figure: Figure) -> str:
 
 def _notes(figures: Figures) -> Iterator[str]:
     before, now = figures.before, figures.now
-    was, is_now = (format_bytes(each.limit_bytes) for each in (before, now))
+    was, is_now = (precise_bytes(each.limit_bytes) for each in (before, now))
     if was != is_now:
         yield f"the budget was {was}, it is {is_now} now"
     if figures.contradict:

@@ -130,7 +130,7 @@ def test_a_schedule_that_fits_no_more_is_the_heaviest_reason() -> None:
     judgement = judged(grown(9 * GIB, fits=False, largest=0, least_bytes=24 * GIB))
     assert judgement.outcome == "regressed"
     assert (
-        judgement.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.0 GiB, 23.0 GiB are there"
+        judgement.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are there"
     )
     assert len(judgement.reasons) == 3
     assert judgement.explanation.endswith("; rtx3090 now holds none instead of 32")
@@ -284,7 +284,7 @@ class TestMeasured:
     def test_another_budget_is_told_and_allowed_for(self) -> None:
         judgement = judged(ran(10_000, 10_040, 10_100, largest=28, limit_bytes=22 * GIB), self.BEFORE)
         assert judgement.outcome == "within"
-        assert judgement.notes == ("the budget was 23.0 GiB, it is 22.0 GiB now",)
+        assert judgement.notes == ("the budget was 23.00 GiB, it is 22.00 GiB now",)
 
     def test_within_what_runs_differ_less_is_no_news(self) -> None:
         assert judged(ran(9_900, 9_900, 9_990), self.BEFORE).outcome == "within"
