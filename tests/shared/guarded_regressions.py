@@ -163,6 +163,14 @@ REGRESSIONS: Final = (
         change="aten._to_copy in fp32",
     ),
     Regression(
+        name="a graph retained for another backward",
+        edits=(
+            (_LOSS, _LOSS.replace("return", "value =") + "    value.backward(retain_graph=True)\n    return value\n"),
+        ),
+        category="temporaries",
+        module="early.0",
+    ),
+    Regression(
         name="attention by the math path",
         edits=(
             (
