@@ -23,7 +23,7 @@ LABELS: dict[Outcome, str] = {
     "within": "within tolerance",
     "regressed": "regressed",
     "improved": "improved",
-    "too_large": "does not fit",
+    "too_large": "too large",
     "unmeasured": "not measured",
     "locked": "locked",
 }

@@ -67,11 +67,11 @@ def test_good_news_comes_with_the_command_that_keeps_it() -> None:
 def test_what_does_not_fit_is_not_called_unmeasured() -> None:
     error = DoesNotFitError("micro-batch 8 does not fit", hint="the largest that fits is 4")
     assert lines_of(unmeasured(CASE, error)) == [
-        "does not fit: train.py on rtx3090, target 256, bf16",
+        "too large: train.py on rtx3090, target 256, bf16",
         "  why        micro-batch 8 does not fit",
         "  way out    the largest that fits is 4",
         "",
-        "1 case: 1 does not fit; against autoaccum.lock, tolerance 1 %",
+        "1 case: 1 too large; against autoaccum.lock, tolerance 1 %",
     ]
 
 
