@@ -66,6 +66,7 @@ WITHOUT_TORCH = (
     "devices/simulated/scratch/products.py",
     "devices/simulated/scratch/reductions.py",
     "devices/checkout.py",
+    "devices/strays.py",
     "devices/explanation.py",
     "devices/interruptions.py",
     "devices/simulated/explaining.py",

@@ -14,7 +14,7 @@ from autoaccum.devices.checkout import is_original, is_within
 from autoaccum.errors import NotMeasuredError
 
 _HEARD = ("open", "exec", "import", "ctypes.dlopen")
-_CODE = (".py", ".pyc", ".so")
+_CODE = (".py", ".pyc", ".so", ".cpp", ".cu")
 _AGAIN = "and name a revision that has it so"
 
 

@@ -41,7 +41,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     """The user's repository, and another checkout of it."""
     for name in ("original", "other"):
         (tmp_path / name / "src/pkg").mkdir(parents=True)
-        for file in ("__init__.py", "net.py", "script", "table.yaml"):
+        for file in ("__init__.py", "net.py", "script", "table.yaml", "kernel.cu"):
             (tmp_path / name / "src/pkg" / file).write_text("")
     return tmp_path / "original", tmp_path / "other"
 
@@ -67,6 +67,7 @@ WAYS = {
     "source in another folder": "os.chdir('PKG')\nexec(open('net.py').read())",
     "a script": "runpy.run_path('NET')",
     "a script without a suffix": "runpy.run_path('PKG/script')",
+    "source to be compiled": "open('PKG/kernel.cu').close()",
     "machine code": "import ctypes\ntry:\n    ctypes.CDLL('PKG/none.so')\nexcept OSError:\n    pass",
     "an extension": "try:\n    load('PKG/none.abi3.so')\nexcept ImportError:\n    pass",
 }
