@@ -87,7 +87,9 @@ def command(
 
     form = _chosen_form(form, as_json)
     with _annotating(form):
-        _check_together(update=update, prune=prune, baseline=baseline, lock=lock)
+        if lock is not None and baseline is not None:
+            hint = "a baseline is compared with no lock: take one"
+            raise UsageError("both --lock and --baseline are given", hint=hint)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         asked["keeps"] = asked["keeps"] or None
         selection = Selection(workload=workload, **asked)
@@ -119,14 +121,6 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
     if as_json:
         return "json"
     return form or ("github" if _on_github() else "text")
-
-
-def _check_together(*, update: bool, prune: bool, baseline: str | None, lock: str | None) -> None:
-    """What can be said before anything is read."""
-    if lock is not None and baseline is not None:
-        raise UsageError("both --lock and --baseline are given", hint="a baseline reads no lock: take one")
-    if prune and not update:
-        raise UsageError("--prune is given without --update", hint="add --update: it writes the lock")
 
 
 def _here() -> Path:

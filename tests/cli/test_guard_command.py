@@ -209,7 +209,6 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
     [
         (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
         (["--json", "--format", "markdown"], "both --json and --format markdown are given: leave one of them away"),
-        (["--prune"], "--prune is given without --update: add --update"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'markdown', 'github'"),
         (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
@@ -231,6 +230,7 @@ def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, wo
     ("words", "told"),
     [
         (["--update", "--baseline", "HEAD"], "both an update and a baseline are asked for: a baseline needs no lock"),
+        (["--prune"], "--prune is about the whole lock: run `autoaccum guard --update --prune`"),
         (["train.py", "--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
         (["train.py", "--target-batch", "8", "--device", ""], "the device is ''"),
         ([":model", "--target-batch", "8", "--device", "cpu"], "the workload is ':model': name a file or a module in"),

@@ -12,7 +12,7 @@ from small_locks import a_case, a_lock, a_measurement
 
 from autoaccum.errors import LockFileError, MissingLockError, UsageError
 from autoaccum.guarding.lock_entries import DIGEST, digest_of, to_record
-from autoaccum.guarding.lock_file import Lock, read_lock, write_lock
+from autoaccum.guarding.lock_file import Lock, read_lock, salvage_lock, write_lock
 from autoaccum.guarding.lock_text import lock_text
 
 LOCK = a_lock(a_case(), a_case("other.py"))
@@ -174,6 +174,10 @@ def test_a_damaged_byte_or_line_never_makes_another_lock(tmp_path: Path, text: s
         found = read_lock(path)
     except LockFileError as error:
         told = str(error)
+        left = salvage_lock(path)
+        assert left.entries.items() <= LOCK.entries.items()
+        told_of = LOCK.entries.keys() <= {*left.named} or left.lost or left.cut
+        assert told_of or b'\n["' not in damaged, "an update by force would lose an entry"
     else:
         # An entry of which nothing is left is not there, and whoever guards that case is told so.
         assert found == LOCK or (len(damaged) < len(content) and found.entries.items() <= LOCK.entries.items())
