@@ -16,7 +16,7 @@ from autoaccum.guarding.folding import fold, group_of
 from autoaccum.guarding.lock_file import Lock, read_lock, salvage_lock, write_lock
 from autoaccum.units import MIB
 
-SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 
 
 def written(folder: Path, lock: Lock, name: str = "autoaccum.lock") -> str:
