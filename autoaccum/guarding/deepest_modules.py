@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Share:
 
     Attributes:
         module: Whose it is, with all modules in it: as `ModuleShare.name`.
-        differences: All of it, with what is as it was in these modules.
+        differences: All of it, and what is as it was in these modules.
         is_rest: Whether it is what is left beside other shares.
     """
 
@@ -65,7 +65,7 @@ def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list
     outside = [difference for difference in differences if not difference.module and difference.bytes]
     groups = [*(_Group([difference], 0) for difference in outside), *_split(inside, 0)]
     return [
-        Share(known.called(_changed(group.rows), group.depth), tuple(_named(group)), group.is_rest) for group in groups
+        Share(known.called(_changed(group.rows), group.depth), tuple(group.rows), group.is_rest) for group in groups
     ]
 
 
@@ -92,16 +92,17 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
 
 
 def _numbered(rows: list[Difference], depth: int) -> list[_Group]:
-    """Into modules that differ in numbers only: into the one that has nearly all, or into all as one."""
+    """Into modules that differ in numbers only: into the one that has nearly all, or into all that changed as one."""
     single: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
         single[_parts(row)[depth]].append(row)
+    single = {name: own for name, own in single.items() if _changed(own)}
     nets = {name: abs(_net(own)) for name, own in single.items()}
     most = max(nets, key=lambda name: nets[name])
     if len(single) > 1 and nets[most] >= (1 - _LITTLE) * sum(nets.values()):
         rest = _changed(row for name, own in single.items() if name != most for row in own)
         return [*_split(single[most], depth + 1), *([_Group(rest, depth + 1, True)] if rest else [])]
-    return _split(rows, depth + 1)
+    return _split([row for own in single.values() for row in own], depth + 1)
 
 
 def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
@@ -115,12 +116,6 @@ def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
     factors = [(row, row.bytes / row.before_bytes * before / grown) for row in rows if row.before_bytes]
     alike = [row for row, factor in factors if 0.5 <= factor <= 2]
     return _net(alike) / grown >= _NEARLY_ALL and sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before
-
-
-def _named(group: _Group) -> Iterator[Difference]:
-    """Those of a group that are in modules in which something changed."""
-    named = {tuple(_parts(row)[: group.depth]) for row in _changed(group.rows)}
-    return (row for row in group.rows if tuple(_parts(row)[: group.depth]) in named)
 
 
 class _Names:

@@ -20,6 +20,7 @@ class Regression:
         category: What its memory is for.
         module: Whose it is, as `Growth.module`.
         change: A part of what is different about it.
+        place: Which of the growths it is at the latest, the largest first; above 1 only where others are as right.
         start: Edits that were made before.
     """
 
@@ -28,6 +29,7 @@ class Regression:
     category: Category
     module: str = ""
     change: str = ""
+    place: int = 1
     start: Edits = ()
 
 
@@ -42,6 +44,16 @@ _LOGITS = "    logits = model(tokens, sound)\n"
 
 _ATTENTION = "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
 _BY_HAND = (_ATTENTION, "        y = F.softmax(q @ k.transpose(-2, -1), -1) @ v\n")
+_WRAPPED = (
+    "def model():\n    return GPT()\n",
+    "class Wrapper(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.inner = GPT()\n\n"
+    "    def forward(self, *given):\n"
+    "        return self.inner(*given)\n\n\n"
+    "def model():\n    return Wrapper()\n",
+)
 _LOSS_WITHIN = (
     ("128, 1024, 1024\n", "128, 4096, 1024\n"),
     (_TIED, _TIED + "        self.expand, self.shrink = nn.Conv1d(WIDTH, 6144, 1), nn.Conv1d(6144, WIDTH, 1)\n"),
@@ -65,6 +77,31 @@ REGRESSIONS: Final = (
         change="kept from update to update: aten.add in fp32, in the model itself",
     ),
     Regression(
+        name="a model that is wrapped and wider",
+        edits=(_WRAPPED, ("4 * WIDTH", "6 * WIDTH")),
+        category="activations",
+        module="inner.blocks.*.mlp",
+    ),
+    Regression(
+        name="a wider layer in every second block",
+        start=(("[Block(), Block()]", "[Block(), Block(), Block(), Block()]"),),
+        edits=(
+            ("[Block(), Block()]", "[Block(6), Block(), Block(6), Block()]"),
+            (
+                "__init__(self):\n        super().__init__()\n        self.up",
+                "__init__(self, times):\n        super().__init__()\n        self.up",
+            ),
+            (
+                "__init__(self):\n        super().__init__()\n        self.norm1",
+                "__init__(self, times=4):\n        super().__init__()\n        self.norm1",
+            ),
+            ("4 * WIDTH", "times * WIDTH"),
+            ("MLP()", "MLP(times)"),
+        ),
+        category="activations",
+        module="blocks.{0,2}.mlp",
+    ),
+    Regression(
         name="activations kept in a list within the update",
         edits=(
             (
@@ -83,6 +120,7 @@ REGRESSIONS: Final = (
         category="temporaries",
         module="expand",
         change="aten.convolution in bf16",
+        place=2,  # After its result, which takes as much in place of it.
     ),
     Regression(
         name="an fp32 cast under autocast",
@@ -169,6 +207,7 @@ REGRESSIONS: Final = (
         ),
         category="temporaries",
         module="early.0",
+        place=2,  # After the workspace of the backward that comes next, at a moment that had none before.
     ),
     Regression(
         name="attention by the math path",
@@ -250,7 +289,7 @@ REGRESSIONS: Final = (
     Regression(
         name="weights no longer tied",
         edits=((_TIED, ""),),
-        category="parameters",
+        category="optimizer_state",
         module="head",
         change="new",
     ),
@@ -271,6 +310,7 @@ REGRESSIONS: Final = (
         category="temporaries",
         module="other",
         change="new",
+        place=2,  # After what their losses make of its outputs.
     ),
     Regression(
         name="hooks that log outputs",
@@ -287,6 +327,7 @@ REGRESSIONS: Final = (
         category="activations",
         module="blocks.*.mlp.down",
         change="aten.addmm in bf16",
+        place=2,  # After the batch of the update before, which is kept by their graph.
     ),
     Regression(
         name="a second forward for a metric",
@@ -305,8 +346,8 @@ REGRESSIONS: Final = (
                 "    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))\n",
             ),
         ),
-        category="activations",
-        change="fp64",
+        category="temporaries",
+        change="aten.mul in fp64, in no module",
     ),
     Regression(
         name="a gated MLP",
