@@ -93,7 +93,7 @@ def command(
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         asked["keeps"] = asked["keeps"] or None
         selection = Selection(workload=workload, **asked)
-        project = find_project(_here(), lock)
+        project = find_project(Path.cwd(), lock)
         if output is not None:
             _check_output(output, project, workload, force=force)
         with _progress(form, quiet=quiet) as listeners:
@@ -121,13 +121,6 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
     if as_json:
         return "json"
     return form or ("github" if _on_github() else "text")
-
-
-def _here() -> Path:
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise UsageError("the current folder is not there any more", hint="change to one that is") from None
 
 
 def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
