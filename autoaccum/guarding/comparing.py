@@ -1,4 +1,4 @@
-"""The verdict on one case: whether memory grew more than it may, and whether what fitted still does."""
+"""The outcome of one case: whether memory grew more than it may, and whether what fitted still does."""
 
 from __future__ import annotations
 

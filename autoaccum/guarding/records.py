@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What an update takes by one schedule, and what would fit: everything that a verdict rests on.
+    """What an update takes by one schedule, and what would fit: everything that an outcome rests on.
 
     Attributes:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.

@@ -1,4 +1,4 @@
-"""The verdict: what is worse than it may be, what is good news, and what says nothing."""
+"""The outcome: what is worse than it may be, what is good news, and what says nothing."""
 
 from __future__ import annotations
 
