@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
 from guarded_edits import Edits, edited
-from guarded_measuring import CASE, measure_here
+from guarded_measuring import CASE, as_locked, measure_here
 from guarded_regressions import REGRESSIONS, Regression
 
 from autoaccum.guarding.comparing import compare
-from autoaccum.guarding.folding import fold
-from autoaccum.guarding.records import Measured, Measurement
+from autoaccum.guarding.records import Measured
 from autoaccum.guarding.tolerance import Tolerance
 from autoaccum.guarding.verdicts import Growth, Judgement
 
 Measure = Callable[[Edits], Measured]
-_TOLD = 3
 RENAMED: Edits = (("self.blocks", "self.layers"), ("self.mlp", "self.feed_forward"), ("self.up", "self.widen"))
 
 
@@ -42,9 +40,8 @@ def test_each_is_caught_and_told(regression: Regression, measure: Measure) -> No
         judgement = compare(CASE, known, now, Tolerance())
         assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
         assert judgement.reasons
-        assert any(map(regression_is_told(regression), largest(judgement))), judgement.explanation
-        assert regression.module in judgement.explanation
-        assert regression.change in judgement.explanation
+        assert any(is_of(regression, growth) for growth in largest(judgement, regression.place)), judgement.explanation
+        assert sentence(regression).search(judgement.explanation), judgement.explanation
         assert sum(growth.bytes for growth in judgement.growths) == judgement.growth_bytes
 
 
@@ -76,21 +73,19 @@ def test_a_tolerance_above_the_growth_lets_it_pass(measure: Measure) -> None:
     assert compare(CASE, measure(()).measurement, now, Tolerance(0.5)).outcome == "within"
 
 
-def as_locked(measurement: Measurement) -> Measurement:
-    """What a lock keeps of it."""
-    moments = tuple(dataclasses.replace(moment, holdings=()) for moment in measurement.moments)
-    return dataclasses.replace(fold(measurement), moments=moments)
+def largest(judgement: Judgement, count: int) -> list[Growth]:
+    """The growths that are told first."""
+    return [growth for growth in judgement.growths if growth.category != "unused"][:count]
 
 
-def largest(judgement: Judgement) -> list[Growth]:
-    """The growths that matter most."""
-    return [growth for growth in judgement.growths if growth.category != "unused"][:_TOLD]
+def is_of(regression: Regression, growth: Growth) -> bool:
+    """Whether a growth is the one that a regression makes."""
+    told = growth.category, growth.module
+    return growth.bytes > 0 and told == (regression.category, regression.module) and regression.change in growth.change
 
 
-def regression_is_told(regression: Regression) -> Callable[[Growth], bool]:
-    """Whether a growth tells of a regression."""
-    return lambda growth: (
-        growth.bytes > 0
-        and (growth.category, growth.module) == (regression.category, regression.module)
-        and regression.change in growth.change
-    )
+def sentence(regression: Regression) -> re.Pattern[str]:
+    """What an explanation has to say of a regression: for what, of which module, how much, and what is different."""
+    of = f" of {re.escape(regression.module)}" if regression.module else ""
+    change = rf" \([^()]*{re.escape(regression.change)}[^()]*\)" if regression.change else ""
+    return re.compile(rf"{regression.category.replace('_', ' ')}{of} \+[0-9.]+ [KMG]iB{change}")

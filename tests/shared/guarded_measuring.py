@@ -21,8 +21,10 @@ from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Offer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
+from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.lock_entries import from_record, to_record
 from autoaccum.guarding.measuring import request_of
-from autoaccum.guarding.records import Case, Measured
+from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.guarding.simulated_measuring import measure_simulated
 from autoaccum.guarding.sizing import Task
 from autoaccum.planning.subjects import Subject
@@ -95,3 +97,8 @@ def measure_here(
         card, tracer, share=request.share, torch_version=read_torch_release(), memory=memory
     ) as device:
         return measure_simulated(Task(Subject(device, reference), request, micro_batches, lambda event: None))
+
+
+def as_locked(measurement: Measurement) -> Measurement:
+    """What a lock keeps of a measurement of `CASE`."""
+    return from_record(case_name(CASE), to_record(CASE, measurement))[1]
