@@ -86,12 +86,12 @@ def _find(workload: str, root: Path, beside: Path) -> str:
         WorkloadError: There is no such file.
     """
     from autoaccum.errors import WorkloadError
+    from autoaccum.workload.references import split_reference
 
-    target, colon, name = workload.rpartition(":")
-    file, rest = (target, f":{name}") if colon and name.isidentifier() else (workload, "")
+    file, colon, name = split_reference(workload)
     for folder in (root, beside):
         if (folder / file).is_file():
-            return f"{folder / file}{rest}"
+            return f"{folder / file}{colon}{name}"
     if file.endswith(".py"):
         places = " or in ".join(dict.fromkeys((str(root), str(beside))))
         raise WorkloadError(f"there is no file {file} in {places}", hint="name it from pytest's root or from the test")

@@ -13,6 +13,7 @@ from autoaccum.devices.checkout import Checkout, is_original
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.repository import Repository
+from autoaccum.workload.references import split_reference
 
 _PREFIX = "autoaccum-baseline-"
 
@@ -58,8 +59,7 @@ def check_there(checkout: Checkout, workload: str, folder: Path, revision: str) 
     Raises:
         NotMeasuredError: It is not, or only a link that leads back into the user's folders.
     """
-    target, colon, name = workload.rpartition(":")
-    target = target if colon and name.isidentifier() else workload
+    target, _, _ = split_reference(workload)
     module = target.replace(".", "/")
     files = [target] if target.endswith(".py") or "/" in target else [f"{module}.py", f"{module}/__init__.py"]
     for file in files:
