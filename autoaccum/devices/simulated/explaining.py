@@ -83,7 +83,7 @@ class Accountant:
         trace = max(made, key=self.replays.peak_bytes)
         labelled = self.traces.labelled(trace.parts, clock.left_seconds)
         if detail:
-            self._check_repeats(trace, labelled.trace, clock)
+            labelled = self._settled(trace, labelled, clock)
         ledger = Ledger(labelled, self.replays.weigh(labelled.trace))
         explanation = break_down(
             ledger,
@@ -103,21 +103,27 @@ class Accountant:
             moments=moments(ledger) if detail else (),
         )
 
-    def _check_repeats(self, trace: Trace, again: Trace, clock: Clock) -> None:
-        """Compare two traces of the same parts; one that follows from others is made first where it is another.
+    def _settled(self, trace: Trace, labelled: LabelledTrace, clock: Clock) -> LabelledTrace:
+        """The trace that others of the same parts are like; figures rest on it from then on.
+
+        The first may be another, by what is kept from call to call (a cached mask, the last outputs), or since it
+        followed from those of other sizes.
 
         Raises:
-            NotMeasuredError: They differ.
+            NotMeasuredError: There is none, since each is another.
         """
-        if trace != again and not self.traces.has_made(trace):
-            trace = self.traces.make(trace.parts, clock.left_seconds)
-        if trace != again:
-            once, twice = (format_bytes(self.replays.peak_bytes(each)) for each in (trace, again))
+        if labelled.trace == trace:
+            return labelled
+        again = self.traces.labelled(trace.parts, clock.left_seconds)
+        if again.trace != labelled.trace:
+            once, twice = (format_bytes(self.replays.peak_bytes(each.trace)) for each in (labelled, again))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
             raise NotMeasuredError(
                 f"the same micro-batches, traced twice, took {took}",
                 hint="seed what is random, and keep nothing from call to call",
             )
+        self.traces.keep(again.trace)
+        return again
 
     def _curve(self, size: int, clock: Clock) -> tuple[CurvePoint, ...]:
         most, limit_bytes = max(self.traces.share, size), self.limit_bytes

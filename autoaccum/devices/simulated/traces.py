@@ -58,15 +58,18 @@ class Traces:
             WorkloadError, UsageError, NotMeasuredError: As the tracer's.
         """
         if parts not in self._made:
-            made = self._ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds))
-            self._made[parts] = made
-            if self._family is not None and not _agrees(self._family, made):
-                self._family, self._follows = None, False
-                self.warnings.append(
-                    f"the trace of {' + '.join(map(str, parts))} is not what those of {_listed()} promised: every size "
-                    "that was tried after it was traced by itself, those before it may be a little off"
-                )
+            self.keep(self._ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
         return self._made[parts]
+
+    def keep(self, made: Trace) -> None:
+        """Take `made` for the trace of its parts; where the family tells another one, it is believed no more."""
+        self._made[made.parts] = made
+        if self._family is not None and not _agrees(self._family, made):
+            self._family, self._follows = None, False
+            self.warnings.append(
+                f"the trace of {' + '.join(map(str, made.parts))} is not what those of {_listed()} promised: every "
+                "size that was tried after it was traced by itself, those before it may be a little off"
+            )
 
     def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
         """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made.
