@@ -18,12 +18,14 @@ class Refactoring:
         edits: What is replaced by what.
         files: Source by name of files that lie beside it.
         moved: What is cut from it into a file beside: (the file's name, the first line, the line it ends before).
+        outcome: What it comes to, where the same is held in fewer segments.
     """
 
     name: str
     edits: Edits = ()
     files: Mapping[str, str] = field(default_factory=dict)
     moved: tuple[str, str, str] | None = None
+    outcome: str = "within"
 
 
 _MLP_FORWARD = "        return self.down(self.act(self.up(x)))\n"
@@ -202,6 +204,7 @@ REFACTORINGS: Final = (
     Refactoring(
         name="a residual added in place",
         edits=(("self.tokens(tokens) + self.stem(sound)", "self.stem(sound).add_(self.tokens(tokens))"),),
+        outcome="improved",
     ),
     Refactoring(
         name="a scalar that is kept",
