@@ -84,8 +84,6 @@ def guard(
             dropped = locked.unnamed if prune else ()
             write_lock(project.lock, now.relocked(judgements, dropped=dropped, prune=prune), force=force)
         written = _from_here(project.lock)
-    if locked.warning:
-        judgements = _warned(judgements, locked.warning)
     return Report(judgements=judgements, against=_from_here(project.lock), tolerance=allowed, updated=written)
 
 
@@ -111,11 +109,6 @@ def _read(project: Project, *, fresh: bool) -> Locked:
         if not fresh:
             raise
         return Locked.salvage(project)
-
-
-def _warned(judgements: tuple[Judgement, ...], warning: str) -> tuple[Judgement, ...]:
-    first, *others = judgements
-    return (dataclasses.replace(first, warnings=(warning, *first.warnings)), *others)
 
 
 def _cases(selection: Selection, locked: Locked, *, prune: bool, force: bool) -> tuple[Case, ...]:

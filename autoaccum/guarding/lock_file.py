@@ -12,7 +12,7 @@ from pathlib import Path
 from autoaccum.errors import LockFileError, MissingLockError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.lock_entries import find_wrong_sum, to_record
-from autoaccum.guarding.lock_reader import WaysOut, read_text
+from autoaccum.guarding.lock_reader import WaysOut, cut_off, is_cut, read_text
 from autoaccum.guarding.lock_text import lock_text
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.guarding.salvage import Salvage, salvage
@@ -53,14 +53,19 @@ def read_lock(path: Path, ways: WaysOut | None = None) -> Lock:
     return Lock(_entries(content, path, ways))
 
 
-def salvage_lock(path: Path) -> Salvage:
+def salvage_lock(path: Path, ways: WaysOut | None = None) -> Salvage:
     """What a lock says, as far as it can be told; nothing where there is none.
 
     Raises:
-        LockFileError: Its content cannot be read at all.
+        LockFileError: Its content cannot be read at all, or it is cut off.
     """
     content = _read(path)
-    return Salvage() if content is None else salvage(content.decode(errors="replace").replace("\r\n", "\n"))
+    if content is None:
+        return Salvage()
+    text = content.decode(errors="replace").replace("\r\n", "\n")
+    if is_cut(text):
+        raise cut_off(path, ways or WaysOut())
+    return salvage(text)
 
 
 def write_lock(path: Path, lock: Lock, *, force: bool = False) -> None:

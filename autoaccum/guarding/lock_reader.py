@@ -86,8 +86,10 @@ def read_text(text: str, path: Path, ways: WaysOut) -> dict[Case, Measurement]:
     lines = _headers(text, path, ways)
     table = _parse(text, path, ways)
     _check_schema(table, path, ways)
+    if is_cut(text):
+        raise cut_off(path, ways)
     if text.rstrip().rpartition("\n")[2] != END:
-        raise LockFileError(f"{path} is cut off: its last line is missing", hint=ways.anew)
+        raise LockFileError(f"{path} goes on after its end", hint=ways.anew)
     found: dict[Case, Measurement] = {}
     for name, record in table.items():
         if name == SCHEMA_KEY:
@@ -101,6 +103,19 @@ def read_text(text: str, path: Path, ways: WaysOut) -> dict[Case, Measurement]:
             raise LockFileError(f"{where}the entry {_shown(name)} {damage}", hint=ways.anew) from None
         found[case] = measurement
     return found
+
+
+def is_cut(text: str) -> bool:
+    """Whether the end of a lock is missing."""
+    return SCHEMA_KEY in text and END not in text.split("\n")
+
+
+def cut_off(path: Path, ways: WaysOut) -> LockFileError:
+    """That nobody knows what was locked after the end of a file."""
+    again = ways.command("--update", named=ways.named)
+    return LockFileError(
+        f"{path} is cut off: its last line is missing", hint=f"restore it, or delete it and lock all again by {again}"
+    )
 
 
 def _headers(text: str, path: Path, ways: WaysOut) -> dict[str, int]:
@@ -131,6 +146,8 @@ def _parse(text: str, path: Path, ways: WaysOut) -> dict[str, Any]:
             raise LockFileError(
                 f"{path} is no lock of autoaccum, but {seen or 'no TOML at all'}", hint=ways.another
             ) from None
+        if is_cut(text):
+            raise cut_off(path, ways) from None
         place = _LINE.search(str(error))
         where = f", line {place[1]}," if place else ""
         raise LockFileError(f"{path}{where} is damaged ({_reason(error)})", hint=ways.anew) from None

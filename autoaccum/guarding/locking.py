@@ -30,14 +30,12 @@ class Locked:
         project: Whose.
         there: Whether there is a file.
         damaged: The cases of a file that cannot be read as a whole, of which `lock` has no figures.
-        warning: What else is wrong with such a file; empty where nothing is.
     """
 
     lock: Lock
     project: Project
     there: bool = True
     damaged: tuple[Case, ...] = ()
-    warning: str = ""
 
     @classmethod
     def read(cls, project: Project) -> Locked:
@@ -56,14 +54,13 @@ class Locked:
         """What can be told of a lock that cannot be read as a whole.
 
         Raises:
-            LockFileError: It has entries of which not even the case can be told, or no content can be read.
+            LockFileError: It has entries of which not even the case can be told, is cut off, or no content can be read.
         """
-        found, path = salvage_lock(project.lock), project.lock
+        found = salvage_lock(project.lock, _ways_out(project))
         if found.lost:
             which = " and ".join(found.lost)
-            raise LockFileError(f"{path}, {which} cannot be told, and would be lost", hint=_by_hand(project))
-        cut = f"{path.name} was cut off: whatever it named after that is not locked any more" if found.cut else ""
-        return cls(Lock(found.entries), project, damaged=tuple(found.damaged), warning=cut)
+            raise LockFileError(f"{project.lock}, {which} cannot be told, and would be lost", hint=_by_hand(project))
+        return cls(Lock(found.entries), project, damaged=tuple(found.damaged))
 
     @property
     def named(self) -> tuple[Case, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.lock_entries import ASKED, Damage, case_of, from_record
-from autoaccum.guarding.lock_text import END, SCHEMA, SCHEMA_KEY
+from autoaccum.guarding.lock_text import SCHEMA, SCHEMA_KEY
 from autoaccum.guarding.records import Case, Measurement
 
 if sys.version_info >= (3, 11):
@@ -35,13 +35,11 @@ class Salvage:
         entries: Those that are as they were written; of two of one case that differ, none.
         damaged: The cases of which no more is known than that the lock has them.
         lost: Lines with entries of which not even that is known, as the start of a sentence.
-        cut: Its end is missing, and with it entries, for all that is known.
     """
 
     entries: dict[Case, Measurement] = field(default_factory=dict)
     damaged: list[Case] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    cut: bool = False
 
     @property
     def named(self) -> tuple[Case, ...]:
@@ -64,7 +62,7 @@ def salvage(text: str) -> Salvage:
     Args:
         text: Of the file, its lines ended as on Unix.
     """
-    found = Salvage(cut=SCHEMA_KEY in text and text.rstrip().rpartition("\n")[2] != END)
+    found = Salvage()
     for side in _sides(text):
         known = any(line == f"{SCHEMA_KEY} = {SCHEMA}" for _, line in side)
         for entry in _entries(side):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -174,10 +175,11 @@ def test_a_damaged_byte_or_line_never_makes_another_lock(tmp_path: Path, text: s
         found = read_lock(path)
     except LockFileError as error:
         told = str(error)
-        left = salvage_lock(path)
-        assert left.entries.items() <= LOCK.entries.items()
-        told_of = LOCK.entries.keys() <= {*left.named} or left.lost or left.cut
-        assert told_of or b'\n["' not in damaged, "an update by force would lose an entry"
+        with suppress(LockFileError):  # It is cut off, and so not even written by force.
+            left = salvage_lock(path)
+            assert left.entries.items() <= LOCK.entries.items()
+            told_of = LOCK.entries.keys() <= {*left.named} or left.lost
+            assert told_of or b'\n["' not in damaged, "an update by force would lose an entry"
     else:
         # An entry of which nothing is left is not there, and whoever guards that case is told so.
         assert found == LOCK or (len(damaged) < len(content) and found.entries.items() <= LOCK.entries.items())
