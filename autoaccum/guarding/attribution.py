@@ -60,7 +60,7 @@ def _alike(held: Sequence[Holding], now: Measurement) -> tuple[Sequence[Holding]
     """What was held under the names of now, and what is held now told in as much detail."""
     if not any(map(is_rest, held)):
         return under_new_names(held, now.holdings), now
-    held = under_new_names(held, fold(now, frozenset(map(group_of, held))).holdings)
+    held = under_new_names(held, fold(now, frozenset(map(group_of, held))).holdings, now.holdings)
     return held, fold(now, frozenset(map(group_of, held)))
 
 

@@ -22,7 +22,9 @@ class _Traits(NamedTuple):
     parameter_bytes: int
 
 
-def under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+def under_new_names(
+    before: Sequence[Holding], now: Sequence[Holding], complete: Sequence[Holding] = ()
+) -> list[Holding]:
     """What was held, by modules and classes as they are called now.
 
     Modules are compared from the model inwards: one that is there under its name is the same; of the others, those at
@@ -32,9 +34,10 @@ def under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[H
     Args:
         before: What was held.
         now: What is held; small things are told as before.
+        complete: The same with all small things, for modules that moved to where nothing else is as large.
     """
-    old, new = _Tree(before), _Tree(now)
-    names = _Pairs(old, new).found()
+    old, new = _Tree(before), _Tree(complete or now)
+    names = _Pairs(old, _Tree(now), new).found()
     found = []
     for holding in before:
         if holding.module or holding.kind:
@@ -82,22 +85,25 @@ class _Tree:
 class _Pairs:
     """Which module of one tree is which of another."""
 
-    def __init__(self, old: _Tree, new: _Tree) -> None:
-        self._old, self._new = old, new
+    def __init__(self, old: _Tree, new: _Tree, complete: _Tree) -> None:
+        self._old, self._new, self._complete = old, new, complete
         self._pairs: dict[str, str] = {}
 
     def found(self) -> dict[str, str]:
         """The name of each old module now; of one that is gone, where it would be."""
         self._pair(*self._roots())
         self._pair_moved()
-        taken = set(self._pairs.values()) | set(self._new.traits)
+        there = self._complete.traits
+        taken = set(self._pairs.values())
         names = {}
-        for name in self._old.traits:
+        for name, traits in self._old.traits.items():
             place = self._pairs.get(name)
             if place is None:
-                # A name that is another module's now must not be mistaken for it.
                 place = self._placed(name)
-                place = f"{place} (before)" if place in taken else place
+                # A name that is another module's now must not be mistaken for it.
+                if place in taken or (place in there and there[place].kind != traits.kind):
+                    place = f"{place} (before)"
+                taken.add(place)
             names[name] = place
         return names
 
@@ -172,8 +178,8 @@ class _Pairs:
     def _pair_moved(self) -> None:
         """Modules that are somewhere else, by class and parameters; with them, those they are in."""
         waiting: dict[_Traits, list[str]] = defaultdict(list)
-        for name in sorted(set(self._new.traits) - set(self._pairs.values()), key=natural, reverse=True):
-            waiting[self._new.traits[name]].append(name)
+        for name in sorted(set(self._complete.traits) - set(self._pairs.values()), key=natural, reverse=True):
+            waiting[self._complete.traits[name]].append(name)
         for name in sorted(set(self._old.traits) - set(self._pairs), key=natural):
             traits = self._old.traits[name]
             if traits.parameter_bytes and waiting[traits]:

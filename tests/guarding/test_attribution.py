@@ -411,6 +411,20 @@ class TestFolded:
         now = measured(*rows, *self.SMALL, row("activations", "head", 128))
         assert told(fold(before), now) == [("activations", "head", 64, "")]
 
+    def test_one_that_moved_to_where_nothing_else_is_as_large_is_not_gone(self) -> None:
+        """Blocks of a list that is no more: as large as they are, their namesakes now are below the bound."""
+        before = measured(
+            *(row("parameters", f"layer1.{n}.conv", 0.3) for n in range(2)),
+            *(row("parameters", f"layer2.{n}.conv", 8) for n in range(2)),
+            *(row("activations", f"layer1.{n}.relu", 32, kind="ReLU") for n in range(2)),
+            row("activations", "head", 700),
+        )
+        rows = [
+            dataclasses.replace(each, module=each.module.replace("layer1.", "l1_"), bytes=each.bytes)
+            for each in before.holdings
+        ]
+        assert told(fold(before), measured(*rows)) == []
+
     def test_what_is_new_is_called_so_beside_what_was_folded(self) -> None:
         before = measured(*blocks(2, mlp=64), *self.SMALL)
         now = measured(*before.holdings, row("activations", "head", 4))
