@@ -63,7 +63,7 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
     assert by_category(held) == {
         category: count for category, count in found.explanation.categories.items() if count and category != "unused"
     }
-    keys = [(row.module, row.kind, row.category, row.dtype) for row in held]
+    keys = [(row.module, row.kind, row.category, row.dtype, row.op) for row in held]
     assert len(set(keys)) == len(keys)
     order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
     assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
@@ -112,6 +112,17 @@ def test_activations_that_become_wider_show_in_their_dtype(explained: Callable[.
     assert {dtype for _, category, dtype in wide if category == "workspace"} <= {""}
     assert {dtype for _, category, dtype in wide if category in ("parameters", "gradients")} == {"float32"}
     assert wide["", "activations", "int64"].bytes >= 8 * SAMPLES * TOKENS
+
+
+@pytest.mark.parametrize("attention", ["aten._scaled_dot_product_flash_attention", "aten._softmax"])
+def test_how_attention_is_computed_shows_beside_what_makes_more(attention: str) -> None:
+    """In a module that calls both its attention and its MLP itself."""
+    sizes, ops = (10, 100, 20), (attention, "aten.gelu", attention)
+    trace = Trace(parts=(1,), events=(0, 1, 2), sizes=sizes, phases=((0, "forward"),), last_update=0)
+    origins = tuple(Origin(op, 1, dtype="bfloat16") for op in ops)
+    labelled = LabelledTrace(trace=trace, modules=(NO_MODULE, ModuleName("0", "Block")), origins=origins, claims={})
+    rows = holdings_at(Ledger(labelled, Demand(trace, sizes, 0, ())), 2)
+    assert {row.op: row.bytes for row in rows} == {attention: 30, "aten.gelu": 100}
 
 
 def test_a_row_names_the_operator_that_made_most_of_it() -> None:
