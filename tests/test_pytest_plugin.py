@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import autoaccum
+from autoaccum.guarding.asked.project import find_project
+from autoaccum.guarding.asked.selection import Selection
 from autoaccum.guarding.guarding import guard
-from autoaccum.guarding.project import find_project
-from autoaccum.guarding.selection import Selection
 
 ROOT = Path(autoaccum.__file__).parents[1]
 MODEL = """

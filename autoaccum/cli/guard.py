@@ -15,8 +15,8 @@ from autoaccum.cli.parameters import count, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.guarding.project import Project
-    from autoaccum.guarding.verdicts import Report
+    from autoaccum.guarding.asked.project import Project
+    from autoaccum.guarding.judgements import Report
 
 _FORMS = ("text", "json", "markdown", "github")
 
@@ -80,10 +80,10 @@ def command(
     Exit code: 0 no more than is locked, within the tolerance, 1 something has regressed, 2 bad usage, workload or
     lock, 3 something could not be measured, or is not locked.
     """
+    from autoaccum.guarding.asked.project import find_project
+    from autoaccum.guarding.asked.selection import Selection
+    from autoaccum.guarding.asked.tolerance import parse_tolerance
     from autoaccum.guarding.guarding import guard
-    from autoaccum.guarding.project import find_project
-    from autoaccum.guarding.selection import Selection
-    from autoaccum.guarding.tolerance import parse_tolerance
 
     form = _chosen_form(form, as_json)
     with _annotating(form):
@@ -125,7 +125,7 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
 
 def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
     """Refuse now what could not be written later, and what must not be written over at all."""
-    from autoaccum.guarding.lock_file import read_lock
+    from autoaccum.guarding.locks.lock_file import read_lock
     from autoaccum.planning.files import check_output
     from autoaccum.reporting.source_place import source_file
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoaccum.guarding.judgements import Judgement
 from autoaccum.guarding.records import Case
-from autoaccum.guarding.verdicts import Judgement
 from autoaccum.planning.events import Event as PlanningEvent
 
 

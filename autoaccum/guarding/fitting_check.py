@@ -12,14 +12,14 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError
-from autoaccum.guarding.cases import case_name, check_case
-from autoaccum.guarding.comparing import compare
-from autoaccum.guarding.judging import incomparable
-from autoaccum.guarding.lock_file import read_lock
-from autoaccum.guarding.measuring import measure, request_of
-from autoaccum.guarding.project import Project, find_project
+from autoaccum.guarding.asked.cases import case_name, check_case
+from autoaccum.guarding.asked.project import Project, find_project
+from autoaccum.guarding.asked.tolerance import Tolerance
+from autoaccum.guarding.locks.lock_file import read_lock
+from autoaccum.guarding.measuring.measuring import measure, request_of
 from autoaccum.guarding.records import Case, Measurement
-from autoaccum.guarding.tolerance import Tolerance
+from autoaccum.guarding.verdict.comparing import compare
+from autoaccum.guarding.verdict.judging import incomparable
 from autoaccum.units import format_bytes
 from autoaccum.workload.module_names import compact_names, numberless
 

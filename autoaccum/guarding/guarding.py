@@ -12,18 +12,18 @@ from pathlib import Path
 
 from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import AutoaccumError, LockFileError, MissingLockError, NotMeasuredError, UsageError
-from autoaccum.guarding.baseline import check_there, checked_out
-from autoaccum.guarding.comparing import compare
+from autoaccum.guarding.asked.project import Project
+from autoaccum.guarding.asked.selection import Selection, asked_words, select_cases
+from autoaccum.guarding.asked.tolerance import Tolerance
 from autoaccum.guarding.events import CheckedOut, Listener
-from autoaccum.guarding.judging import unmeasured
-from autoaccum.guarding.lock_file import sole_writer, write_lock
+from autoaccum.guarding.judgements import Judgement, Report
 from autoaccum.guarding.locking import Locked
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.locks.lock_file import sole_writer, write_lock
 from autoaccum.guarding.records import Case
+from autoaccum.guarding.revisions.baseline import check_there, checked_out
 from autoaccum.guarding.rounds import Measure, Round
-from autoaccum.guarding.selection import Selection, asked_words, select_cases
-from autoaccum.guarding.tolerance import Tolerance
-from autoaccum.guarding.verdicts import Judgement, Report
+from autoaccum.guarding.verdict.comparing import compare
+from autoaccum.guarding.verdict.judging import unmeasured
 from autoaccum.planning.files import check_output
 
 
@@ -138,7 +138,7 @@ def _unmeasured(locked: Locked | None, selection: Selection, case: Case, error: 
     project, hint, command = locked.project, f"delete its entry from {locked.project.lock.name}", ""
     if project.cases:
         hint, command = "drop its entry", shlex.join(["autoaccum", "guard", *project.options, "--update", "--prune"])
-    hints = filter(None, (told.hint, f"{hint} if it is guarded no more"))
+    hints = (told.hint or "mend it", f"{hint} if it is guarded no more")
     return dataclasses.replace(told, hint=", or ".join(hints), command=command)
 
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import LockFileError, MissingLockError, NotMeasuredError
-from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.comparing import compare
-from autoaccum.guarding.judging import incomparable, not_locked
-from autoaccum.guarding.lock_file import Lock, read_lock, salvage_lock
-from autoaccum.guarding.lock_reader import WaysOut
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.asked.cases import case_name
+from autoaccum.guarding.asked.project import Project
+from autoaccum.guarding.asked.selection import find_moved, guard_words, is_gone
+from autoaccum.guarding.asked.tolerance import Tolerance
+from autoaccum.guarding.judgements import Judgement
+from autoaccum.guarding.locks.lock_file import Lock, read_lock, salvage_lock
+from autoaccum.guarding.locks.lock_reader import WaysOut
 from autoaccum.guarding.records import Case
 from autoaccum.guarding.rounds import Measure
-from autoaccum.guarding.selection import find_moved, guard_words, is_gone
-from autoaccum.guarding.tolerance import Tolerance
-from autoaccum.guarding.verdicts import Judgement
+from autoaccum.guarding.verdict.comparing import compare
+from autoaccum.guarding.verdict.judging import incomparable, not_locked
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Protocol
 from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.guarding.events import CaseFinished, CaseStarted, CaseStep, Event, Listener
-from autoaccum.guarding.judging import unmeasured
-from autoaccum.guarding.measuring import measure
+from autoaccum.guarding.judgements import Judgement
+from autoaccum.guarding.measuring.measuring import measure
 from autoaccum.guarding.records import Case, Measured
 from autoaccum.guarding.side_by_side import run_side_by_side
-from autoaccum.guarding.verdicts import Judgement
+from autoaccum.guarding.verdict.judging import unmeasured
 from autoaccum.planning.events import Event as PlanningEvent
 
 

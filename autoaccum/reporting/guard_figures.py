@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoaccum.guarding.judgements import Judgement, Outcome, Report
 from autoaccum.guarding.records import Measurement
-from autoaccum.guarding.verdicts import Judgement, Outcome, Report
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 NONE = "-"

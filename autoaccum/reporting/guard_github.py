@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.verdicts import Judgement, Report
+from autoaccum.guarding.asked.cases import case_name
+from autoaccum.guarding.judgements import Judgement, Report
 from autoaccum.reporting.guard_figures import WORST_FIRST
 from autoaccum.reporting.guard_markdown import report_markdown
 from autoaccum.reporting.guard_text import LABELS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.verdicts import Judgement, Report
+from autoaccum.guarding.asked.cases import case_name
+from autoaccum.guarding.judgements import Judgement, Report
 from autoaccum.reporting.guard_figures import NONE, Figure, figures, largest_words, outcome_counts
 from autoaccum.reporting.guard_text import LABELS, compared, growth_words, hint_title
 from autoaccum.reporting.plain_text import one_line

@@ -10,10 +10,10 @@ from types import TracebackType
 from rich.status import Status
 from rich.text import Text
 
-from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.asked.cases import case_name
 from autoaccum.guarding.events import CaseFinished, CaseStarted, CheckedOut, Event
+from autoaccum.guarding.judgements import Judgement
 from autoaccum.guarding.records import Case
-from autoaccum.guarding.verdicts import Judgement
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.guard_text import LABELS, STYLES
 from autoaccum.reporting.plain_text import one_line

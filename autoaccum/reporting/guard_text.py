@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.asked.cases import case_name
+from autoaccum.guarding.judgements import Growth, Judgement, Outcome, Report
 from autoaccum.guarding.records import Measurement
-from autoaccum.guarding.verdicts import Growth, Judgement, Outcome, Report
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.guard_figures import figures, largest_words, outcome_counts
 from autoaccum.reporting.plain_text import one_line

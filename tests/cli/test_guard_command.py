@@ -17,12 +17,12 @@ from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, REGRESSED, UNCHAN
 from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guarding
+from autoaccum.guarding.asked.project import Project
+from autoaccum.guarding.asked.selection import Selection
+from autoaccum.guarding.asked.tolerance import Tolerance
 from autoaccum.guarding.events import CaseFinished, CaseStarted
-from autoaccum.guarding.lock_file import Lock, write_lock
-from autoaccum.guarding.project import Project
-from autoaccum.guarding.selection import Selection
-from autoaccum.guarding.tolerance import Tolerance
-from autoaccum.guarding.verdicts import Report
+from autoaccum.guarding.judgements import Report
+from autoaccum.guarding.locks.lock_file import Lock, write_lock
 from autoaccum.reporting.guard_markdown import report_markdown
 from autoaccum.reporting.guard_text import report_text
 

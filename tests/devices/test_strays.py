@@ -134,7 +134,7 @@ for wrong in ("\\0.py", 99):
     assert ran(places, code) == ""
     record = Checkout(other, PACKAGE_ROOT).to_record()
     assert record["original"] == str(PACKAGE_ROOT)
-    assert ran((PACKAGE_ROOT, other), "import autoaccum.units, autoaccum.guarding.verdicts") == ""
+    assert ran((PACKAGE_ROOT, other), "import autoaccum.units, autoaccum.guarding.judgements") == ""
 
 
 def test_the_way_out_is_that_of_the_way_in(places: tuple[Path, Path], tmp_path: Path) -> None:

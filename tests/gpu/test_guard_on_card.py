@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoaccum.guarding.cases import check_case
+from autoaccum.guarding.asked.cases import check_case
+from autoaccum.guarding.asked.project import Project
+from autoaccum.guarding.asked.selection import Selection
 from autoaccum.guarding.guarding import guard
-from autoaccum.guarding.lock_file import Lock, read_lock, write_lock
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.locks.lock_file import Lock, read_lock, write_lock
 from autoaccum.guarding.records import Case
-from autoaccum.guarding.selection import Selection
 from autoaccum.units import MIB
 
 WORKLOAD = """

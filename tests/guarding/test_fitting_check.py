@@ -15,7 +15,7 @@ from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
 from autoaccum.guarding import fitting_check
 from autoaccum.guarding.fitting_check import check_fits
-from autoaccum.guarding.lock_file import Lock, write_lock
+from autoaccum.guarding.locks.lock_file import Lock, write_lock
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.units import GIB
 

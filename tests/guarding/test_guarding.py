@@ -25,14 +25,14 @@ from autoaccum.errors import (
     WorkloadError,
 )
 from autoaccum.guarding import rounds
+from autoaccum.guarding.asked.project import Project
+from autoaccum.guarding.asked.selection import Selection
 from autoaccum.guarding.events import CaseFinished, CaseStarted, CheckedOut, Event
 from autoaccum.guarding.guarding import guard
-from autoaccum.guarding.lock_file import Lock, read_lock, write_lock
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.judgements import Judgement, Report
+from autoaccum.guarding.locks.lock_file import Lock, read_lock, write_lock
 from autoaccum.guarding.records import Case, Measured, Measurement
-from autoaccum.guarding.selection import Selection
 from autoaccum.guarding.side_by_side import run_side_by_side
-from autoaccum.guarding.verdicts import Judgement, Report
 from autoaccum.units import GIB
 
 TRAIN, OTHER = a_case(), a_case("other.py")

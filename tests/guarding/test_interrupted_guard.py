@@ -16,9 +16,9 @@ import os
 os.sched_getaffinity = lambda pid: {0, 1}
 from pathlib import Path
 from autoaccum.guarding.guarding import guard
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.asked.project import Project
 from autoaccum.guarding.records import Case
-from autoaccum.guarding.selection import Selection
+from autoaccum.guarding.asked.selection import Selection
 
 here = Path.cwd()
 cases = tuple(Case(workload="hangs.py", gpu=gpu, target_batch=8) for gpu in ("rtx3090", "t4", "v100"))

@@ -7,7 +7,7 @@ import json
 
 from guard_reports import ALL, REGRESSED, UNMEASURED, report
 
-from autoaccum.guarding.verdicts import Judgement, Report
+from autoaccum.guarding.judgements import Judgement, Report
 
 
 def test_every_field_of_every_record_is_there() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from autoaccum.guarding.verdicts import Growth, Judgement
+from autoaccum.guarding.judgements import Growth, Judgement
 from autoaccum.reporting.guard_markdown import code, escape, report_markdown
 
 

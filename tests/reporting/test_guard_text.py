@@ -8,8 +8,8 @@ import io
 from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.errors import DoesNotFitError
-from autoaccum.guarding.judging import unmeasured
-from autoaccum.guarding.verdicts import Growth, Judgement
+from autoaccum.guarding.judgements import Growth, Judgement
+from autoaccum.guarding.verdict.judging import unmeasured
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.guard_markdown import report_markdown
 from autoaccum.reporting.guard_progress import finished_line

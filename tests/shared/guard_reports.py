@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from autoaccum.guarding.asked.tolerance import Tolerance
+from autoaccum.guarding.judgements import Growth, Judgement, Report
 from autoaccum.guarding.records import Case, Measurement
-from autoaccum.guarding.tolerance import Tolerance
-from autoaccum.guarding.verdicts import Growth, Judgement, Report
 from autoaccum.units import GIB, MIB
 
 CASE = Case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")

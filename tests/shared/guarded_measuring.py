@@ -21,12 +21,12 @@ from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Offer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
-from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.lock_entries import from_record, to_record
-from autoaccum.guarding.measuring import request_of
+from autoaccum.guarding.asked.cases import case_name
+from autoaccum.guarding.locks.lock_entries import from_record, to_record
+from autoaccum.guarding.measuring.measuring import request_of
+from autoaccum.guarding.measuring.simulated_measuring import measure_simulated
+from autoaccum.guarding.measuring.sizing import Task
 from autoaccum.guarding.records import Case, Measured, Measurement
-from autoaccum.guarding.simulated_measuring import measure_simulated
-from autoaccum.guarding.sizing import Task
 from autoaccum.planning.subjects import Subject
 from autoaccum.units import parse_size
 

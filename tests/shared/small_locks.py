@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
-from autoaccum.guarding.folding import fold
-from autoaccum.guarding.lock_file import Lock
+from autoaccum.guarding.locks.folding import fold
+from autoaccum.guarding.locks.lock_file import Lock
 from autoaccum.guarding.records import Case, Measurement
 from autoaccum.units import GIB, MIB
 

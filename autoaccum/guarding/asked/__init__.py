@@ -1,0 +1,1 @@
+"""Which cases a call is about, and how much they may grow."""

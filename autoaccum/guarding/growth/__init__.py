@@ -1,0 +1,1 @@
+"""What grew between two measurements, by purpose and module."""

@@ -1,0 +1,1 @@
+"""Another revision of the user's repository, to be measured too."""

@@ -1,0 +1,1 @@
+"""Whether a growth is a regression, and how that is said."""
