@@ -23,7 +23,7 @@ WORST_FIRST: tuple[Outcome, ...] = (
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureWords:
     """One quantity before and now, as text; `worse` where it went the wrong way."""
 
     name: str
@@ -34,7 +34,7 @@ class Figure:
     worse: bool
 
 
-def figures(judgement: Judgement) -> Iterator[Figure]:
+def figures(judgement: Judgement) -> Iterator[FigureWords]:
     """What was measured before and now; nothing where it was not measured twice, or is not to be compared."""
     before, now = judgement.before, judgement.now
     if before is None or now is None or judgement.outcome == "unmeasured":
@@ -45,7 +45,7 @@ def figures(judgement: Judgement) -> Iterator[Figure]:
     if before.least_bytes is not None or now.least_bytes is not None:
         yield _bytes("least budget", before.least_bytes, now.least_bytes)
     change = now.largest - before.largest
-    yield Figure(
+    yield FigureWords(
         "largest fit", largest_words(before), largest_words(now), f"{change:+d}" if change else NONE, "", change < 0
     )
 
@@ -63,9 +63,9 @@ def outcome_counts(report: Report) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in WORST_FIRST if counts[outcome]}
 
 
-def _bytes(name: str, before: int | None, now: int | None) -> Figure:
+def _bytes(name: str, before: int | None, now: int | None) -> FigureWords:
     was, is_now = (NONE if one is None else precise_bytes(one) for one in (before, now))
     if before is None or now is None or before == now:
-        return Figure(name, was, is_now, NONE, "", False)
+        return FigureWords(name, was, is_now, NONE, "", False)
     grown = now - before
-    return Figure(name, was, is_now, signed_bytes(grown), percent(grown, before, sign=True), grown > 0)
+    return FigureWords(name, was, is_now, signed_bytes(grown), percent(grown, before, sign=True), grown > 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autoaccum.guarding.asked.cases import case_name
 from autoaccum.guarding.judgements import Judgement, Report
-from autoaccum.reporting.guard_figures import NONE, Figure, figures, largest_words, outcome_counts
+from autoaccum.reporting.guard_figures import NONE, FigureWords, figures, largest_words, outcome_counts
 from autoaccum.reporting.guard_text import LABELS, compared, growth_words, hint_title
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.units import precise_bytes, signed_bytes
@@ -79,7 +79,7 @@ def _row(judgement: Judgement) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _change(figure: Figure | None) -> str:
+def _change(figure: FigureWords | None) -> str:
     if figure is None:
         return NONE
     if figure.before == figure.now:

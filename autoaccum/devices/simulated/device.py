@@ -20,7 +20,6 @@ from autoaccum.devices.simulated.context import context_bytes, loads_eagerly
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.supply import CardSupply
-from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Tracer
 from autoaccum.devices.simulated.traces import Traces
 from autoaccum.errors import NotMeasuredError, WorkloadError
@@ -163,7 +162,7 @@ class SimulatedDevice:
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
         traces = self._traces.of_schedule(parts, fresh=True)
-        least_bytes = max(self._least_bytes(trace) for trace in traces)
+        least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
         band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
         caution = band.warning(self.limit_bytes, least_bytes)
@@ -206,10 +205,6 @@ class SimulatedDevice:
     ) -> None:
         """Close, whatever happened."""
         self.close()
-
-    def _least_bytes(self, trace: Trace) -> int:
-        fits = self._replays.trial(trace, self.limit_bytes).ran
-        return self._replays.least_bytes(trace, self.limit_bytes if fits else self._replays.peak_bytes(trace))
 
     def _peak_bytes(self, size: int) -> int | None:
         """The peak of a size that follows from small ones; None of others."""

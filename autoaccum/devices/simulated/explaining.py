@@ -193,13 +193,12 @@ class Accountant:
 
     def _compare(self, offer: Offer, trace: Trace, changed: Trace, replays: Replays) -> Change:
         peak_bytes = replays.peak_bytes(changed)
-        fits = replays.trial(changed, self.limit_bytes).ran
         return Change(
             name=offer.name,
             what=offer.what,
             peak_bytes=peak_bytes,
             saved_bytes=self.replays.peak_bytes(trace) - peak_bytes,
-            least_bytes=replays.least_bytes(changed, self.limit_bytes if fits else peak_bytes),
+            least_bytes=replays.least_bytes(changed, self.limit_bytes),
         )
 
 

@@ -40,11 +40,12 @@ class Replays:
         """The most the allocator holds where nothing limits it."""
         return self._uncapped(trace)[1].peak_reserved_bytes
 
-    def least_bytes(self, trace: Trace, most_bytes: int) -> int:
-        """The smallest capacity at which `trace` goes through, which it does at `most_bytes`."""
+    def least_bytes(self, trace: Trace, limit_bytes: int) -> int:
+        """The smallest capacity at which `trace` goes through: within a limit, or where it takes more, beyond."""
         demand = self.weigh(trace)
+        most = limit_bytes if self.trial(trace, limit_bytes).ran else self.peak_bytes(trace)
         return least_capacity(
-            trace.events, demand.sizes, self._settings, trace.last_update, most=most_bytes, optional=demand.optional
+            trace.events, demand.sizes, self._settings, trace.last_update, most=most, optional=demand.optional
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:

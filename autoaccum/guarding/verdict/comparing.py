@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from autoaccum.guarding.asked.selection import guard_words
 from autoaccum.guarding.asked.tolerance import Tolerance
 from autoaccum.guarding.growth.attribution import growths
 from autoaccum.guarding.judgements import Judgement, Outcome
@@ -24,7 +22,7 @@ _HINTS: dict[Outcome, str] = {
 
 
 def compare(
-    case: Case, before: Measurement, measured: Measured, tolerance: Tolerance, *, command: str | None = None
+    case: Case, before: Measurement, measured: Measured, tolerance: Tolerance, *, command: str = ""
 ) -> Judgement:
     """Judge what a case takes now by what it took, both of the same schedule.
 
@@ -33,8 +31,7 @@ def compare(
         before: What it is compared with.
         measured: What was measured now.
         tolerance: By how much memory may grow. Of runs on a real device, how far apart they are comes on top.
-        command: Locks in what was measured; empty where there is no lock, None: the one that guards the case, from the
-            folder of the lock.
+        command: Locks in what was measured; empty where there is no lock.
     """
     now = measured.measurement
     figures = Figures(before, now, tolerance)
@@ -43,8 +40,6 @@ def compare(
     if not reasons:
         reasons = tuple(_faults(figures))
         outcome = "regressed" if reasons else _harmless(figures)
-    if command is None:
-        command = guard_words(case, Path(), "--update")
     more = {"regressed": True, "improved": False}.get(outcome)
     found = () if outcome == "unmeasured" else growths(before, now, more=more)
     return Judgement(

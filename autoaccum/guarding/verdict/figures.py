@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.guarding.asked.tolerance import Tolerance
 from autoaccum.guarding.records import Measurement
-from autoaccum.units import MIB
 
-_SEGMENT_BYTES = 20 * MIB
+_SEGMENT_BYTES = AllocatorSettings().large_segment_bytes
 """What PyTorch's allocator asks the driver for at a time: a peak that grew by less tells nothing by itself."""
 _ROUNDING = 1e-9
 

@@ -77,7 +77,7 @@ def ran(*runs_mib: int, **other: Any) -> Measurement:
 def judged(
     now: Measurement, before: Measurement = BEFORE, tolerance: Tolerance | None = None, **more: Any
 ) -> Judgement:
-    return compare(CASE, before, Measured(measurement=now, **more), tolerance or Tolerance())
+    return compare(CASE, before, Measured(measurement=now, **more), tolerance or Tolerance(), command=UPDATE)
 
 
 def test_the_same_to_the_byte_is_unchanged() -> None:
@@ -244,7 +244,7 @@ def test_settings_that_changed_are_told() -> None:
 
 
 def test_where_there_is_no_lock_no_command_is_offered() -> None:
-    judgement = compare(CASE, BEFORE, Measured(measurement=grown(GIB)), Tolerance(), command="")
+    judgement = compare(CASE, BEFORE, Measured(measurement=grown(GIB)), Tolerance())
     assert (judgement.outcome, judgement.hint) == ("regressed", "")
 
 
