@@ -1,0 +1,1 @@
+"""What the trials came to: pure decisions over records."""

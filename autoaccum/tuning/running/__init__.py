@@ -1,0 +1,1 @@
+"""Trials of a study: real trainings, each in a process of its own."""

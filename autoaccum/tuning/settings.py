@@ -1,0 +1,92 @@
+"""What a study searches: the settings of a training, and the space they are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoaccum.accumulation.schedule import make_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one trial trains with.
+
+    Attributes:
+        learning_rate: Of the first parameter group; the others keep their ratio to it.
+        target_batch: Samples per update.
+        micro_batch: The most samples at once.
+    """
+
+    learning_rate: float
+    target_batch: int
+    micro_batch: int
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The micro-batches of an update, in samples.
+
+        >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).parts
+        (86, 85, 85)
+        """
+        ceiling = min(self.micro_batch, self.target_batch)
+        return make_schedule(self.target_batch, ceiling).micro_batches
+
+
+@dataclass(frozen=True)
+class RateSpan:
+    """Learning rates, both ends included."""
+
+    low: float
+    high: float
+
+    def __contains__(self, rate: float) -> bool:
+        return self.low <= rate <= self.high
+
+
+@dataclass(frozen=True)
+class BatchSpan:
+    """Effective batches in samples, both ends included; both the same where only one is asked for."""
+
+    low: int
+    high: int
+
+    @property
+    def single(self) -> bool:
+        """Whether there is nothing to search."""
+        return self.low == self.high
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long every trial trains.
+
+    Attributes:
+        amount: Samples or seconds of training, evaluations not counted.
+        unit: Which of them.
+    """
+
+    amount: float
+    unit: Literal["samples", "seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What settings are drawn from.
+
+    Attributes:
+        learning_rates: Searched by their logarithm.
+        target_batches: Searched by their logarithm, unless there is one only.
+        micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
+        micro_batch: What uncoupled trials run with.
+        coupled: Why the micro-batch changes the training, as a clause ("BatchNorm in modules 2 and 5 normalises by
+            the micro-batch"); None where it changes speed and memory only.
+        own_rate: The workload's own learning rate.
+    """
+
+    learning_rates: RateSpan
+    target_batches: BatchSpan
+    micro_batches: tuple[int, ...]
+    micro_batch: int
+    coupled: str | None
+    own_rate: float
