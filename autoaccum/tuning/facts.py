@@ -24,6 +24,7 @@ class Facts:
         held_out: What losses are measured on, as a phrase: `evaluation_dataset (360 samples)`, `180 of 1797 samples of
             dataset, drawn by seed 0`.
         device: What it trains on: `cpu`, `cuda:0`.
+        card: The card's name; None on the CPU.
     """
 
     name: str
@@ -39,3 +40,4 @@ class Facts:
     training_samples: int | None
     held_out: str
     device: str
+    card: str | None = None
