@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule
 from autoaccum.errors import UsageError
 
+LOOKED_AT = 64
+"""How many samples of a dataset are looked at for the longest, where a workload has no `batch` of its own."""
+
 _MOST_SAMPLES, _MOST_RANKS = 10_000_000, 100_000
 
 

@@ -7,13 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from autoaccum.errors import WorkloadError
+from autoaccum.planning.request import LOOKED_AT as LOOKED_AT
 from autoaccum.training.data.fetching import item
 from autoaccum.training.data.kept_generators import find_generators, kept_states
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.worst_case import LongestBatches, longest_first
-
-LOOKED_AT = 64
-"""How many samples are looked at for the longest."""
 
 
 class PlanningBatches(LongestBatches):
