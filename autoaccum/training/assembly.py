@@ -74,7 +74,7 @@ def assemble(
         tell=teller.tell,
     )
     evaluation = _evaluation(request, subject, trainee, choice, stopping, teller)
-    evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell)
+    evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell, request.eval_due)
     state = WholeState(
         run=run,
         digest=subject.digest,
@@ -111,9 +111,11 @@ def _evaluation(
     request: FitRequest, subject: Subject, trainee: Trainee, choice: Choice, stopping: Stopping, teller: Teller
 ) -> Evaluation | None:
     if subject.eval_data is None:
-        if request.eval_every is not None:
+        asked = {"eval_every": request.eval_every, "eval_due": request.eval_due}
+        for name in (name for name, value in asked.items() if value is not None):
+            seen = f"is {request.eval_every}" if name == "eval_every" else "is given"
             raise UsageError(
-                f"eval_every is {request.eval_every}, and there is nothing to evaluate on",
+                f"{name} {seen}, and there is nothing to evaluate on",
                 hint="give eval_data, or define evaluation_dataset in the workload",
             )
         return None

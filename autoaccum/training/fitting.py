@@ -68,7 +68,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if subject.device.type == "cuda":  # Which may have started only while it was planned.
             stack.callback(RandomState([subject.device]).restore)
         _seed(request.seed)
-        trainee = subject.build(choice.plan)
+        trainee = subject.build(choice.plan, request.learning_rate)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)

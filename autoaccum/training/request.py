@@ -19,10 +19,20 @@ if TYPE_CHECKING:
 
 Resume = Literal["auto", "never", "must"]
 
+_FUNCTIONS = {
+    "collate": "a list of samples",
+    "evaluate": "the model and a batch",
+    "eval_due": "the samples trained on so far",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
     """The arguments of `autoaccum.fit`, where each is explained; `subject` is its `model_or_workload`.
+
+    Attributes:
+        eval_due: In place of `eval_every`, and no argument of `fit`: asked after each update with the samples trained
+            on so far; where it returns True, an evaluation comes next. Whatever it says, there is one in the end.
 
     Raises:
         UsageError: One of them cannot be honoured, or they contradict each other.
@@ -46,10 +56,12 @@ class FitRequest:
     precision: str | None = None
     batchnorm: str | None = None
     clip_norm: float | None = None
+    learning_rate: float | None = None
     scheduler: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     eval_data: Any = None
     eval_every: int | None = None
+    eval_due: Callable[[int], bool] | None = None
     evaluate: Callable[..., Any] | None = None
     evaluation_batch: int | None = None
     run_dir: str | Path | None = None
@@ -70,9 +82,11 @@ class FitRequest:
                 self._check_count(name)
         for name in ("seed", "workers"):
             self._check_count(name, least=0)
-        for name, takes in (("collate", "a list of samples"), ("evaluate", "the model and a batch")):
+        for name, takes in _FUNCTIONS.items():
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
+        if self.eval_every is not None and self.eval_due is not None:
+            raise UsageError(f"eval_every is {self.eval_every}, and eval_due is given too", hint="give one of them")
         self._settle_paths()
         for name in ("memory", "reserve"):
             if isinstance(getattr(self, name), str):
@@ -95,6 +109,10 @@ class FitRequest:
             raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise UsageError(f"clip_norm is {self.clip_norm!r}", hint="give a number above 0")
+        if self.learning_rate is not None:
+            if not _is_positive(self.learning_rate) or math.isinf(self.learning_rate):
+                raise UsageError(f"learning_rate is {self.learning_rate!r}", hint="give a finite number above 0")
+            object.__setattr__(self, "learning_rate", float(self.learning_rate))
         given = list(self.callbacks) if hasattr(self.callbacks, "__iter__") else [self.callbacks]
         if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")

@@ -13,14 +13,17 @@ from autoaccum.training.progress import Progress
 
 
 class Evaluator:
-    """Evaluates every so many updates, or after each epoch, and in the end; at most once after an update.
+    """Evaluates every so many updates, or when it is told to, or after each epoch, and in the end.
+
+    There is at most one evaluation after an update.
 
     Args:
         evaluation: What an evaluation is; None where nothing is evaluated.
         model: The model.
         progress: How far training is.
-        every: Updates from one to the next; None: after each epoch.
+        every: Updates from one to the next; None: after each epoch, unless `due` is given.
         tell: Told of each, done or failed.
+        due: Whether one comes next, asked with the samples trained on so far.
     """
 
     def __init__(
@@ -30,24 +33,30 @@ class Evaluator:
         progress: Progress,
         every: int | None,
         tell: Callable[[Any], Any],
+        due: Callable[[int], bool] | None = None,
     ) -> None:
         self._evaluation, self._model, self._progress = evaluation, model, progress
-        self._every, self._tell = every, tell
+        self._every, self._tell, self._due = every, tell, due
 
     def run_if_due(self) -> None:
         """After an update."""
-        if self._every is not None and self._progress.update % self._every == 0:
+        if self._due is not None:
+            is_due = self._due(self._progress.samples)
+        else:
+            is_due = self._every is not None and self._progress.update % self._every == 0
+        if is_due:
             self.run()
 
     def run_after_epoch(self) -> None:
         """After an epoch."""
-        if self._every is None:
+        if self._every is None and self._due is None:
             self.run()
 
     def run_missed(self) -> None:
         """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
-        if self._every is not None:
-            self.run_if_due()
+        if self._every is not None or self._due is not None:
+            if self._progress.update not in (0, self._progress.evaluated_at):
+                self.run_if_due()
         elif self._progress.epoch > 0 and self._progress.epoch_samples == 0:
             self.run()
 

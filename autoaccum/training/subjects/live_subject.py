@@ -17,6 +17,7 @@ from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
 from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.trainee import Trainee, find_device, make_trainee
+from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.optimizers import make_optimizer
 
 
@@ -51,6 +52,8 @@ class LiveSubject:
         self.name = type(model).__name__
         self.data, self.eval_data = request.data, request.eval_data
         self.collate, self.evaluation_batch = request.collate, request.evaluation_batch
+        if request.learning_rate is not None:
+            _check_follows(request.scheduler, request.learning_rate)
         self._place()
         if not model.training:  # As it will be trained (`make_trainee`), and so is planned.
             model.train()
@@ -79,13 +82,16 @@ class LiveSubject:
             on_event=on_event,
         )
 
-    def build(self, plan: Plan | None) -> Trainee:
+    def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
         """The model as it is, with the optimizer given, or one made of what was given."""
         request = self._request
         planned = {} if plan is None else plan.workload
         optimizer = request.optimizer
         if not isinstance(optimizer, Optimizer):
             optimizer = make_optimizer(optimizer, self._model)
+        if learning_rate is not None:
+            _check_follows(request.scheduler, learning_rate)
+            set_rate(optimizer, learning_rate)
         return make_trainee(
             self._model,
             self._objective,
@@ -110,3 +116,11 @@ class LiveSubject:
                 hint="move the model first, then make the optimizer",
             )
         self._model.to(wanted)
+
+
+def _check_follows(scheduler: Any, learning_rate: float) -> None:
+    if scheduler is not None and not callable(scheduler):
+        raise UsageError(
+            f"the learning rate is to be {learning_rate:g}, and the {type(scheduler).__name__} was made before it",
+            hint="give scheduler as a function that makes it of the optimizer",
+        )

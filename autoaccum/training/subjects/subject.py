@@ -51,8 +51,13 @@ class Subject(Protocol):
             on_event: Told of the planner's steps.
         """
 
-    def build(self, plan: Plan | None) -> Trainee:
-        """What is trained, on its device; a workload's model is built now, from the random states as they are."""
+    def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
+        """What is trained, on its device; a workload's model is built now, from the random states as they are.
+
+        Args:
+            plan: What it was planned with.
+            learning_rate: Of the first parameter group, the others keep their ratio to it; None: the optimizer's own.
+        """
 
 
 def find_subject(request: FitRequest) -> Subject:

@@ -19,6 +19,7 @@ from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.trainee import Trainee, find_device, make_trainee
 from autoaccum.workload.adaptation import replace_given
+from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.spec import Workload, no_batch
 
 
@@ -90,11 +91,13 @@ class WorkloadSubject:
             workload = replace_given(workload, batch=make_batches(planning_batch()))
         return plan(workload, target_batch=request.target_batch, on_event=on_event, **asked)
 
-    def build(self, plan: Plan | None) -> Trainee:
-        """A new model, on the device, and what goes with it."""
+    def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
+        """A new model, on the device, and what goes with it; the schedule is made of an optimizer with that rate."""
         workload = self._workload
         model = workload.build_model().to(self._device)
         optimizer = workload.build_optimizer(model)
+        if learning_rate is not None:
+            set_rate(optimizer, learning_rate)
         return make_trainee(
             model,
             workload.objective,
