@@ -50,6 +50,12 @@ _CODE_INTERRUPTED = 130
 )
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
+@click.option(
+    "--learning-rate",
+    type=positive,
+    metavar="RATE",
+    help="Where the schedule begins, if there is one.  [default: the plan's, if it was tuned, else the workload's]",
+)
 @click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: each epoch]")
 @click.option("--evaluation-batch", type=count, metavar="N", help="The most samples to evaluate at once.")
 @click.option(

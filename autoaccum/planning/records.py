@@ -54,6 +54,8 @@ class Plan:
         notes: What is good to know (the learning rate), as sentences.
         coupling: What is known of samples that depend on the others of their micro-batch; None: it was not looked.
         explanation: Where the memory goes, by a simulation; None unless asked for.
+        learning_rate: What it was tuned with, of the first parameter group: `fit` trains by it, while an Accumulator
+            takes the optimizer as it comes. None: the workload's own.
         schema: Version of the record.
 
     Raises:
@@ -82,6 +84,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     coupling: Coupling | None = None
     explanation: Explanation | None = None
+    learning_rate: float | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -114,9 +117,11 @@ class Plan:
         """SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
         Neither the trials' times are in it, nor what decides nothing: warnings and notes, what is known of coupled
-        samples (an experiment with limits of time), and where the memory goes.
+        samples (an experiment with limits of time), and where the memory goes. A learning rate is, where there is one.
         """
         record = _record(self)
+        if self.learning_rate is None:
+            del record["learning_rate"]
         for name in ("coupling", "explanation", "notes", "warnings"):
             del record[name]
         for trial in record["trials"]:
@@ -202,6 +207,8 @@ class Plan:
             found.append(f"limit_bytes is {self.limit_bytes}")
         if (self.peak_bytes or 0) < 0:
             found.append(f"peak_bytes is {self.peak_bytes}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            found.append(f"learning_rate is {self.learning_rate}")
         return found if self.explanation is None else [*found, *_unexplained(self.explanation)]
 
     def _unproved(self) -> list[str]:

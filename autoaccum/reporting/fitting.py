@@ -42,6 +42,7 @@ def fit(
     precision: str | None = None,
     batchnorm: str | None = None,
     clip_norm: float | None = None,
+    learning_rate: float | None = None,
     scheduler: Any = None,
     collate: Callable[[list[Any]], Any] | None = None,
     eval_data: Any = None,
@@ -96,6 +97,8 @@ def fit(
         batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
             or `frozen`; the plan's or the workload's when None.
         clip_norm: The largest 2-norm of an update's gradient.
+        learning_rate: Of the first parameter group; the others keep their ratio to it, and a schedule begins there.
+            The plan's, where it was tuned, else the optimizer's own when None.
         scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
         collate: From a list of samples to a batch; torch's default_collate when None.
         eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
@@ -143,6 +146,7 @@ def fit(
         precision=precision,
         batchnorm=batchnorm,
         clip_norm=clip_norm,
+        learning_rate=learning_rate,
         scheduler=scheduler,
         collate=collate,
         eval_data=eval_data,

@@ -79,6 +79,8 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
         yield "batches", Text(f"of the longest of {plan.workload['worst_of']} samples of the dataset")
     if plan.workload.get("batchnorm") in _MODES:
         yield "batchnorm", Text(_MODES[plan.workload["batchnorm"]])
+    if plan.learning_rate is not None:
+        yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` trains by")
     yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
     for note in plan.notes:

@@ -25,6 +25,7 @@ from autoaccum.training.run_folder.logs import Logs
 from autoaccum.training.run_folder.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stopping import StopAsked, Stopping
+from autoaccum.training.subjects.learning_rate import choose_learning_rate, tell_of_schedule
 from autoaccum.training.subjects.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.subjects.subject import Subject, find_subject
 from autoaccum.training.telling import Teller
@@ -68,7 +69,9 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if subject.device.type == "cuda":  # Which may have started only while it was planned.
             stack.callback(RandomState([subject.device]).restore)
         _seed(request.seed)
-        trainee = subject.build(choice.plan, request.learning_rate)
+        learning_rate = choose_learning_rate(request, choice.plan, teller.tell)
+        trainee = subject.build(choice.plan, learning_rate)
+        tell_of_schedule(learning_rate, trainee, teller.tell)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ def choose_micro_batch(
         made = subject.plan(source.planning_batch, tell)
     except (UsageError, NotMeasuredError) as error:
         raise type(error)(error.message, hint=_with_number(error.hint)) from error.__cause__
+    kept = None if saved is None else saved.plan
+    if kept is not None:  # A tuned plan has no trials of its learning rate: it holds for the next one, too.
+        made = replace(made, learning_rate=kept.learning_rate)
     return Choice(made.micro_batch, made)
 
 
