@@ -29,6 +29,7 @@ class StudyOpened:
         pruner: Which pruner, as a phrase.
         finished: Trials that are finished already.
         trials: How many there are to be in all.
+        best: The least loss of those that are complete; None where none is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class StudyOpened:
     pruner: str
     finished: int
     trials: int
+    best: float | None = None
 
 
 @dataclass(frozen=True)
