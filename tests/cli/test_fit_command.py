@@ -316,9 +316,15 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
     texts |= {"resume": "must", "batchnorm": "frozen"}
     words = [word for name, value in (numbers | texts).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert invoke(*WORDS, *words, "--clip-norm", "inf", "--skip-nonfinite", "--noise-scale").exit_code == 0
+    assert (
+        invoke(
+            *WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite", "--noise-scale"
+        ).exit_code
+        == 0
+    )
     assert {name: getattr(asked[0], name) for name in numbers | texts} == numbers | texts
     assert (asked[0].clip_norm, asked[0].skip_nonfinite, asked[0].noise_scale) == (float("inf"), True, True)
+    assert asked[0].learning_rate == 0.01
     assert (asked[0].subject, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)
     assert asked[0].run_dir == Path("a").absolute()
 

@@ -106,6 +106,18 @@ def test_times_and_what_they_decide_do_not_enter_the_digest(a_plan: Plan) -> Non
     assert replace(a_plan, limit_bytes=GIB - 1).digest() != a_plan.digest()
 
 
+def test_a_learning_rate_is_kept_and_part_of_the_digest(a_plan: Plan) -> None:
+    tuned = replace(a_plan, learning_rate=0.0123)
+    assert Plan.from_json(tuned.to_json()) == tuned
+    assert Plan.from_json(changed(a_plan, learning_rate=1)).learning_rate == 1.0
+    assert len({a_plan.digest(), tuned.digest(), replace(a_plan, learning_rate=0.0124).digest()}) == 3
+
+
+def test_the_digest_of_a_plan_without_a_rate_is_what_it_was_before_there_were_any(a_plan: Plan) -> None:
+    """As autoaccum computed it at commit ebfb5b4."""
+    assert a_plan.digest() == "c0affb083d6d133542c1e6482ce4bcf77c66b2c36959f596a1cc1cdd563d3794"
+
+
 def test_the_design_names_its_fields(a_plan: Plan) -> None:
     record = json.loads(a_plan.to_json())
     named = (
@@ -137,6 +149,11 @@ def test_the_design_names_its_fields(a_plan: Plan) -> None:
         ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
         ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
         ({"least_bytes": GIB - 1}, f"least_bytes is {GIB - 1}, and no trial ran within that"),
+        ({"learning_rate": 0.1}, None),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"learning_rate": -0.1}, "learning_rate is -0.1"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"stopped": "time"}, None),
         ({"stopped": "time", "capped": True}, "the limit on time stopped a search that is capped"),
     ],
@@ -174,6 +191,9 @@ def changed(plan: Plan, **changes: Any) -> str:
         ({"stopped": False}, "is damaged: stopped is False, not one of time, trials"),
         ({"least_bytes": 1.5}, "is damaged: least_bytes is 1.5, not a whole number"),
         ({"least_bytes": 10**15}, "contradicts itself: least_bytes is 1000000000000000, limit_bytes"),
+        ({"learning_rate": "0.1"}, "is damaged: learning_rate is '0.1', not a number"),
+        ({"learning_rate": True}, "is damaged: learning_rate is True, not a number"),
+        ({"learning_rate": -1}, "contradicts itself: learning_rate is -1.0"),
         ({"micro_batches": 3}, "is damaged: micro_batches is 3, not a list"),
         ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1] is '85', not a whole number"),
         ({"ranks": [[256], 1]}, "is damaged: ranks[1] is 1, not a list"),
@@ -212,7 +232,7 @@ def test_refuses_what_is_foreign(text: str) -> None:
 
 def test_a_plan_from_before_its_newer_fields(a_plan: Plan) -> None:
     record = json.loads(a_plan.to_json())
-    del record["stopped"], record["least_bytes"]
+    del record["stopped"], record["least_bytes"], record["learning_rate"]
     for trial in record["trials"]:
         del trial["limit_bytes"], trial["timed_out"]
     assert Plan.from_json(json.dumps(record)) == a_plan

@@ -67,6 +67,12 @@ def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool 
     return file.getvalue()
 
 
+def test_a_tuned_plan_names_its_rate() -> None:
+    said = "tuned rate   0.0123457, the learning rate that `autoaccum fit --plan` trains by\n"
+    assert said in draw(make_plan(learning_rate=0.0123456789))
+    assert "tuned rate" not in draw(make_plan())
+
+
 def test_says_all_that_matters() -> None:
     assert draw(make_plan()) == (
         "micro-batch  86\n"

@@ -14,11 +14,12 @@ import autoaccum
 from autoaccum.training.request import FitRequest
 
 
-def test_it_has_the_arguments_of_a_request_and_one_more() -> None:
+def test_it_has_the_arguments_of_a_request_but_one_and_one_more() -> None:
     given = dict(inspect.signature(autoaccum.fit).parameters)
     assert given.pop("progress").default is True
     given["subject"] = given.pop("model_or_workload")
     held = {field.name: field.default for field in dataclasses.fields(FitRequest)}
+    assert held.pop("eval_due") is None
     assert set(given) == set(held)
     assert {
         name: parameter.default for name, parameter in given.items() if parameter.default is not inspect.Parameter.empty

@@ -1,0 +1,89 @@
+"""Evaluations when they are asked for: by the samples trained on so far, at most once after an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from autoaccum.errors import UsageError
+from autoaccum.training.events import Evaluated, Updated
+from autoaccum.training.fitting import train
+from autoaccum.training.request import FitRequest
+
+DATA = TensorDataset(torch.ones(20, 3), torch.ones(20, 2))
+
+
+class Enough(Exception):
+    """What a user's own code may raise."""
+
+
+def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """The samples after each update and, behind them, `evaluated` where it was."""
+    told: list[Any] = []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, (Updated, Evaluated)):
+            told.append(event.samples if isinstance(event, Updated) else "evaluated")
+
+    settings: dict[str, Any] = {"eval_data": DATA, "loss": nn.MSELoss(), "steps": 6, "target_batch": 8}
+    settings |= {"data": DATA, "micro_batch": 8, "callbacks": callbacks} | options
+    train(FitRequest(subject=nn.Linear(3, 2), eval_due=due, **settings), on_event=listen)
+    return told
+
+
+def test_it_is_asked_after_every_update_and_no_epoch_is_evaluated_besides() -> None:
+    asked: list[int] = []
+
+    def due(samples: int) -> bool:
+        asked.append(samples)
+        return samples in (16, 28)
+
+    assert run(due) == [8, 16, "evaluated", 20, 28, "evaluated", 36, 40, "evaluated"]
+    assert asked == [8, 16, 20, 28, 36, 40]
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_callback_that_ends_it_at_an_update_is_followed_by_one_evaluation(is_due: bool) -> None:
+    ending = lambda event: isinstance(event, Updated) and event.samples >= 20  # noqa: E731
+    told = run(lambda samples: is_due and samples >= 20, ending)
+    assert told == [8, 16, 20, "evaluated"]
+
+
+def test_a_callback_may_end_it_at_a_milestone() -> None:
+    told = run(lambda samples: samples >= 16, lambda event: isinstance(event, Evaluated))
+    assert told == [8, 16, "evaluated"]
+
+
+def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
+    def stop(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 2:
+            raise Enough
+
+    def due(samples: int) -> bool:
+        return samples == 16
+
+    with pytest.raises(Enough):
+        run(due, stop, run_dir=tmp_path)
+    assert run(due, run_dir=tmp_path, steps=3) == ["evaluated", 20, "evaluated"]
+    assert run(due, run_dir=tmp_path, steps=3) == []
+
+
+def test_what_it_raises_comes_as_it_is() -> None:
+    def due(samples: int) -> bool:
+        raise Enough
+
+    with pytest.raises(Enough):
+        run(due)
+
+
+def test_it_contradicts_a_number_of_updates_and_needs_data() -> None:
+    with pytest.raises(UsageError, match="eval_every is 2, and eval_due is given too: give one of them"):
+        run(lambda samples: True, eval_every=2)
+    with pytest.raises(UsageError, match="eval_due is given, and there is nothing to evaluate on"):
+        run(lambda samples: True, eval_data=None)

@@ -1,0 +1,198 @@
+"""A learning rate that is given, or that a plan was tuned with: from the first update on, resumed too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.utils.data import TensorDataset
+
+from autoaccum.devices.base import Trial
+from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.planning.records import Plan
+from autoaccum.training.checkpoints.checkpoints import read_checkpoint, write_checkpoint
+from autoaccum.training.events import Noted, Updated
+from autoaccum.training.fitting import train
+from autoaccum.training.request import FitRequest
+from autoaccum.training.results import FitResult
+from autoaccum.workload.spec import Workload
+
+INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
+DATA = TensorDataset(INPUTS, INPUTS[:, :2].clone())
+PLAN = Plan(
+    kind="measured",
+    target_batch=8,
+    micro_batch=4,
+    iter_size=2,
+    micro_batches=(4, 4),
+    world_size=1,
+    largest_fit=4,
+    capped=True,
+    limit_bytes=10,
+    peak_bytes=5,
+    device={"name": "cpu", "kind": "cpu"},
+    environment={},
+    workload={},
+    trials=(Trial(parts=(4, 4), outcome="ok"),),
+    learning_rate=0.02,
+)
+
+
+def two_groups(params: list[Any]) -> Optimizer:
+    return SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], lr=0.1, momentum=0.9)
+
+
+def workload(**fields: Any) -> Workload:
+    known: dict[str, Any] = {"criterion": nn.MSELoss(), "dataset": DATA, "optimizer": two_groups}
+    return Workload(model=lambda: nn.Linear(3, 2), **(known | fields))
+
+
+def decaying(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+class Heard:
+    """The rates of updates, and what was noted."""
+
+    def __init__(self) -> None:
+        self.rates: list[float | None] = []
+        self.notes: list[Noted] = []
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, Updated):
+            self.rates.append(event.learning_rate)
+        if isinstance(event, Noted):
+            self.notes.append(event)
+
+    @property
+    def texts(self) -> list[str]:
+        return [note.text for note in self.notes]
+
+
+def fit(subject: Any = None, **options: Any) -> tuple[FitResult, Heard]:
+    heard = Heard()
+    settings: dict[str, Any] = {"target_batch": 8, "steps": 3, "device": "cpu"}
+    settings |= {} if "plan" in options else {"micro_batch": 4}
+    request = FitRequest(subject=workload() if subject is None else subject, **(settings | options))
+    return train(request, on_event=heard), heard
+
+
+def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
+    given, heard = fit(learning_rate=0.05)
+    rates = [0.05, 0.3 * (0.05 / 0.1)]
+    written, _ = fit(
+        workload(
+            optimizer=lambda p: SGD([{"params": [q], "lr": r} for q, r in zip(p, rates, strict=True)], momentum=0.9)
+        )
+    )
+    assert heard.rates == [0.05] * 3
+    assert heard.notes == []
+    for mine, theirs in zip(given.model.parameters(), written.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_workload_s_own_rate_changes_no_bit() -> None:
+    for mine, theirs in zip(fit(learning_rate=0.1)[0].model.parameters(), fit()[0].model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_schedule_begins_there() -> None:
+    _, heard = fit(workload(scheduler=decaying), learning_rate=0.4)
+    assert heard.rates == [0.4, 0.2, 0.1]
+    assert heard.notes == []
+
+
+@pytest.mark.parametrize(
+    ("make_scheduler", "begins"),
+    [
+        (lambda it: lr_scheduler.OneCycleLR(it, max_lr=2.5, total_steps=9), "OneCycleLR begins with 0.1 of its own"),
+        (lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0), "CyclicLR begins with 0.25 of its own"),
+    ],
+    ids=["one-cycle", "cyclic"],
+)
+def test_a_schedule_that_does_not_is_told(make_scheduler: Callable[[Optimizer], Any], begins: str) -> None:
+    result, _ = fit(workload(scheduler=make_scheduler), learning_rate=0.4)
+    assert result.warnings == (f"the learning rate was to be 0.4, and {begins}",)
+
+
+def live(**options: Any) -> dict[str, Any]:
+    return {"data": DATA, "loss": nn.MSELoss()} | options
+
+
+def test_a_live_model_s_optimizer_is_set_and_a_schedule_made_of_it_follows() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = two_groups(list(model.parameters()))
+    _, heard = fit(model, **live(optimizer=optimizer, scheduler=decaying, learning_rate=0.4))
+    assert heard.rates == [0.4, 0.2, 0.1]
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.15)
+    assert fit(nn.Linear(3, 2), **live(optimizer="SGD", learning_rate=0.4))[1].rates == [0.4] * 3
+
+
+def test_a_schedule_that_is_there_already_is_refused_with_nothing_changed() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = two_groups(list(model.parameters()))
+    given = live(optimizer=optimizer, scheduler=decaying(optimizer))
+    for options in ({"learning_rate": 0.4}, {"plan": PLAN}):
+        with pytest.raises(UsageError, match=r"and the ExponentialLR was made before it: give scheduler as a function"):
+            fit(model, **given, **options)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]
+
+
+def test_an_optimizer_without_a_rate_is_refused() -> None:
+    def frozen_first(params: list[Any]) -> Optimizer:
+        return SGD([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}], lr=0.1)
+
+    with pytest.raises(AutoaccumError, match="the first parameter group of SGD is 0") as caught:
+        fit(workload(optimizer=frozen_first), learning_rate=0.4)
+    assert caught.value.exit_code == 2
+    assert fit(workload(optimizer=frozen_first))[0].updates == 3
+
+
+def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "best.json")
+    result, heard = fit(plan=tmp_path / "best.json")
+    assert heard.rates == [0.02] * 3
+    assert heard.texts == ["the learning rate is 0.02: the plan was tuned with it"]
+    assert result.warnings == ()
+    assert result.plan == PLAN
+    assert fit(plan=PLAN, learning_rate=0.4)[1].rates == [0.4] * 3
+    untuned = fit(plan=replace(PLAN, learning_rate=None))[1]
+    assert (untuned.rates, untuned.notes) == ([0.1] * 3, [])
+
+
+def test_a_resumed_run_keeps_its_plan_s_rate_and_says_what_is_changed(tmp_path: Path) -> None:
+    whole, _ = fit(plan=PLAN, run_dir=tmp_path / "whole", steps=6)
+    fit(plan=PLAN, run_dir=tmp_path / "run")
+    resumed, heard = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
+    assert heard.rates == [0.02] * 3
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    changed, heard = fit(run_dir=tmp_path / "run", steps=7, learning_rate=0.4, micro_batch=None)
+    assert heard.rates == [0.4]
+    assert "in the resumed run, lr is 0.4 from here on (it was 0.02) in parameter group 0" in changed.warnings[0]
+
+
+def test_a_schedule_that_is_resumed_goes_on_and_says_so(tmp_path: Path) -> None:
+    subject = workload(scheduler=decaying)
+    fit(subject, run_dir=tmp_path, learning_rate=0.4)
+    result, heard = fit(subject, run_dir=tmp_path, steps=4, learning_rate=0.8)
+    assert heard.rates == [0.05]
+    assert "the schedule goes on: lr=0.8" in result.warnings[0]
+
+
+def test_a_resumed_run_that_has_to_be_planned_again_keeps_the_rate(tmp_path: Path) -> None:
+    card = replace(PLAN, device={"name": "cuda:0", "kind": "cuda", "card": "NVIDIA T4"})
+    fit(plan=PLAN, run_dir=tmp_path)
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    write_checkpoint(newest, read_checkpoint(newest) | {"plan": card.to_json()})
+    result, heard = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
+    assert result.plan is not None
+    assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)
+    assert heard.rates == [0.02]
+    assert Plan.load(tmp_path / "plan.json") == result.plan
