@@ -45,7 +45,8 @@ PLAN = Plan(
 
 
 def two_groups(params: list[Any]) -> Optimizer:
-    return SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], lr=0.1, momentum=0.9)
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.3}]
+    return SGD(groups, lr=0.1, momentum=0.9)
 
 
 def workload(**fields: Any) -> Workload:
@@ -146,7 +147,8 @@ def test_a_schedule_that_is_there_already_is_refused_with_nothing_changed() -> N
 
 def test_an_optimizer_without_a_rate_is_refused() -> None:
     def frozen_first(params: list[Any]) -> Optimizer:
-        return SGD([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": params[:1], "lr": 0.0}, {"params": params[1:]}]
+        return SGD(groups, lr=0.1)
 
     with pytest.raises(AutoaccumError, match="the first parameter group of SGD is 0") as caught:
         fit(workload(optimizer=frozen_first), learning_rate=0.4)
