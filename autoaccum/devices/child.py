@@ -7,22 +7,16 @@ is answered there.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import dataclasses
-import faulthandler
 import gc
-import json
-import os
-import signal
 import sys
 import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autoaccum.devices.lifeline import Lifeline
 from autoaccum.devices.replies import astray_reply, failure_reply, load_asked, look_where
 from autoaccum.devices.strays import Strays
 
@@ -30,37 +24,21 @@ if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
     from autoaccum.workload.spec import Workload
 
-_PR_SET_PDEATHSIG = 1
-_FIRST_VICTIM = "1000"
-
 
 def main(arguments: list[str]) -> None:
     """Answer requests until the parent closes its end of the pipe."""
-    atexit.register(_leave)  # The first to be registered runs last, after the workload's own.
-    requests, replies, parent = map(int, arguments)
-    _die_with(parent)
-    _be_killed_first()
-    faulthandler.enable()
-    for descriptor in (requests, replies):
-        os.set_inheritable(descriptor, False)
+    lifeline = Lifeline(arguments)
     child: Jobs = Child()
-    own_pid = os.getpid()
     strays: Strays | None = None
-    with os.fdopen(requests, encoding="utf-8") as lines:
-        for line in lines:
-            request = json.loads(line)
-            if strays is None and request.get("checkout"):
-                strays = Strays(request["checkout"])
-            if request["job"] == "prepare":
-                _prepare(request)
-                continue
-            if "card" in request:
-                child = _simulated_child()
-            reply = {**child.answer(request), **astray_reply(strays)}
-            if os.getpid() != own_pid:  # A copy the workload made by os.fork: one answer is enough.
-                os._exit(0)
-            _flush()
-            _write(replies, json.dumps(reply).encode() + b"\n")
+    for request in lifeline:
+        if strays is None and request.get("checkout"):
+            strays = Strays(request["checkout"])
+        if request["job"] == "prepare":
+            _prepare(request)
+            continue
+        if "card" in request:
+            child = _simulated_child()
+        lifeline.answer({**child.answer(request), **astray_reply(strays)})
 
 
 class Jobs(Protocol):
@@ -210,36 +188,6 @@ def _collect() -> None:
     from autoaccum.accumulation.recovery import release_memory
 
     release_memory()
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # It ended before the kernel was asked.
-        os._exit(1)
-
-
-def _be_killed_first() -> None:
-    """Should the machine run out of memory all the same, its kernel takes this process before any other."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
-
-
-def _leave() -> None:
-    """Leave without taking down every module: a second saved for each process."""
-    _flush()
-    os._exit(0)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # The workload may have closed or replaced them.
-            stream.flush()
-
-
-def _write(descriptor: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(descriptor, line) :]
 
 
 if __name__ == "__main__":

@@ -60,14 +60,21 @@ class SpareChild:
     Args:
         on_output: Gets each line it prints; None: it goes to stderr.
         checkout: As in `start_child`.
+        start: Starts it, given `on_output`; None: `start_child` does.
 
     Raises:
         UsageError, NotMeasuredError: As `start_child`.
     """
 
-    def __init__(self, on_output: Callable[[str], None] | None = None, checkout: Checkout | None = None) -> None:
+    def __init__(
+        self,
+        on_output: Callable[[str], None] | None = None,
+        checkout: Checkout | None = None,
+        *,
+        start: Callable[[Callable[[str], None] | None], ChildProcess] | None = None,
+    ) -> None:
         self._started_in = _surroundings()
-        self._process = start_child(on_output, checkout=checkout)
+        self._process = start_child(on_output, checkout=checkout) if start is None else start(on_output)
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,33 @@
+"""From a request to what a study has to know of its workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoaccum.planning.device_choice import check_device
+from autoaccum.tuning.facts import Facts
+from autoaccum.tuning.request import TuneRequest
+from autoaccum.tuning.running.trainer import LEAVE_SECONDS, ask, load_request, start_trainer
+
+
+def describe(request: TuneRequest, *, on_output: Callable[[str], None] | None = None) -> Facts:
+    """Load the workload in a process of its own, and build what it trains.
+
+    Args:
+        request: What the study is asked to do.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+
+    Raises:
+        UsageError: There is no such device.
+        WorkloadError: The workload cannot be loaded, or cannot be tuned.
+        DoesNotFitError: Loading it runs the machine out of memory.
+        NotMeasuredError: The process cannot be started, or died.
+    """
+    check_device(request.device)
+    process = start_trainer(on_output)
+    try:
+        ask(process, load_request(request), "loading the workload")
+        about = {"job": "describe", "device": request.device, "target_batch": request.target_batch.high}
+        return Facts(**ask(process, about, "building the workload")["facts"])
+    finally:
+        process.end(grace_seconds=LEAVE_SECONDS)

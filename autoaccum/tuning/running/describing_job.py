@@ -1,0 +1,77 @@
+"""What a study has to know of a workload: found out in the child, by building everything once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.errors import WorkloadError
+from autoaccum.training.subjects.trainee import find_device
+from autoaccum.tuning.facts import Facts
+from autoaccum.tuning.running.held_out import split_data
+from autoaccum.workload.learning_rates import own_rate, rate_is_followed
+from autoaccum.workload.nests import type_name
+from autoaccum.workload.spec import Workload, no_batch
+
+
+def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
+    """Build model, optimizer and schedule; nothing is trained.
+
+    Args:
+        workload: With what the study asks of it in place of its own.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        target_batch: Samples of the largest update there will be.
+
+    Raises:
+        WorkloadError: It cannot be tuned: no data, too little of it, no learning rate, or one that its schedule takes
+            no notice of.
+        UsageError: There is no such device.
+    """
+    place = find_device(device)
+    split = split_data(workload)
+    if split.training_samples is not None and split.training_samples < target_batch:
+        raise WorkloadError(
+            f"{split.training_samples:,} samples are trained on, fewer than the target batch of {target_batch:,}",
+            hint="take a smaller --target-batch, or give more data",
+        )
+    seed_everything()
+    model = workload.build_model().to(place)
+    optimizer = workload.build_optimizer(model)
+    rate = own_rate(optimizer)
+    return Facts(
+        name=workload.name,
+        digest=workload.digest,
+        model=type_name(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        optimizer=type_name(optimizer),
+        learning_rate=rate,
+        schedule=_find_schedule(workload, lambda: workload.build_optimizer(model)),
+        precision=workload.precision,
+        batchnorm=workload.batchnorm,
+        has_batch=workload.batch is not no_batch,
+        training_samples=split.training_samples,
+        held_out=split.words,
+        device=str(place),
+        card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+    )
+
+
+def _find_schedule(workload: Workload, make_optimizer: Callable[[], Optimizer]) -> str | None:
+    """The class of the schedule.
+
+    Raises:
+        WorkloadError: It has learning rates of its own.
+    """
+    schedule = workload.build_scheduler(make_optimizer())
+    if schedule is None:
+        return None
+    name = type_name(schedule)
+    if not rate_is_followed(make_optimizer, workload.build_scheduler):
+        raise WorkloadError(
+            f"{name} sets learning rates of its own, whatever the optimizer has: there is nothing to tune",
+            hint='have it begin with the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
+        )
+    return name

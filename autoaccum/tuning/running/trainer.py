@@ -1,0 +1,61 @@
+"""The parent's side of a child that describes, times and trains: start it, load the workload, ask it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoaccum.devices.failures import Failure, failure_error
+from autoaccum.devices.process import ChildDied, ChildProcess
+from autoaccum.devices.spare import where_to_import
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.tuning.request import TuneRequest
+
+LEAVE_SECONDS = 5.0
+"""A child that is done may leave by itself, so that what the workload registered at exit runs."""
+
+_MODULE = "autoaccum.tuning.running.child"
+
+
+def start_trainer(on_output: Callable[[str], None] | None = None) -> ChildProcess:
+    """Start a child and have it import what all of them need; does not wait for that.
+
+    Raises:
+        UsageError: This process is such a child itself.
+        NotMeasuredError: It cannot be started.
+    """
+    process = ChildProcess(_MODULE, on_output=on_output, measured=False)
+    process.tell({"job": "prepare", **where_to_import()})
+    return process
+
+
+def load_request(request: TuneRequest) -> dict[str, Any]:
+    """What has a child load the workload as a study asks for it."""
+    asked = {name: getattr(request, name) for name in ("reference", "precision", "batchnorm", "optimizer")}
+    return {"job": "load", **asked, **where_to_import()}
+
+
+def ask(process: ChildProcess, request: Mapping[str, Any], doing: str) -> dict[str, Any]:
+    """Its reply to a request before any trial, which has to be a good one.
+
+    Raises:
+        WorkloadError: The workload cannot be used.
+        DoesNotFitError: It runs the machine out of memory.
+        NotMeasuredError: The process died.
+    """
+    try:
+        reply = process.ask(request, math.inf)
+    except ChildDied as death:
+        raise death_error(death, doing) from None
+    if "failure" in reply:
+        raise failure_error(Failure(**reply["failure"]), "the machine")
+    return reply
+
+
+def death_error(death: ChildDied, doing: str) -> AutoaccumError:
+    """The error that the death of a child before any trial is."""
+    message = f"{doing}: its process {death}"
+    if death.out_of_memory:
+        return DoesNotFitError(message, hint="it needs more memory than the machine has free")
+    return NotMeasuredError(message)
