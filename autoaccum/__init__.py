@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from autoaccum.planning.planner import plan as plan
     from autoaccum.planning.records import Plan as Plan
     from autoaccum.reporting.fitting import fit as fit
+    from autoaccum.reporting.tuned import tune as tune
     from autoaccum.training.results import FitResult as FitResult
+    from autoaccum.tuning.records import Tuning as Tuning
     from autoaccum.verification.records import Verification as Verification
     from autoaccum.verification.verifying import verify as verify
     from autoaccum.workload.spec import Workload as Workload
@@ -31,6 +33,8 @@ _HOMES = {
     "fit": "autoaccum.reporting.fitting",
     "Plan": "autoaccum.planning.records",
     "plan": "autoaccum.planning.planner",
+    "Tuning": "autoaccum.tuning.records",
+    "tune": "autoaccum.reporting.tuned",
     "Verification": "autoaccum.verification.records",
     "verify": "autoaccum.verification.verifying",
     "Workload": "autoaccum.workload.spec",
@@ -42,11 +46,13 @@ __all__ = [
     "FitResult",
     "Plan",
     "StepResult",
+    "Tuning",
     "Verification",
     "Workload",
     "__version__",
     "fit",
     "plan",
+    "tune",
     "verify",
     "windows",
 ]

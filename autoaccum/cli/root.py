@@ -20,7 +20,7 @@ import click
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "verify", "fit", "guard", "gpus")
+_COMMANDS = ("plan", "verify", "fit", "tune", "guard", "gpus")
 _ENDED = {"verify": "the comparison was", "guard": "the measurements were"}
 """What Ctrl-C ends; other commands run trials."""
 _CODE_INTERRUPTED = 128 + signal.SIGINT

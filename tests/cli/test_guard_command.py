@@ -274,9 +274,9 @@ def test_an_interrupted_guard_says_so(guard: Guard) -> None:
     assert result.stderr.endswith("interrupted: the measurements were ended, nothing was written\n")
 
 
-def test_it_is_listed_after_fit() -> None:
+def test_it_is_listed_after_tune() -> None:
     assert root.main.list_commands(root.main.make_context("autoaccum", ["guard"])) == [
-        *("plan", "verify", "fit", "guard", "gpus")
+        *("plan", "verify", "fit", "tune", "guard", "gpus")
     ]
 
 
