@@ -7,8 +7,11 @@ one above, have the optimum between them. What is seen is the loss of single run
   and the luck of a seed does not come in between.
 - Differences up to `noise` count as chance: two standard deviations of a difference of two runs, by the spread over
   seeds of the settings that were repeated, pooled over them.
-- A run that was pruned is compared where it ended, with the best's loss and the noise there. One that diverged is
-  worse. One that failed or ran out of memory says nothing.
+- A run that was pruned is compared where it ended, with the best's loss and the noise there. That tells of higher
+  rates: the more one trains, the lower is the best rate. A lower one may be behind there and catch up: it is worse if
+  the whole budget would not take it further than the best was there (steps go with the rate: a quarter of it needs
+  four times as many), and the best has clearly gained since then.
+- One that diverged is worse. One that failed or ran out of memory says nothing.
 - Every tried rate beyond an end of the bracket is clearly worse: should one be that lies between two others that are
   not, this was chance, or the valley is not the only one.
 """
@@ -16,7 +19,7 @@ one above, have the optimum between them. What is seen is the loss of single run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from statistics import variance
 
@@ -29,8 +32,6 @@ NOISE_DEVIATIONS = 2.0
 
 _END = 100
 """Percent of the budget at which a complete trial ends."""
-
-LossAt = Callable[[Row], "float | None"]
 
 
 def find_bracket(rows: Sequence[Row], standings: Sequence[Standing]) -> Bracket | None:
@@ -76,14 +77,33 @@ def _is_worse(row: Row, best: Row, rows: Sequence[Row]) -> bool | None:
     """Whether a trial is clearly worse than the best; None where that cannot be told."""
     if row.state == "diverged":
         return True
-    if row.state == "pruned" and row.losses:
-        percent = row.losses[-1][0]
-    elif is_complete(row):
-        percent = _END
-    else:
+    if is_complete(row):
+        return _is_clear(row, best, _END, rows)
+    if row.state != "pruned" or not row.losses:
         return None
+    percent = row.losses[-1][0]
+    behind = _is_clear(row, best, percent, rows)
+    share = _rate(row) / _rate(best)
+    if share > 1 or not behind:
+        return behind
+    return share <= percent / _END and _has_gained(best, percent, rows) or None
+
+
+def _is_clear(row: Row, best: Row, percent: int, rows: Sequence[Row]) -> bool | None:
+    """Whether the loss of a trial exceeds the best's by more than noise; None where either was not looked at."""
     loss, least = _loss_at(row, percent), _loss_at(best, percent)
     return None if loss is None or least is None else loss - least > (find_noise(rows, percent) or 0.0)
+
+
+def _has_gained(best: Row, percent: int, rows: Sequence[Row]) -> bool:
+    """Whether the best's loss has clearly fallen from a milestone to the end."""
+    then, now = _loss_at(best, percent), _loss_at(best, _END)
+    return then is not None and now is not None and then - now > (find_noise(rows) or 0.0)
+
+
+def _rate(row: Row) -> float:
+    assert row.setting is not None
+    return row.setting.learning_rate
 
 
 def _loss_at(row: Row, percent: int) -> float | None:
