@@ -71,7 +71,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         _seed(request.seed)
         learning_rate = choose_learning_rate(request, choice.plan, teller.tell)
         trainee = subject.build(choice.plan, learning_rate)
-        tell_of_schedule(learning_rate, trainee, teller.tell)
+        tell_of_schedule(learning_rate, subject, trainee, teller.tell)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)

@@ -112,14 +112,43 @@ def test_a_schedule_begins_there() -> None:
 @pytest.mark.parametrize(
     ("make_scheduler", "begins"),
     [
-        (lambda it: lr_scheduler.OneCycleLR(it, max_lr=2.5, total_steps=9), "OneCycleLR begins with 0.1 of its own"),
-        (lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0), "CyclicLR begins with 0.25 of its own"),
+        (lambda it: lr_scheduler.OneCycleLR(it, max_lr=2.5, total_steps=9), "OneCycleLR has its own: 0.1 to begin"),
+        (lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0), "CyclicLR has its own: 0.25 to begin"),
     ],
     ids=["one-cycle", "cyclic"],
 )
 def test_a_schedule_that_does_not_is_told(make_scheduler: Callable[[Optimizer], Any], begins: str) -> None:
     result, _ = fit(workload(scheduler=make_scheduler), learning_rate=0.4)
-    assert result.warnings == (f"the learning rate was to be 0.4, and {begins}",)
+    assert result.warnings == (f"the learning rate is to be 0.4, and {begins}",)
+    plain, _ = fit(workload(scheduler=make_scheduler))
+    for mine, theirs in zip(result.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def relative(optimizer: Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=[group["lr"] for group in optimizer.param_groups], total_steps=9)
+
+
+def test_one_that_begins_elsewhere_but_goes_by_it_is_not() -> None:
+    result, heard = fit(workload(scheduler=relative), learning_rate=0.4)
+    assert result.warnings == ()
+    assert heard.rates[0] == pytest.approx(0.4 / 25)
+
+
+def test_looking_whether_it_is_followed_leaves_the_optimizer_as_it_is() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    made: list[Any] = []
+
+    def cyclic(it: Optimizer) -> Any:
+        made.append(it)
+        return lr_scheduler.CyclicLR(it, 0.25, 1.0, step_size_up=2)
+
+    result, heard = fit(model, **live(optimizer=optimizer, scheduler=cyclic, learning_rate=0.4))
+    assert heard.rates == [0.25, 0.625, 1.0]
+    assert len(result.warnings) == 1
+    assert [it is optimizer for it in made] == [True, False, False]
+    assert float(optimizer.param_groups[0]["lr"]) == 0.625
 
 
 def live(**options: Any) -> dict[str, Any]:

@@ -96,11 +96,21 @@ class LiveSubject:
             self._model,
             self._objective,
             optimizer,
-            scheduler=request.scheduler,
+            scheduler=self.make_scheduler(optimizer),
             precision=request.precision or planned.get("precision") or "fp32",
             batchnorm=request.batchnorm or planned.get("batchnorm") or "micro",
             evaluate=request.evaluate,
         )
+
+    def make_scheduler(self, optimizer: Optimizer) -> Any:
+        """What was given: a function makes one of it."""
+        given = self._request.scheduler
+        if not callable(given):
+            return given
+        made = given(optimizer)
+        if made is None:
+            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+        return made
 
     def _place(self) -> None:
         """On the card that is asked for; an optimizer that is there already has its state where the model is."""

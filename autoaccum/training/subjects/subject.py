@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
@@ -58,6 +59,9 @@ class Subject(Protocol):
             plan: What it was planned with.
             learning_rate: Of the first parameter group, the others keep their ratio to it; None: the optimizer's own.
         """
+
+    def make_scheduler(self, optimizer: Optimizer) -> Any:
+        """The schedule of the learning rate of `optimizer`, or what was given for one; None when there is none."""
 
 
 def find_subject(request: FitRequest) -> Subject:

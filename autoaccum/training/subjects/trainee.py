@@ -82,7 +82,7 @@ def make_trainee(
         model: The model.
         objective: The loss; a criterion's buffers are moved to the model.
         optimizer: Its optimizer.
-        scheduler: One of it, or a function of it, or None.
+        scheduler: One of it, or None.
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running` or `frozen`.
         evaluate: As in `Trainee`.
@@ -91,10 +91,6 @@ def make_trainee(
         UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
     """
     check_precision(precision)
-    if callable(scheduler):
-        scheduler = scheduler(optimizer)
-        if scheduler is None:
-            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
     check_scheduler(scheduler, optimizer)
     device = model_device(model)
     objective.move_criterion(device)

@@ -102,11 +102,15 @@ class WorkloadSubject:
             model,
             workload.objective,
             optimizer,
-            scheduler=workload.build_scheduler(optimizer),
+            scheduler=self.make_scheduler(optimizer),
             precision=self._planned("precision", "fp32", plan),
             batchnorm=self._planned("batchnorm", "micro", plan),
             evaluate=workload.evaluate,
         )
+
+    def make_scheduler(self, optimizer: Optimizer) -> Any:
+        """That of the workload, or what was given instead."""
+        return self._workload.build_scheduler(optimizer)
 
     def _planned(self, name: str, default: str, plan: Plan | None) -> str:
         """The workload's own setting, or what the plan that was given for the very same files has for a default."""
