@@ -26,7 +26,8 @@ from pictured_plans import USUAL, account, extremes, plan, trial, usual
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Account
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.pictures.memory_picture import draw_memory, memory_figure, picture_settings
+from autoaccum.reporting.pictures.memory_picture import draw_memory, memory_figure
+from autoaccum.reporting.pictures.page import picture_settings
 from autoaccum.reporting.pictures.theme import DARK, LIGHT, label
 from autoaccum.units import GIB, format_bytes
 

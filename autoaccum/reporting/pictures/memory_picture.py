@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -20,14 +12,13 @@ from autoaccum.planning.records import Plan
 from autoaccum.reporting.pictures.curve_panel import draw_curve, tried_points
 from autoaccum.reporting.pictures.formats import Format
 from autoaccum.reporting.pictures.margin import WIDTH_INCHES
-from autoaccum.reporting.pictures.theme import FONTS, TEXT_POINTS, TITLE_POINTS, colour, dark_rules
+from autoaccum.reporting.pictures.page import EDGE, picture_bytes, write_line
+from autoaccum.reporting.pictures.theme import TEXT_POINTS, TITLE_POINTS, colour
 from autoaccum.reporting.pictures.timeline_panel import draw_timeline
-from autoaccum.reporting.plain_text import one_line
 
 _WORDS = {2: "two", 3: "three"}
-_WIDTH, _DPI = 8.0, 200
-_EDGE = 0.15
-_LEFT, _RIGHT = 0.75, WIDTH_INCHES + _EDGE
+_WIDTH = 8.0
+_LEFT, _RIGHT = 0.75, WIDTH_INCHES + EDGE
 _TITLE, _HEADING = 0.4, 0.45
 _TIMELINE, _CURVE = 3.2, 2.5
 _BELOW_TIMELINE, _BELOW_CURVE = 0.85, 0.6
@@ -36,31 +27,12 @@ _BELOW_TIMELINE, _BELOW_CURVE = 0.85, 0.6
 def draw_memory(plan: Plan, account: Account | None, form: Format) -> bytes:
     """The picture of a plan as a file: the same plan gives the same bytes.
 
-    An SVG is light, and dark where the viewer prefers that; a PNG is light. Both have a panel of their own, so that
-    they can be read on any page.
-
     Args:
         plan: The plan.
         account: Where its memory goes; None where only sizes and peaks are known.
         form: `svg` or `png`.
     """
-    file = io.BytesIO()
-    with picture_settings():
-        figure = memory_figure(plan, account)
-        if form == "png":
-            figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
-            return file.getvalue()
-        figure.savefig(
-            file, format="svg", metadata={"Date": None, "Creator": "autoaccum", "Title": one_line(_title(plan))}
-        )
-    return _finish(file.getvalue().decode()).encode()
-
-
-def _finish(svg: str) -> str:
-    """Add the dark colours, and leave out digits that nobody sees: they are half of the file."""
-    rules = "\n".join(dark_rules())
-    styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", styled)
+    return picture_bytes(lambda: memory_figure(plan, account), _title(plan), form)
 
 
 def memory_figure(plan: Plan, account: Account | None) -> Figure:
@@ -70,7 +42,7 @@ def memory_figure(plan: Plan, account: Account | None) -> Figure:
         panels += _TIMELINE + _HEADING + _BELOW_TIMELINE
     figure = Figure(figsize=(_WIDTH, _TITLE + panels), facecolor=colour("panel"))
     FigureCanvasAgg(figure)
-    _write(figure, _title(plan), _LEFT, 0.3, size=TITLE_POINTS, weight="bold")
+    write_line(figure, _title(plan), _LEFT, 0.3, size=TITLE_POINTS, weight="bold")
     at = _TITLE
     if account is not None:
         at = _heading(figure, _stretch(account), _moment(plan, account), at)
@@ -123,39 +95,13 @@ def _tried(plan: Plan) -> list[tuple[str, str]]:
 
 def _heading(figure: Figure, title: str, remarks: list[tuple[str, str]], at: float) -> float:
     """A title and remarks beside it, at most `_HEADING` high; returns where that ends, in inches from the top."""
-    x = _write(figure, title, _LEFT, at + 0.28, size=TEXT_POINTS + 1, weight="bold") + 0.25
+    x = write_line(figure, title, _LEFT, at + 0.28, size=TEXT_POINTS + 1, weight="bold") + 0.25
     for text, role in remarks:
-        x = _write(figure, text, x, at + 0.28, role=role) + 0.2
+        x = write_line(figure, text, x, at + 0.28, role=role) + 0.2
     return at + _HEADING
-
-
-def _write(figure: Figure, text: str, x: float, y: float, role: str = "ink", **style: Any) -> float:
-    """Write a line; all in inches from the upper left corner, and so is its end, which is returned."""
-    width, height = figure.get_size_inches()
-    drawn = figure.text(x / width, 1 - y / height, one_line(text), parse_math=False, color=colour(role), **style)
-    room, taken = width - x - _EDGE, drawn.get_window_extent().width / figure.dpi
-    if taken > room:
-        drawn.set_text(f"{drawn.get_text()[: int(len(text) * room / taken) - 3]}...")
-    return x + float(min(taken, room))
 
 
 def _axes(figure: Figure, at: float, height: float) -> Axes:
     whole = float(figure.get_size_inches()[1])
     box = (_LEFT / _WIDTH, 1 - (at + height) / whole, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, height / whole)
     return figure.add_axes(box, facecolor="none")
-
-
-@contextmanager
-def picture_settings() -> Iterator[None]:
-    """Matplotlib as it comes, whatever this user has set, with what pictures need; all is put back."""
-    ours = {
-        "font.family": "sans-serif",
-        "font.sans-serif": FONTS,
-        "font.size": TEXT_POINTS,
-        "hatch.linewidth": 0.8,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "autoaccum",
-    }
-    with matplotlib.style.context(ours, after_reset=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # Of a name; the viewer may have it.
-        yield
