@@ -1,0 +1,183 @@
+"""What a study runs on a card: throughput up to the plan's ceiling, trainings in processes, a plan that trains.
+
+Optuna is not needed: no study is opened here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.planning.planner import plan
+from autoaccum.training.events import Updated
+from autoaccum.training.fitting import train
+from autoaccum.training.request import FitRequest
+from autoaccum.tuning.judging.ladder import micro_batch_ladder
+from autoaccum.tuning.records import Throughput
+from autoaccum.tuning.request import TuneRequest
+from autoaccum.tuning.running.child_runner import ChildRunner
+from autoaccum.tuning.running.describing import describe
+from autoaccum.tuning.running.measuring import measure_throughput
+from autoaccum.tuning.running.orders import TrainOrder
+from autoaccum.tuning.running.training_job import train_setting
+from autoaccum.tuning.settings import BatchSpan, Budget, Setting
+from autoaccum.workload.learning_rates import own_rate, set_rate
+from autoaccum.workload.loading import load_workload
+
+TARGET, SAMPLES, WIDTH = 64, 640, 16
+RATE = 0.05
+MOST_FLOPS = 1e16
+"""A second, of no card there is in float32: what is not waited for would seem to be faster."""
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+WIDTH, SAMPLES, DEPTH = {width}, {samples}, {depth}
+inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+dataset = torch.utils.data.TensorDataset(inputs, inputs.roll(1, 1))
+criterion = nn.MSELoss()
+seen = set()
+
+class Told(nn.Module):
+    def forward(self, x):
+        if len(x) not in seen:
+            seen.add(len(x))
+            print("micro-batch", len(x), flush=True)
+        return x
+
+def model():
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(Told(), *layers, nn.Linear(WIDTH, WIDTH))
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+def batch(size):
+    return dataset[torch.arange(size) % SAMPLES]
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(write_workload: Callable[[str], str]) -> str:
+    return write_workload(WORKLOAD.format(width=WIDTH, samples=SAMPLES, depth=1))
+
+
+def order(place: torch.device, rate: float = RATE, micro_batch: int = 16, seed: int = 0) -> TrainOrder:
+    setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
+    budget = Budget(SAMPLES, "samples")
+    return TrainOrder(setting=setting, seed=seed, budget=budget, evaluation_batch=32, device=str(place))
+
+
+def measured(reference: str, device: str, target: int, ceiling: int, **options: Any) -> tuple[Throughput, list[int]]:
+    """Throughput, and the micro-batches that the model was given meanwhile."""
+    request = TuneRequest(reference=reference, target_batch=BatchSpan(target, target), device=device, **options)
+    lines: list[str] = []
+    facts = describe(request, on_output=lines.append)
+    sizes = micro_batch_ladder(ceiling)
+    found = measure_throughput(request, facts, sizes, tell=lambda event: None, on_output=lines.append)
+    assert [speed.micro_batch for speed in found.speeds] == list(sizes)
+    return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
+
+
+def test_throughput_is_measured_up_to_the_ceiling_and_not_above(place: torch.device, reference: str) -> None:
+    found, ran = measured(reference, str(place), TARGET, 24)
+    assert max(ran) <= 24
+    for speed in found.speeds:
+        if speed.state == "measured":
+            assert speed.samples_per_second is not None
+            assert speed.low is not None
+            assert speed.high is not None
+            assert 0 < speed.low <= speed.samples_per_second <= speed.high
+            assert speed.updates >= 3
+    assert found.speeds[-1].state == "measured"
+    assert found.knee <= found.fastest <= 24
+    assert found.device == ("cpu" if place.type == "cpu" else torch.cuda.get_device_name(place))
+
+
+def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, reference: str) -> None:
+    workload = load_workload(reference)
+    looked: list[tuple[int, float]] = []
+
+    def go_on(percent: int, loss: float) -> bool:
+        looked.append((percent, loss))
+        return True
+
+    outcomes = [train_setting(workload, order(place, micro_batch=size), go_on) for size in (16, 16, 5, TARGET)]
+    assert {outcome.state for outcome in outcomes} == {"complete"}
+    assert {outcome.updates for outcome in outcomes} == {10}
+    assert [percent for percent, _ in looked] == [25, 50] * 4
+    losses = [outcome.loss for outcome in outcomes]
+    assert losses[0] is not None
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    if place.type == "cpu":
+        assert losses[0] == losses[1]
+
+
+def test_a_rate_that_diverges_is_an_outcome_and_the_next_training_is_whole(place: torch.device, reference: str) -> None:
+    workload = load_workload(reference)
+    before, diverged, after = (
+        train_setting(workload, order(place, rate), lambda percent, loss: True) for rate in (RATE, 1e30, RATE)
+    )
+    assert (diverged.state, diverged.loss) == ("diverged", None)
+    assert (before.state, after.state) == ("complete", "complete")
+    assert after.loss == pytest.approx(before.loss, rel=1e-4)
+
+
+def test_a_rate_that_is_a_tensor_on_the_device_is_set_in_place(place: torch.device) -> None:
+    model = nn.Linear(3, 2).to(place)
+    rate = torch.tensor(0.1, device=place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=place.type == "cuda")
+    held = optimizer.param_groups[0]["lr"]
+    assert own_rate(optimizer) == pytest.approx(0.1)
+    set_rate(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is held
+    assert (own_rate(optimizer), held.device) == (0.25, place)
+
+
+@pytest.mark.gpu
+def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_workload: Callable[[str], str]) -> None:
+    width, depth, target = 1024, 16, 16384
+    reference = write_workload(WORKLOAD.format(width=width, samples=4 * target, depth=depth))
+    made = plan(reference, target_batch=target, device="cuda", memory="1536MiB")
+    assert made.iter_size > 1, "the budget binds"
+    found, ran = measured(reference, "cuda", target, made.largest_fit, memory="1536MiB")
+    assert max(ran) <= made.largest_fit
+    assert {speed.state for speed in found.speeds} <= {"measured", "slower"}
+    # Forward, and backward to inputs and weights: 2 flops each for every weight and sample.
+    flops = 6 * (depth + 1) * width**2
+    assert all((speed.samples_per_second or 0) * flops < MOST_FLOPS for speed in found.speeds)
+
+    request = TuneRequest(reference=reference, target_batch=BatchSpan(target, target), device="cuda")
+    setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=found.knee)
+    asked: list[int] = []
+
+    def ending(percent: int, loss: float) -> bool:
+        asked.append(percent)
+        return len(asked) < 5  # The first two go on to the end, the last is told to leave.
+
+    with ChildRunner(request, Budget(2 * target, "samples"), found.knee) as runner:
+        first = runner.run(setting, 0, ending)
+        wild = runner.run(replace(setting, learning_rate=1e30), 0, lambda percent, loss: True)
+        again = runner.run(setting, 0, ending)
+        pruned = runner.run(setting, 0, ending)
+    assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
+    assert first.loss is not None
+    assert math.isfinite(first.loss)
+    assert again.loss == pytest.approx(first.loss, rel=1e-3)
+    assert first.shortages == 0
+
+    rates: list[float | None] = []
+    best = replace(made, learning_rate=RATE)
+    result = train(
+        FitRequest(subject=reference, target_batch=target, plan=best, steps=3, device="cuda"),
+        on_event=lambda event: rates.append(event.learning_rate) if isinstance(event, Updated) else None,
+    )
+    assert rates == [RATE] * 3
+    assert (result.shortages, result.plan) == (0, best)
