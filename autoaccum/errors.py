@@ -88,6 +88,12 @@ class CheckpointError(AutoaccumError):
     exit_code = 3
 
 
+class StudyError(AutoaccumError):
+    """A study cannot be read or written: its storage is foreign, damaged, locked or out of reach, and stays as it is."""
+
+    exit_code = 3
+
+
 class NonFiniteError(AutoaccumError):
     """The loss or the gradient of an update is not finite; it was not made.
 

@@ -1,0 +1,141 @@
+"""The line in which trials wait: what was lost is put back, and nothing is run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+
+from autoaccum.tuning.studies.attributes import DEATHS, LOST, SUPERFLUOUS, TICKET, is_given_up
+from autoaccum.tuning.studies.heartbeat import Watch
+
+_CARRIED = ("seed", "own", "confirms", "target_batch", "micro_batch")
+"""What a trial that takes up another one has of it."""
+
+
+class Line:
+    """The trials of one study that wait.
+
+    Several workers may queue the same trial at the same moment, and no storage offers a lock. So each queued trial has
+    a ticket that says what it is for, and of those with the same ticket only the one with the lowest number is run,
+    which every worker can see for itself.
+
+    Args:
+        study: Optuna's.
+        storage: Its storage.
+        heartbeat: In seconds.
+    """
+
+    def __init__(self, study: optuna.Study, storage: BaseStorage, heartbeat: float) -> None:
+        self._study = study
+        self._storage = storage
+        self._watch = Watch(heartbeat)
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials by now, by number."""
+        return self._study.get_trials(deepcopy=False)
+
+    def put(
+        self,
+        ticket: str,
+        params: Mapping[str, Any],
+        distributions: Mapping[str, BaseDistribution],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Queue a trial, unless one was queued with that ticket."""
+        if ticket in _tickets(self.trials()):
+            return
+        self._study.add_trial(
+            create_trial(
+                state=TrialState.WAITING,
+                params=dict(params),
+                distributions=dict(distributions),
+                user_attrs={**attributes, TICKET: ticket},
+            )
+        )
+
+    def take(self, wanted: Callable[[FrozenTrial], bool] = lambda trial: True) -> Trial | None:
+        """The first waiting trial that is wanted, running from now on; None where none is."""
+        for trial in self.trials():
+            if trial.state == TrialState.WAITING and wanted(trial) and self._claim(trial):
+                return Trial(self._study, trial._trial_id)
+        return None
+
+    def begin(self) -> Trial | None:
+        """A new trial; None where one that waits came instead, and was superfluous."""
+        trial = self._study.ask()
+        if self._is_second(trial._trial_id):
+            self._drop(trial._trial_id)
+            return None
+        return trial
+
+    def put_lost_back(self) -> list[FrozenTrial]:
+        """Fail what nobody runs any more, and queue its parameters again; returns what was failed now."""
+        failed = [trial for trial in self._watch.lost(self.trials()) if self._fail(trial)]
+        for trial in self.trials():
+            if trial.state == TrialState.FAIL and LOST in trial.user_attrs and trial.params and not is_given_up(trial):
+                self._put_again(trial)
+        return failed
+
+    def give_back(self, trial_id: int, reason: str) -> None:
+        """Fail a trial of this very worker, and queue its parameters again."""
+        try:
+            self._storage.set_trial_user_attr(trial_id, LOST, reason)
+            self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return
+        trial = self._storage.get_trial(trial_id)
+        if trial.params:
+            self._put_again(trial)
+
+    def _fail(self, trial: FrozenTrial) -> bool:
+        worker = trial.user_attrs.get("worker", "unknown")
+        deaths = int(trial.user_attrs.get(DEATHS, 0)) + 1
+        try:
+            self._storage.set_trial_user_attr(trial._trial_id, "reason", f"its worker {worker} was lost")
+            self._storage.set_trial_user_attr(trial._trial_id, DEATHS, deaths)
+            self._storage.set_trial_user_attr(trial._trial_id, LOST, "worker")
+            return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return False
+
+    def _put_again(self, trial: FrozenTrial) -> None:
+        kept = {name: trial.user_attrs[name] for name in (*_CARRIED, DEATHS) if name in trial.user_attrs}
+        self.put(f"repeats {trial.number}", trial.params, trial.distributions, {**kept, "repeats": trial.number})
+
+    def _claim(self, trial: FrozenTrial) -> bool:
+        """Whether this worker is the one to run it."""
+        if self._is_second(trial._trial_id):
+            self._drop(trial._trial_id)
+            return False
+        try:
+            return self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+        except UpdateFinishedTrialError:
+            return False
+
+    def _is_second(self, trial_id: int) -> bool:
+        trial = self._storage.get_trial(trial_id)
+        ticket = trial.user_attrs.get(TICKET)
+        return ticket is not None and _tickets(self.trials())[ticket] != trial.number
+
+    def _drop(self, trial_id: int) -> None:
+        try:
+            self._storage.set_trial_user_attr(trial_id, SUPERFLUOUS, True)
+            self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return
+
+
+def _tickets(trials: Sequence[FrozenTrial]) -> dict[str, int]:
+    """The number of the first trial with each ticket."""
+    found: dict[str, int] = {}
+    for trial in trials:
+        ticket = trial.user_attrs.get(TICKET)
+        if isinstance(ticket, str):
+            found.setdefault(ticket, trial.number)
+    return found

@@ -1,0 +1,195 @@
+"""A study: Optuna's, with the terms it was made on, and what was measured once for all of its trials."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from autoaccum.errors import PlanFileError, StudyError, UsageError
+from autoaccum.planning.records import Plan
+from autoaccum.planning.shapes import ShapeError, shape, thaw
+from autoaccum.tuning.records import Row, Throughput
+from autoaccum.tuning.studies.attributes import PLAN, TERMS, THROUGHPUT, is_finished
+from autoaccum.tuning.studies.halving import describe_pruner, make_pruner
+from autoaccum.tuning.studies.line import Line
+from autoaccum.tuning.studies.rows import rows_of
+from autoaccum.tuning.studies.samplers import describe_sampler, make_sampler
+from autoaccum.tuning.studies.storage import Storage
+from autoaccum.tuning.studies.terms import Terms, check_terms
+from autoaccum.tuning.studies.troubles import quiet, storage_trouble
+
+_PATIENCE_SECONDS = 3.0
+"""How long another worker may take to write down the terms of a study that it has just made."""
+_POLL_SECONDS = 0.1
+
+
+class Study:
+    """A study in a storage; made by `open_study`.
+
+    Args:
+        storage: Where it is kept.
+        name: Its name.
+        terms: What its trials have in common.
+    """
+
+    def __init__(self, storage: Storage, name: str, terms: Terms) -> None:
+        self.storage = storage
+        self.name = name
+        self.terms = terms
+        self.sampler_words = describe_sampler(terms.sampler, terms.seed)
+        self.pruner_words = describe_pruner(terms.pruner)
+
+    @property
+    def confirmed_name(self) -> str:
+        """Of the study in which the best settings are run with other seeds."""
+        return f"{self.name}, confirmed"
+
+    @property
+    def finished(self) -> int:
+        """Trials of the search that are finished."""
+        return sum(map(is_finished, self.trials(self.name)))
+
+    def rows(self) -> tuple[Row, ...]:
+        """The trials of the search, then the confirmations."""
+        searched, confirmed = self.trials(self.name), self.trials(self.confirmed_name)
+        return rows_of(searched, self.terms.seed) + rows_of(confirmed, self.terms.seed)
+
+    def trials(self, name: str) -> list[FrozenTrial]:
+        """The trials of a study; none where it is not there."""
+        with self.reaching():
+            names = optuna.get_all_study_names(self.storage.backend)
+            return self._load(name).get_trials(deepcopy=False) if name in names else []
+
+    def search_line(self) -> tuple[optuna.Study, Line]:
+        """Optuna's study to draw trials in, and the line of those that wait."""
+        with self.reaching():
+            study = self._load(self.name)
+        study.sampler = make_sampler(self.terms.sampler, self.terms.seed)
+        study.pruner = make_pruner(self.terms.pruner)
+        return study, Line(study, self.storage.backend, self.storage.heartbeat)
+
+    def confirmation_line(self) -> tuple[optuna.Study, Line]:
+        """The study of confirmations, made where there is none yet, and the line of those that wait."""
+        with self.reaching():
+            study = optuna.create_study(
+                storage=self.storage.backend,
+                study_name=self.confirmed_name,
+                sampler=make_sampler("random", self.terms.seed),
+                pruner=make_pruner("none"),
+                load_if_exists=True,
+            )
+            if not study.user_attrs and not study.get_trials(deepcopy=False):
+                study.set_user_attr(TERMS, {"schema": self.terms.schema, "confirms": self.name})
+            kept = study.user_attrs.get(TERMS)
+        if not isinstance(kept, Mapping) or kept.get("confirms") != self.name:
+            raise UsageError(
+                f"the study {self.confirmed_name!r} is there already, and not of autoaccum",
+                hint="take another name by --study",
+            )
+        return study, Line(study, self.storage.backend, self.storage.heartbeat)
+
+    def recall_plan(self) -> Plan | None:
+        """The plan whose ceiling holds for all trials; None before one is made.
+
+        Raises:
+            StudyError: It is damaged.
+        """
+        text = self._recall(PLAN)
+        if text is None:
+            return None
+        try:
+            return Plan.from_json(str(text), source="the plan of the study")
+        except PlanFileError as error:
+            raise self._damaged(error.message) from None
+
+    def remember_plan(self, plan: Plan) -> None:
+        """Keep a plan, unless one is kept already."""
+        self._remember(PLAN, plan.to_json())
+
+    def recall_throughput(self) -> Throughput | None:
+        """Samples per second over micro-batches; None before they are measured.
+
+        Raises:
+            StudyError: They are damaged.
+        """
+        record = self._recall(THROUGHPUT)
+        if record is None:
+            return None
+        try:
+            if not isinstance(record, Mapping):
+                raise ShapeError("it is no record")
+            return Throughput(**shape(record, Throughput))
+        except ShapeError as error:
+            raise self._damaged(f"in the throughput, {error}") from None
+
+    def remember_throughput(self, throughput: Throughput) -> None:
+        """Keep what was measured, unless something is kept already."""
+        self._remember(THROUGHPUT, thaw(throughput))
+
+    @contextmanager
+    def reaching(self) -> Iterator[None]:
+        """Within, what the storage raises becomes a `StudyError`, and Optuna logs nothing."""
+        with quiet(), storage_trouble(self.storage.shown, self.storage.secrets):
+            yield
+
+    def _load(self, name: str) -> optuna.Study:
+        return optuna.load_study(study_name=name, storage=self.storage.backend)
+
+    def _recall(self, key: str) -> Any:
+        with self.reaching():
+            return self._load(self.name).user_attrs.get(key)
+
+    def _remember(self, key: str, value: Any) -> None:
+        with self.reaching():
+            study = self._load(self.name)
+            if key not in study.user_attrs:
+                study.set_user_attr(key, value)
+
+    def _damaged(self, reason: str) -> StudyError:
+        return StudyError(
+            f"the study {self.name!r} in {self.storage.shown} is damaged: {reason}", hint="take another name by --study"
+        )
+
+
+def open_study(storage: Storage, name: str, terms: Terms, *, trials: int) -> Study:
+    """Make a study, or go on with one that was made on the same terms.
+
+    Args:
+        storage: Where.
+        name: Its name.
+        terms: What its trials have in common.
+        trials: How many there are to be; fewer than there are already is no error.
+
+    Raises:
+        UsageError: There is one of that name, made on other terms or by somebody else; it stays as it is.
+        StudyError: The storage cannot be read or written.
+    """
+    study = Study(storage, name, terms)
+    with study.reaching():
+        try:
+            made = optuna.create_study(storage=storage.backend, study_name=name)
+        except optuna.exceptions.DuplicatedStudyError:
+            check_terms(_terms_kept(storage, name), terms, name)
+        else:
+            made.set_user_attr(TERMS, terms.to_record())
+    return study
+
+
+def _terms_kept(storage: Storage, name: str) -> object:
+    """The terms of a study that is there; who has just made it is given a moment to write them down."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        study = optuna.load_study(study_name=name, storage=storage.backend)
+        terms = study.user_attrs.get(TERMS)
+        if terms is not None or study.get_trials(deepcopy=False) or time.monotonic() > deadline:
+            return terms if _minimises(study) else None
+        time.sleep(_POLL_SECONDS)
+
+
+def _minimises(study: optuna.Study) -> bool:
+    return study.directions == [optuna.study.StudyDirection.MINIMIZE]
