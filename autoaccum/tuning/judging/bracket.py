@@ -8,9 +8,8 @@ one above, have the optimum between them. What is seen is the loss of single run
 - Differences up to `noise` count as chance: two standard deviations of a difference of two runs, by the spread over
   seeds of the settings that were repeated, pooled over them.
 - A run that was pruned is compared where it ended, with the best's loss and the noise there. That tells of higher
-  rates: the more one trains, the lower is the best rate. A lower one may be behind there and catch up: it is worse if
-  the whole budget would not take it further than the best was there (steps go with the rate: a quarter of it needs
-  four times as many), and the best has clearly gained since then.
+  rates. A lower one may be behind there and catch up (`catching_up`): it is worse only if the whole budget would take
+  it no further than the best had come there, and the best has clearly gained since then.
 - One that diverged is worse. One that failed or ran out of memory says nothing.
 - Every tried rate beyond an end of the bracket is clearly worse: should one be that lies between two others that are
   not, this was chance, or the valley is not the only one.
@@ -23,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from statistics import variance
 
+from autoaccum.tuning.judging.catching_up import may_catch_up
 from autoaccum.tuning.judging.standings import is_complete
 from autoaccum.tuning.records import Bracket, Row, Standing
 from autoaccum.tuning.settings import Setting
@@ -83,10 +83,16 @@ def _is_worse(row: Row, best: Row, rows: Sequence[Row]) -> bool | None:
         return None
     percent = row.losses[-1][0]
     behind = _is_clear(row, best, percent, rows)
-    share = _rate(row) / _rate(best)
-    if share > 1 or not behind:
-        return behind
-    return share <= percent / _END and _has_gained(best, percent, rows) or None
+    slower = behind and _rate(row) < _rate(best)
+    if slower and not (_is_out_of_reach(row, best, percent) and _has_gained(best, percent, rows)):
+        return None
+    return behind
+
+
+def _is_out_of_reach(row: Row, best: Row, percent: int) -> bool:
+    """Whether a slower trial would not come further in the whole budget than the best at a milestone."""
+    setting, faster = row.setting, best.setting
+    return setting is not None and faster is not None and not may_catch_up(setting, faster, [faster], percent)
 
 
 def _is_clear(row: Row, best: Row, percent: int, rows: Sequence[Row]) -> bool | None:
