@@ -145,9 +145,9 @@ def test_a_rate_that_is_a_tensor_on_the_device_is_set_in_place(place: torch.devi
 def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_workload: Callable[[str], str]) -> None:
     width, depth, target = 1024, 16, 16384
     reference = write_workload(WORKLOAD.format(width=width, samples=4 * target, depth=depth))
-    made = plan(reference, target_batch=target, device="cuda", memory="1536MiB")
+    made = plan(reference, target_batch=target, device="cuda", memory="1GiB")
     assert made.iter_size > 1, "the budget binds"
-    found, ran = measured(reference, "cuda", target, made.largest_fit, memory="1536MiB")
+    found, ran = measured(reference, "cuda", target, made.largest_fit, memory="1GiB")
     assert max(ran) <= made.largest_fit
     assert {speed.state for speed in found.speeds} <= {"measured", "slower"}
     # Forward, and backward to inputs and weights: 2 flops each for every weight and sample.
