@@ -13,7 +13,7 @@ from autoaccum.devices.failures import Failure
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.spare import SPARE_BYTES, SpareChild
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.planning.device_choice import card_index
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.request import TuneRequest
@@ -50,6 +50,7 @@ class ChildRunner:
         self._on_output, self._keeps_spare = on_output, keeps_spare
         self._spare: SpareChild | None = None
         self._peak_bytes: int | None = None
+        self._digest: str | None = None
 
     def __enter__(self) -> Self:
         """Nothing is started before the first training."""
@@ -71,6 +72,7 @@ class ChildRunner:
 
         Raises:
             NotMeasuredError: No process can be started.
+            WorkloadError: The workload was changed since the training before.
         """
         order = TrainOrder(
             setting=setting,
@@ -83,7 +85,7 @@ class ChildRunner:
         try:
             return self._train(process, order, go_on)
         except ChildDied as death:
-            return _outcome_of_death(death)
+            return _outcome_of_death(death, self._request.trial_limit)
         finally:
             process.end(grace_seconds=LEAVE_SECONDS)
 
@@ -97,6 +99,7 @@ class ChildRunner:
         reply = ask(load_request(self._request))
         if "failure" in reply:
             return _outcome_of_failure(Failure(**reply["failure"]))
+        self._check_unchanged(reply["digest"])
         self._keep_spare()
         reply = ask({"job": "train", "order": order.to_record()})
         while "percent" in reply:
@@ -104,6 +107,14 @@ class ChildRunner:
             reply = ask({"job": "go_on" if goes_on else "stop"})
         self._peak_bytes = max(self._peak_bytes or 0, reply["peak_bytes"])
         return outcome_of(reply["outcome"])
+
+    def _check_unchanged(self, digest: str) -> None:
+        if self._digest not in (None, digest):
+            raise WorkloadError(
+                f"{self._request.reference} was changed while it is tuned, so that trials cannot be compared any more",
+                hint="put it back and go on, or begin another study: --study NAME",
+            )
+        self._digest = digest
 
     def _take_process(self) -> ChildProcess:
         spare, self._spare = self._spare, None
@@ -134,5 +145,7 @@ def _outcome_of_failure(failure: Failure) -> Outcome:
     )
 
 
-def _outcome_of_death(death: ChildDied) -> Outcome:
+def _outcome_of_death(death: ChildDied, limit_seconds: float | None) -> Outcome:
+    if death.kind == "limit":
+        return Outcome(state="failed", reason=f"it took longer than a trial may ({limit_seconds:g} s), and was ended")
     return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=f"its process {death}")

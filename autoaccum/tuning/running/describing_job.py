@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.planned import unwrapped
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError
 from autoaccum.training.subjects.trainee import find_device
@@ -44,7 +45,7 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
     return Facts(
         name=workload.name,
         digest=workload.digest,
-        model=type_name(model),
+        model=type_name(unwrapped(model)),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         optimizer=type_name(optimizer),
         learning_rate=rate,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.subjects.trainee import find_device
@@ -52,11 +54,13 @@ class ThroughputJob:
             sizes: Micro-batches in samples.
             warmed: Told of each that runs.
         """
-        seconds = self._warm_up(sorted(sizes, reverse=True), warmed)
-        while any(map(needs_more, seconds.values())):
-            for size, taken in seconds.items():
-                if needs_more(taken):
-                    taken.append(self._time(size))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
+            seconds = self._warm_up(sorted(sizes, reverse=True), warmed)
+            while any(map(needs_more, seconds.values())):
+                for size, taken in seconds.items():
+                    if needs_more(taken):
+                        taken.append(self._time(size))
         return {"sizes": [[size, taken] for size, taken in seconds.items()]}
 
     def _warm_up(self, sizes: Sequence[int], warmed: Callable[[int], Any]) -> dict[int, list[float]]:

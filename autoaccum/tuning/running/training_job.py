@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
+from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.errors import DoesNotFitError, NonFiniteError
 from autoaccum.training.fitting import train
@@ -33,12 +35,13 @@ def train_setting(workload: Workload, order: TrainOrder, go_on: GoOn) -> Outcome
         KeyboardInterrupt, SystemExit: It was interrupted.
     """
     course = Course(order.budget, go_on)
-    warnings: tuple[str, ...] = ()
+    noted: tuple[str, ...] = ()
     ending: Ending = "complete"
     reason = user_traceback = None
     try:
-        with exit_blamed("training"):
-            warnings = train(_request(workload, order, course)).warnings
+        with exit_blamed("training"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
+            noted = train(_request(workload, order, course)).warnings
     except NonFiniteError as error:
         ending, reason = "diverged", error.message
     except DoesNotFitError as error:
@@ -60,7 +63,7 @@ def train_setting(workload: Workload, order: TrainOrder, go_on: GoOn) -> Outcome
         shortages=course.shortages,
         reason=reason,
         user_traceback=user_traceback,
-        warnings=warnings,
+        warnings=noted,
     )
 
 

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from tuned_workloads import Streamed, line_data, line_workload
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.tuning.facts import Facts
+from autoaccum.tuning.running.describing_job import find_facts
+
+
+def test_facts_are_those_of_what_is_built() -> None:
+    workload = line_workload(
+        batch=lambda size: line_data(size)[:],
+        scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 10),
+        precision="bf16",
+        digest="abc",
+    )
+    assert find_facts(workload, "cpu", 16) == Facts(
+        name="line",
+        digest="abc",
+        model="Linear",
+        parameters=4,
+        optimizer="SGD",
+        learning_rate=0.05,
+        schedule="StepLR",
+        precision="bf16",
+        batchnorm="micro",
+        has_batch=True,
+        training_samples=72,
+        held_out="8 of 80 samples of dataset, drawn by seed 0",
+        device="cpu",
+    )
+
+
+def test_what_does_not_tell_is_not_told() -> None:
+    facts = find_facts(line_workload(dataset=Streamed(), evaluation_dataset=Streamed(8)), "cpu", 16)
+    assert (facts.training_samples, facts.held_out) == (None, "evaluation_dataset")
+    assert (facts.schedule, facts.has_batch) == (None, False)
+
+
+def test_what_is_frozen_does_not_train() -> None:
+    def model() -> torch.nn.Module:
+        made = torch.nn.Linear(3, 1)
+        made.bias.requires_grad_(False)
+        return made
+
+    assert find_facts(line_workload(model=model), "cpu", 16).parameters == 3
+
+
+class Rateless(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Stand still."""
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": Rateless}, "has no lr"),
+        ({"optimizer": lambda params: torch.optim.SGD(params, lr=0.0)}, "is 0"),
+        ({"scheduler": one_cycle}, "OneCycleLR sets learning rates of its own.*: have it begin with the optimizer's"),
+        ({"dataset": None, "batch": line_data}, "line has no dataset to train on"),
+        ({"dataset": line_data(16)}, "14 samples are trained on, fewer than the target batch of 16"),
+    ],
+    ids=["no-rate", "rate-0", "one-cycle", "no-dataset", "too-few"],
+)
+def test_what_cannot_be_tuned_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        find_facts(line_workload(**given), "cpu", 16)
+
+
+def test_one_cycle_that_follows_is_fine() -> None:
+    def follows(optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=100)
+
+    assert find_facts(line_workload(scheduler=follows), "cpu", 16).schedule == "OneCycleLR"
+
+
+@pytest.mark.without_gpu
+def test_a_card_that_is_not_there_is_told() -> None:
+    with pytest.raises(UsageError, match="--device cuda"):
+        find_facts(line_workload(), "cuda", 16)
