@@ -153,12 +153,12 @@ def tuning(rows: tuple[Row, ...] | None = None, *, confirmed: bool = True, **cha
     own = next((one for one in standings if any(each.own and each.number == one.trial for each in searched)), None)
     known: dict[str, Any] = {
         "study": "digits",
-        "storage": "sqlite:////work/tune.db",
+        "storage": "tune.db",
         "workload": {"reference": "digits.py", **vars(FACTS)},
         "space": SPACE,
         "budget": Budget(1617, "samples"),
         "held_out": FACTS.held_out,
-        "sampler": "TPE sampler with seed 0",
+        "sampler": "TPE behind 10 random trials, seed 0",
         "pruner": "successive halving",
         "seed": 0,
         "throughput": THROUGHPUT,

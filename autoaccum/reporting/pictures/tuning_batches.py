@@ -27,7 +27,7 @@ def batches_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it; without a best setting, an empty panel that says so."""
     best = tuning.best
     if best is None:
-        figure, axes = make_panel(batches_title(tuning), [("no trial came to a finite loss", "muted")], "")
+        figure, axes = make_panel(batches_title(tuning), [("no trial came to a finite loss", "muted")])
         axes.set_axis_off()
         return figure
     others = _others(tuning)
@@ -55,14 +55,14 @@ def _others(tuning: Tuning) -> list[Standing]:
 
 
 def _marks(others: list[Standing]) -> list[Remark]:
-    marks = [("\N{BLACK CIRCLE} best found", "room")]
+    marks = [("\N{BLACK CIRCLE} best found, and where it lies by what was tried", "room")]
     if others:
         marks += [("\N{BLACK CIRCLE} the best third of the others", "ran"), ("\N{WHITE CIRCLE} the rest", "muted")]
     return [*marks, ("- - advice, not tried", "ink")]
 
 
-def _sources() -> str:
-    return "; ".join(f"{rule.name}: {rule.source}" for rule in RULES)
+def _sources() -> list[str]:
+    return [f"{rule.name} rule: {rule.source}" for rule in RULES]
 
 
 def _bounds(tuning: Tuning) -> list[float]:
@@ -90,4 +90,5 @@ def _draw_found(axes: Axes, tuning: Tuning, best: Standing, others: list[Standin
     axes.plot([at], [rate], "o", color=colour("room"), markersize=8, zorder=5)
     text = f"{format_rate(rate)} at {at}"
     place: dict[str, Any] = {"xytext": (8, -6), "textcoords": "offset points", "va": "top", "ha": "left", "zorder": 6}
-    axes.annotate(text, (at, rate), color=colour("room"), weight="bold", size=TEXT_POINTS, **place)
+    box: dict[str, Any] = {"facecolor": colour("panel"), "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    axes.annotate(text, (at, rate), color=colour("room"), weight="bold", size=TEXT_POINTS, bbox=box, **place)

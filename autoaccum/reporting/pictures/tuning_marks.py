@@ -91,7 +91,7 @@ def trial_marks(rows: Sequence[Row], losses: Losses, batches: Batches) -> Iterat
         yield "\N{WHITE CIRCLE} pruned", "muted"
     if states & {"diverged", "out_of_memory", "failed"}:
         yield f"\N{MULTIPLICATION SIGN} {_ended_badly(states)}", "limit"
-    if any((last_loss(row) or 0) > losses.high for row in rows):
+    if any(losses.high < (last_loss(row) or 0) < math.inf for row in rows):
         yield "\N{BLACK UP-POINTING TRIANGLE} off the scale", "muted"
 
 

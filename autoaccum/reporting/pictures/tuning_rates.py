@@ -25,11 +25,11 @@ def rates_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it."""
     losses, batches = loss_scale(tuning), Batches(tuning.space.target_batches)
     rows = [row for row in tuning.rows if row.setting is not None]
-    figure, axes = make_panel(rates_title(tuning), list(trial_marks(rows, losses, batches)), _below(tuning))
+    figure, axes = make_panel(rates_title(tuning), list(trial_marks(rows, losses, batches)), _below(tuning), names=2)
     tried = [row.setting.learning_rate for row in rows if row.setting is not None]
     span = tuning.space.learning_rates
     scale_rates(axes, min([span.low, *tried]) / _ROOM, max([span.high, *tried]) * _ROOM)
-    scale_losses(axes, losses.low, losses.high)
+    scale_losses(axes, losses)
     name_axes(axes, "learning rate", f"held-out loss after {budget_words(tuning.budget)}")
     if tuning.bracket is not None:
         _shade(axes, tuning.bracket)
@@ -47,22 +47,27 @@ def _shade(axes: Axes, bracket: Bracket) -> None:
 
 
 def _point(axes: Axes, tuning: Tuning) -> None:
-    """Lines at the best rate and at the workload's own, their names in two rows."""
-    own, best = tuning.space.own_rate, tuning.best
+    """Lines at the best rate and at the workload's own, their names away from each other."""
+    own = tuning.space.own_rate
+    best = None if tuning.best is None else tuning.best.setting.learning_rate
     if best is not None:
-        point_down(axes, best.setting.learning_rate, f"best: {format_rate(best.setting.learning_rate)}", "room")
-        if best.setting.learning_rate == own:
-            return
+        name = "best, the workload's own" if best == own else "best"
+        point_down(axes, best, f"{name} {format_rate(best)}", "room", before=best < own)
     left, right = axes.get_xlim()
-    if left <= own <= right:
-        point_down(axes, own, f"the workload's own: {format_rate(own)}", row=1)
+    if left <= own <= right and best != own:
+        point_down(axes, own, f"own {format_rate(own)}", before=best is None or own < best, row=1)
 
 
-def _below(tuning: Tuning) -> str:
+def _below(tuning: Tuning) -> list[str]:
     bracket = tuning.bracket
     if bracket is None:
-        return ""
+        return []
     if bracket.low is None and bracket.high is None:
-        return "no rate that was tried is clearly worse than the best"
-    beyond = "" if bracket.noise is None else "; beyond, losses are worse by more than chance"
-    return f"green: where the best rate lies, if the loss has one valley{beyond}"
+        return ["no rate that was tried is clearly worse than the best"]
+    batch = "" if tuning.space.target_batches.single else f" for batch {_best_batch(tuning)}"
+    beyond = "" if bracket.noise is None else "; at its ends, losses are worse by more than chance"
+    return [f"green: where the best rate{batch} lies{beyond}", "this takes it that the loss has one valley"]
+
+
+def _best_batch(tuning: Tuning) -> int | None:
+    return None if tuning.best is None else tuning.best.setting.target_batch

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_FAR = 30.0
 _REACH = 2.5
 """Above the best, in distances of the third quartile from it."""
 
@@ -17,10 +18,17 @@ class Losses:
     Attributes:
         low: The least.
         high: What lies above is drawn at the edge.
+        known: Whether there is any.
     """
 
     low: float
     high: float
+    known: bool = True
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether they are too far apart for another scale."""
+        return self.low > 0 and self.high / self.low > _FAR
 
     def place(self, loss: float) -> float:
         """Where a loss is drawn."""
@@ -35,13 +43,13 @@ def choose_losses(complete: Sequence[float], others: Sequence[float]) -> Losses:
         others: Of those that ended early.
 
     >>> choose_losses([1.0, 1.5, 2.0, 1e9], [3.0])
-    Losses(low=1.0, high=3.0)
+    Losses(low=1.0, high=3.0, known=True)
     >>> choose_losses([0.5], []), choose_losses([], [])
-    (Losses(low=0.0, high=1.0), Losses(low=0.0, high=1.0))
+    (Losses(low=0.0, high=1.0, known=True), Losses(low=0.0, high=1.0, known=False))
     """
     finite = sorted(loss for loss in (*complete, *others) if math.isfinite(loss))
     if not finite:
-        return Losses(0.0, 1.0)
+        return Losses(0.0, 1.0, known=False)
     told = sorted(loss for loss in complete if math.isfinite(loss)) or finite
     low, high = finite[0], finite[-1]
     if len(told) > 2:

@@ -25,13 +25,13 @@ def throughput_title(tuning: Tuning) -> str:
 def throughput_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it."""
     known = tuning.throughput
-    marks = [("\N{BLACK CIRCLE} median, with the quartiles of its updates", "ran")]
+    marks = [("\N{BLACK CIRCLE} median, between the quartiles of its updates", "ran")]
     if any(speed.state == "out_of_memory" for speed in known.speeds):
         marks.append(("\N{MULTIPLICATION SIGN} out of memory", "limit"))
-    figure, axes = make_panel(throughput_title(tuning), marks, _below(known))
+    figure, axes = make_panel(throughput_title(tuning), marks, [_below(known)], names=1)
     scale_sizes(axes, [speed.micro_batch for speed in known.speeds if speed.state != "slower"] or [known.knee])
     most = max((speed.high or speed.samples_per_second or 0 for speed in known.speeds), default=0) or 1
-    axes.set_ylim(0, 1.18 * most)
+    axes.set_ylim(0, 1.06 * most)
     axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
     name_axes(axes, "micro-batch, in samples", "samples per second")
     _draw_speeds(axes, known)
@@ -46,8 +46,8 @@ def _draw_speeds(axes: Axes, known: Throughput) -> None:
     axes.plot(sizes, medians, color=colour("ran"), linewidth=1.4, zorder=3)
     for speed, size, median in zip(timed, sizes, medians, strict=True):
         low, high = speed.low or median, speed.high or median
-        axes.plot([size, size], [low, high], color=colour("ran"), linewidth=3.5, solid_capstyle="butt", zorder=3)
-        axes.plot([size], [median], "o", color=colour("ran"), markersize=5.5, zorder=4)
+        axes.plot([size, size], [low, high], "_-", color=colour("ran"), linewidth=1.4, markersize=11, zorder=3)
+        axes.plot([size], [median], "o", color=colour("ran"), markersize=4.5, zorder=4)
     if medians:
         floor = (1 - _WITHIN) * max(medians)
         axes.axhline(floor, color=colour("room"), linewidth=1.0, linestyle=(0, (4, 2)), zorder=2)

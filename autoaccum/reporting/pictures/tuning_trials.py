@@ -24,16 +24,16 @@ def trials_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it."""
     losses, batches = loss_scale(tuning), Batches(tuning.space.target_batches)
     rows = [row for row in tuning.rows if row.confirms is None]
-    marks = [*trial_marks(rows, losses, batches), ("\N{EM DASH} best so far", "room")]
-    figure, axes = make_panel(trials_title(tuning), marks, f"{tuning.sampler}; {tuning.pruner}")
+    found = best_so_far(rows)
+    marks = [*trial_marks(rows, losses, batches)] + [("\N{EM DASH} best so far", "room")] * bool(found)
+    figure, axes = make_panel(trials_title(tuning), marks, [f"{tuning.sampler}; {tuning.pruner}"])
     last = max((row.number for row in rows), default=0)
     axes.set_xlim(-0.5 - 0.01 * last, last + 0.5 + 0.01 * last)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    scale_losses(axes, losses.low, losses.high)
+    scale_losses(axes, losses)
     name_axes(axes, "trial", f"held-out loss after {budget_words(tuning.budget)}")
     for row in rows:
         draw_trial(axes, row.number, row, losses, batches)
-    found = best_so_far(rows)
     if found:
         at, heights = [number for number, _ in found], [losses.place(loss) for _, loss in found]
         style: dict[str, Any] = {"color": colour("room"), "linewidth": 1.6, "zorder": 3}
