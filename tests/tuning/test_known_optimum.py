@@ -1,0 +1,157 @@
+"""A noisy quadratic whose best learning rate can be computed: studies of 30 trials find it, for nine seeds of ten."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import noisy_quadratic as quadratic
+import pytest
+import torch
+
+import autoaccum
+from autoaccum.tuning.judging.bracket import find_bracket
+from autoaccum.tuning.judging.standings import own_standing, rank
+from autoaccum.tuning.records import Bracket, Outcome, Standing
+from autoaccum.tuning.runner import GoOn
+from autoaccum.tuning.running.orders import TrainOrder
+from autoaccum.tuning.running.training_job import train_setting
+from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Setting, Space
+from autoaccum.tuning.studies.confirming import confirm
+from autoaccum.tuning.studies.searching import search
+from autoaccum.tuning.studies.storage import open_storage
+from autoaccum.tuning.studies.study import open_study
+from autoaccum.tuning.studies.terms import Terms
+
+SEEDS, TRIALS, CONFIRMED = range(10), 30, 3
+ENOUGH = 9
+WIDEST = 8.0
+"""How wide the median bracket may be, of a range whose ends differ by a factor of 10,000."""
+NEAR = 1.05
+"""How far above the least expected loss that of the rate found may lie, in nine studies of ten."""
+BUDGET = Budget(quadratic.BUDGET, "samples")
+RATES = RateSpan(quadratic.OWN_RATE / 100, quadratic.OWN_RATE * 100)
+TARGETS = BatchSpan(quadratic.TARGET_BATCH, quadratic.TARGET_BATCH)
+
+
+class InProcess:
+    """Trains as the children of a study do, in this process."""
+
+    workload = autoaccum.Workload(
+        model=quadratic.model,
+        dataset=quadratic.dataset,
+        evaluation_dataset=quadratic.evaluation_dataset,
+        loss=quadratic.loss,
+        optimizer=quadratic.optimizer,
+    )
+
+    def run(self, setting: Setting, seed: int, go_on: GoOn) -> Outcome:
+        order = TrainOrder(setting=setting, seed=seed, budget=BUDGET, evaluation_batch=1, device="cpu")
+        return train_setting(self.workload, order, go_on)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a study came to."""
+
+    best: Standing
+    own: Standing
+    bracket: Bracket
+    trials: int
+
+    @property
+    def holds_the_optimum(self) -> bool:
+        return (self.bracket.low or 0.0) <= optimum() <= (self.bracket.high or math.inf)
+
+    @property
+    def width(self) -> float:
+        low, high = self.bracket.low, self.bracket.high
+        return math.inf if low is None or high is None else high / low
+
+
+@cache
+def optimum() -> float:
+    return quadratic.best_rate()
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    folder = tmp_path_factory.mktemp("studies")
+    return [study_of(seed, folder / "tune.journal") for seed in SEEDS]
+
+
+def study_of(seed: int, storage: Path) -> Found:
+    terms = Terms(
+        workload="noisy_quadratic",
+        digest="",
+        learning_rates=RATES,
+        target_batches=TARGETS,
+        budget=BUDGET,
+        seed=seed,
+        sampler="tpe",
+        pruner="halving",
+        precision="fp32",
+        batchnorm="micro",
+        optimizer="SGD",
+        held_out="evaluation_dataset",
+        device="cpu",
+    )
+    study = open_study(open_storage(str(storage), heartbeat=20.0), f"seed {seed}", terms, trials=TRIALS)
+    size = quadratic.TARGET_BATCH
+    space = Space(
+        learning_rates=RATES,
+        target_batches=TARGETS,
+        micro_batches=(size,),
+        micro_batch=size,
+        coupled=None,
+        own_rate=quadratic.OWN_RATE,
+    )
+    runner = InProcess()
+    assert search(study, space, runner, trials=TRIALS, time_limit=None, tell=silent) is None
+    chosen = [(one.trial, one.setting) for one in rank(study.rows())[:CONFIRMED]]
+    confirm(study, chosen, runner, seeds=[seed + 1, seed + 2], tell=silent)
+    rows = study.rows()
+    bracket, own = find_bracket(rows, rank(rows)), own_standing(rows)
+    assert bracket is not None
+    assert own is not None
+    return Found(rank(rows)[0], own, bracket, sum(row.confirms is None for row in rows))
+
+
+def silent(event: object) -> None:
+    pass
+
+
+def test_the_optimum_lies_in_the_stated_bracket(studies: list[Found]) -> None:
+    assert [found.trials for found in studies] == [TRIALS] * len(SEEDS)
+    assert sum(found.holds_the_optimum for found in studies) >= ENOUGH
+
+
+def test_the_bracket_is_narrow_and_has_the_noise_of_the_seeds(studies: list[Found]) -> None:
+    assert sorted(found.width for found in studies)[len(SEEDS) // 2] <= WIDEST
+    assert all(found.bracket.noise for found in studies)
+
+
+def test_the_rate_found_is_as_good_as_the_best_one(studies: list[Found]) -> None:
+    least = quadratic.expected_loss(optimum())
+    near = [quadratic.expected_loss(found.best.setting.learning_rate) <= NEAR * least for found in studies]
+    assert sum(near) >= ENOUGH
+
+
+def test_it_beats_the_workload_s_own_rate(studies: list[Found]) -> None:
+    assert all(found.best.mean is not None and found.best.mean < found.own.losses[0] for found in studies)
+    assert all(len(found.best.losses) == 3 for found in studies)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.11, 0.5])
+def test_the_expected_loss_is_the_mean_of_many_trainings(rate: float) -> None:
+    """A thousand at once, with means of batches as they are distributed."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.ones(1000, quadratic.WIDTH)
+    for _ in range(quadratic.UPDATES):
+        means = torch.randn(weights.shape, generator=generator) / math.sqrt(quadratic.TARGET_BATCH)
+        weights -= rate * quadratic.H * (weights - means)
+    losses = 0.5 * (weights * quadratic.H * weights).sum(1)
+    error = float(losses.std()) / math.sqrt(len(losses))
+    assert float(losses.mean()) == pytest.approx(quadratic.expected_loss(rate), abs=4 * error)
