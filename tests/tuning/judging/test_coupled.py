@@ -14,8 +14,6 @@ from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.judging.coupled import find_coupling
 
 NORMED = "BatchNorm normalises by the micro-batch, not by the effective batch, in 1: the gradient is not the full one"
-    "BatchNorm normalises by the micro-batch, not by the effective batch, in 1: the gradient is not the full batch's"
-)
 
 
 def plan(coupling: Coupling | None, *warnings: str) -> Plan:
