@@ -46,11 +46,6 @@ def is_finished(trial: FrozenTrial) -> bool:
     return trial.state.is_finished() and not is_superfluous(trial) and not is_lost(trial)
 
 
-def is_active(trial: FrozenTrial) -> bool:
-    """Whether it will count as one: it runs, or waits to."""
-    return not trial.state.is_finished() and not is_superfluous(trial)
-
-
 def value_of(trial: FrozenTrial, name: str, kind: type[Any]) -> Any:
     """A user attribute of that type; None where there is none."""
     value = trial.user_attrs.get(name)

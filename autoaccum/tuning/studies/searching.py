@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from optuna.trial import FrozenTrial, Trial
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autoaccum.errors import WorkloadError
 from autoaccum.tuning.events import Listener, WaitingForOthers, WorkerLost
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.runner import Runner
 from autoaccum.tuning.settings import Space
-from autoaccum.tuning.studies.attributes import is_active, is_finished
+from autoaccum.tuning.studies.attributes import is_finished
 from autoaccum.tuning.studies.line import Line
 from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, own_setting, parameters_of
 from autoaccum.tuning.studies.study import Study
@@ -89,20 +89,19 @@ class Pause:
     def wait(self, known: list[FrozenTrial], deadline: float | None = None) -> None:
         """Wait a moment, not beyond the deadline."""
         if self._tell is not None:
-            self._tell(WaitingForOthers(tuple(trial.number for trial in known if is_active(trial))))
+            self._tell(WaitingForOthers(tuple(trial.number for trial in known if trial.state == TrialState.RUNNING)))
             self._tell = None
         left = self._seconds if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(self._seconds, left)))
 
 
 def _next(study: Study, line: Line, known: list[FrozenTrial], trials: int) -> Trial | None:
-    """A trial to run now: one that waits, or a new one; None where those that run already are enough."""
+    """A trial to run now: one that waits, or else a new one; None where those that run already are enough."""
+    begun = sum(1 for trial in known if is_finished(trial) or trial.state == TrialState.RUNNING)
+    if begun >= trials:
+        return None
     with study.reaching():
-        waiting = line.take()
-        if waiting is not None:
-            return waiting
-        begun = sum(1 for trial in known if is_finished(trial) or is_active(trial))
-        return line.begin() if begun < trials else None
+        return line.take() or line.begin()
 
 
 def _queue_own(study: Study, line: Line, space: Space) -> None:
