@@ -28,6 +28,7 @@ from autoaccum.reporting.update_line import format_seconds
 from autoaccum.tuning.records import Bracket, Row, Standing, Tuning
 from autoaccum.units import format_bytes, percent
 
+_DATABASES = (".db", ".sqlite", ".sqlite3")
 NOTHING = "no trial came to the end of its budget with a finite loss"
 
 
@@ -220,4 +221,13 @@ def next_lines(
     yield Text("go on with more trials:")
     yield Text(f"  {shlex.join(more)}", "cyan")
     yield Text("look at the study (pip install optuna-dashboard):")
-    yield Text(f"  {shlex.join(['optuna-dashboard', tuning.storage])}", "cyan")
+    yield Text(f"  {shlex.join(['optuna-dashboard', dashboard_address(tuning.storage)])}", "cyan")
+
+
+def dashboard_address(storage: str) -> str:
+    """What Optuna's dashboard is given: a URL, but for a journal its file.
+
+    >>> dashboard_address("tune.db"), dashboard_address("runs/tune.journal")
+    ('sqlite:///tune.db', 'runs/tune.journal')
+    """
+    return f"sqlite:///{storage}" if Path(storage).suffix.lower() in _DATABASES and "://" not in storage else storage
