@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoaccum.devices.failures import Failure, failure_error
-from autoaccum.devices.process import ChildDied
+from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.errors import DoesNotFitError
 from autoaccum.tuning.events import Listener, SpeedMeasured
 from autoaccum.tuning.facts import Facts
@@ -14,10 +14,7 @@ from autoaccum.tuning.judging.knee import find_knee
 from autoaccum.tuning.records import Throughput
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.timing import speed_of, unmeasured
-from autoaccum.tuning.running.trainer import LEAVE_SECONDS, ask, death_error, load_request, start_trainer
-
-_MOST_SECONDS = 3600.0
-"""Of the first updates with one size, or of all rounds: whatever takes longer hangs."""
+from autoaccum.tuning.running.trainer import LEAVE_SECONDS, MOST_SECONDS, ask, death_error, load_request, start_trainer
 
 
 def measure_throughput(
@@ -71,22 +68,12 @@ def _time_sizes(
     process = start_trainer(on_output)
     try:
         ask(process, load_request(request), "loading the workload")
-        order: dict[str, Any] = {
-            "job": "throughput",
-            "device": request.device,
-            "target_batch": request.target_batch.high,
-            "sizes": waiting,
-        }
-        try:
-            reply = process.ask(order, _MOST_SECONDS)
-            while "warmed" in reply:
-                waiting.remove(reply["warmed"])
-                reply = process.ask({"job": "go_on"}, _MOST_SECONDS)
-        except ChildDied as death:
-            if not (death.out_of_memory and waiting):
-                raise death_error(death, "timing updates") from None
-            short.add(waiting[0])
-            return None
+        reply = _converse(process, request, waiting)
+    except ChildDied as death:
+        if not (death.out_of_memory and waiting):
+            raise death_error(death, "timing updates") from None
+        short.add(waiting[0])
+        return None
     finally:
         process.end(grace_seconds=LEAVE_SECONDS)
     if "failure" not in reply:
@@ -96,3 +83,18 @@ def _time_sizes(
         short.add(reply["micro_batch"])
         return None
     raise failure_error(failure, "the machine")
+
+
+def _converse(process: ChildProcess, request: TuneRequest, waiting: list[int]) -> dict[str, Any]:
+    """The last reply of the job; of `waiting`, the largest first, those are taken out that have run.
+
+    Raises:
+        ChildDied: There is none.
+    """
+    target = request.target_batch.high
+    order = {"job": "throughput", "device": request.device, "target_batch": target, "sizes": list(waiting)}
+    reply = process.ask(order, MOST_SECONDS)
+    while "warmed" in reply:
+        waiting.remove(reply["warmed"])
+        reply = process.ask({"job": "go_on"}, MOST_SECONDS)
+    return reply

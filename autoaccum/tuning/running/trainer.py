@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,9 @@ from autoaccum.tuning.request import TuneRequest
 
 LEAVE_SECONDS = 5.0
 """A child that is done may leave by itself, so that what the workload registered at exit runs."""
+
+MOST_SECONDS = 3600.0
+"""Of loading, or of the first updates with one size, or of all rounds of them: whatever takes longer hangs."""
 
 _MODULE = "autoaccum.tuning.running.child"
 
@@ -45,7 +47,7 @@ def ask(process: ChildProcess, request: Mapping[str, Any], doing: str) -> dict[s
         NotMeasuredError: The process died.
     """
     try:
-        reply = process.ask(request, math.inf)
+        reply = process.ask(request, MOST_SECONDS)
     except ChildDied as death:
         raise death_error(death, doing) from None
     if "failure" in reply:

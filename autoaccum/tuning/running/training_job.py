@@ -35,25 +35,14 @@ def train_setting(workload: Workload, order: TrainOrder, go_on: GoOn) -> Outcome
         KeyboardInterrupt, SystemExit: It was interrupted.
     """
     course = Course(order.budget, go_on)
-    noted: tuple[str, ...] = ()
-    ending: Ending = "complete"
-    reason = user_traceback = None
     try:
-        with exit_blamed("training"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
-            noted = train(_request(workload, order, course)).warnings
-    except NonFiniteError as error:
-        ending, reason = "diverged", error.message
-    except DoesNotFitError as error:
-        ending, reason = "out_of_memory", str(error)
+        noted = _train(_request(workload, order, course))
+        ending, reason, user_traceback = course.ending or "complete", course.reason, None
     except Exception as error:
         if error is course.raised:
             raise
-        failure = describe_failure(error, "training")
-        ending = "out_of_memory" if failure.outcome == "oom" else "failed"
-        reason, user_traceback = failure.message, failure.traceback
-    else:
-        ending, reason = course.ending or "complete", course.reason
+        noted = ()
+        ending, reason, user_traceback = _judge(error)
     return Outcome(
         state=ending,
         loss=course.loss if ending in ("complete", "pruned") else None,
@@ -65,6 +54,23 @@ def train_setting(workload: Workload, order: TrainOrder, go_on: GoOn) -> Outcome
         user_traceback=user_traceback,
         warnings=noted,
     )
+
+
+def _train(request: FitRequest) -> tuple[str, ...]:
+    """What it warned of."""
+    with exit_blamed("training"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
+        return train(request).warnings
+
+
+def _judge(error: Exception) -> tuple[Ending, str, str | None]:
+    """What an error of a training is, why, and the user's own frames where they are to blame."""
+    if isinstance(error, NonFiniteError):
+        return "diverged", error.message, None
+    if isinstance(error, DoesNotFitError):
+        return "out_of_memory", str(error), None
+    failure = describe_failure(error, "training")
+    return "out_of_memory" if failure.outcome == "oom" else "failed", failure.message, failure.traceback
 
 
 def _request(workload: Workload, order: TrainOrder, course: Course) -> FitRequest:

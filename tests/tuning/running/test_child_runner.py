@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from tuned_workloads import Asker
 
+from autoaccum.devices.host_memory import HostMemory
 from autoaccum.errors import WorkloadError
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.request import TuneRequest
+from autoaccum.tuning.running import child_runner
 from autoaccum.tuning.running.child_runner import ChildRunner
 from autoaccum.tuning.settings import BatchSpan, Budget, Setting
+from autoaccum.units import GIB
 
 Write = Callable[[str], str]
 
@@ -125,6 +128,20 @@ def test_a_process_that_is_killed_is_a_failure(write_workload: Write) -> None:
     path = write_workload(LINE.format(trouble="os.kill(os.getpid(), signal.SIGKILL)"))
     outcome = runner_of(path).run(FIRST, 0, on)
     assert (outcome.state, outcome.reason) == ("failed", "its process was ended by SIGKILL")
+
+
+def test_no_spare_is_kept_where_a_training_may_need_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("model.py")
+    for free_bytes, peak_bytes, has_room in (
+        (6 * GIB, None, True),
+        (4 * GIB, None, False),  # Nothing is known yet of what a training takes.
+        (4 * GIB, 1 * GIB, True),
+        (4 * GIB, 4 * GIB, False),
+    ):
+        memory = HostMemory(8 * GIB, free_bytes, "the machine")
+        monkeypatch.setattr(child_runner, "read_host_memory", lambda memory=memory: memory)
+        runner._peak_bytes = peak_bytes
+        assert runner._has_room() == has_room
 
 
 def test_a_trial_that_takes_too_long_is_a_failure(write_workload: Write) -> None:
