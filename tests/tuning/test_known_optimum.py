@@ -10,46 +10,19 @@ from pathlib import Path
 import noisy_quadratic as quadratic
 import pytest
 import torch
+from studies_in_process import Task, run_study
 
 import autoaccum
 from autoaccum.tuning.judging.bracket import find_bracket
 from autoaccum.tuning.judging.standings import own_standing, rank
-from autoaccum.tuning.records import Bracket, Outcome, Standing
-from autoaccum.tuning.runner import GoOn
-from autoaccum.tuning.running.orders import TrainOrder
-from autoaccum.tuning.running.training_job import train_setting
-from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Setting, Space
-from autoaccum.tuning.studies.confirming import confirm
-from autoaccum.tuning.studies.searching import search
-from autoaccum.tuning.studies.storage import open_storage
-from autoaccum.tuning.studies.study import open_study
-from autoaccum.tuning.studies.terms import Terms
+from autoaccum.tuning.records import Bracket, Standing
 
-SEEDS, TRIALS, CONFIRMED = range(10), 30, 3
+SEEDS, TRIALS = range(10), 30
 ENOUGH = 9
 WIDEST = 8.0
 """How wide the median bracket may be, of a range whose ends differ by a factor of 10,000."""
 NEAR = 1.05
 """How far above the least expected loss that of the rate found may lie, in nine studies of ten."""
-BUDGET = Budget(quadratic.BUDGET, "samples")
-RATES = RateSpan(quadratic.OWN_RATE / 100, quadratic.OWN_RATE * 100)
-TARGETS = BatchSpan(quadratic.TARGET_BATCH, quadratic.TARGET_BATCH)
-
-
-class InProcess:
-    """Trains as the children of a study do, in this process."""
-
-    workload = autoaccum.Workload(
-        model=quadratic.model,
-        dataset=quadratic.dataset,
-        evaluation_dataset=quadratic.evaluation_dataset,
-        loss=quadratic.loss,
-        optimizer=quadratic.optimizer,
-    )
-
-    def run(self, setting: Setting, seed: int, go_on: GoOn) -> Outcome:
-        order = TrainOrder(setting=setting, seed=seed, budget=BUDGET, evaluation_batch=1, device="cpu")
-        return train_setting(self.workload, order, go_on)
 
 
 @dataclass(frozen=True)
@@ -78,49 +51,30 @@ def optimum() -> float:
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    folder = tmp_path_factory.mktemp("studies")
-    return [study_of(seed, folder / "tune.journal") for seed in SEEDS]
+    storage = tmp_path_factory.mktemp("studies") / "tune.journal"
+    return [study_of(seed, storage) for seed in SEEDS]
 
 
 def study_of(seed: int, storage: Path) -> Found:
-    terms = Terms(
-        workload="noisy_quadratic",
-        digest="",
-        learning_rates=RATES,
-        target_batches=TARGETS,
-        budget=BUDGET,
-        seed=seed,
-        sampler="tpe",
-        pruner="halving",
-        precision="fp32",
-        batchnorm="micro",
-        optimizer="SGD",
-        held_out="evaluation_dataset",
-        device="cpu",
+    workload = autoaccum.Workload(
+        model=quadratic.model,
+        dataset=quadratic.dataset,
+        evaluation_dataset=quadratic.evaluation_dataset,
+        loss=quadratic.loss,
+        optimizer=quadratic.optimizer,
     )
-    study = open_study(open_storage(str(storage), heartbeat=20.0), f"seed {seed}", terms, trials=TRIALS)
-    size = quadratic.TARGET_BATCH
-    space = Space(
-        learning_rates=RATES,
-        target_batches=TARGETS,
-        micro_batches=(size,),
-        micro_batch=size,
-        coupled=None,
+    task = Task(
+        workload=workload,
         own_rate=quadratic.OWN_RATE,
+        target_batch=quadratic.TARGET_BATCH,
+        budget_samples=quadratic.BUDGET,
+        evaluation_batch=1,
     )
-    runner = InProcess()
-    assert search(study, space, runner, trials=TRIALS, time_limit=None, tell=silent) is None
-    chosen = [(one.trial, one.setting) for one in rank(study.rows())[:CONFIRMED]]
-    confirm(study, chosen, runner, seeds=[seed + 1, seed + 2], tell=silent)
-    rows = study.rows()
+    rows = run_study(task, storage, seed=seed, trials=TRIALS)
     bracket, own = find_bracket(rows, rank(rows)), own_standing(rows)
     assert bracket is not None
     assert own is not None
     return Found(rank(rows)[0], own, bracket, sum(row.confirms is None for row in rows))
-
-
-def silent(event: object) -> None:
-    pass
 
 
 def test_the_optimum_lies_in_the_stated_bracket(studies: list[Found]) -> None:
