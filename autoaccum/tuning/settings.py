@@ -15,12 +15,15 @@ class Setting:
     Attributes:
         learning_rate: Of the first parameter group; the others keep their ratio to it.
         target_batch: Samples per update.
-        micro_batch: The most samples at once.
+        micro_batch: The most samples at once; given as more than an update has, it is as many as that.
     """
 
     learning_rate: float
     target_batch: int
     micro_batch: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batch", min(self.micro_batch, self.target_batch))
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -29,8 +32,7 @@ class Setting:
         >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).parts
         (86, 85, 85)
         """
-        ceiling = min(self.micro_batch, self.target_batch)
-        return make_schedule(self.target_batch, ceiling).micro_batches
+        return make_schedule(self.target_batch, self.micro_batch).micro_batches
 
 
 @dataclass(frozen=True)

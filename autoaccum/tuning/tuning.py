@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _OWN_FACTOR = 100.0
 """How far the default range of learning rates reaches from the workload's own, either way."""
+_NEAR_FACTOR = 2.0
+"""How near to an end of the range a best rate says that the range was too short."""
 _CONFIRMING_SEEDS = 2
 """With how many seeds a confirmed setting is run beside the search's own."""
 _LEAST_COUPLED = 2
@@ -102,8 +104,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     rows = study.rows()
     standings = rank(rows)
     best = _winner(standings)
-    bracket = find_bracket(rows, standings)
-    for note in _edges(bracket, rates):
+    for note in _edges(best, rates):
         tell(Noted(note))
     return Tuning(
         study=study.name,
@@ -120,7 +121,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         standings=standings,
         best=best,
         own=own_standing(rows),
-        bracket=bracket,
+        bracket=find_bracket(rows, standings),
         advice=() if best is None else advise(best.setting),
         plan=None if best is None else _plan_of(best.setting, plan, request, facts, tell, on_output),
         ended=ended,
@@ -274,16 +275,16 @@ def _winner(standings: Sequence[Standing]) -> Standing | None:
     return next((one for one in standings if one.mean is not None), None)
 
 
-def _edges(bracket: Any, rates: RateSpan) -> list[str]:
+def _edges(best: Standing | None, rates: RateSpan) -> list[str]:
     """What to say where the optimum may lie outside of what was searched."""
-    if bracket is None:
+    if best is None:
         return []
-    said = []
-    if bracket.low is None:
-        said.append(f"no lower learning rate was clearly worse than the best: search below {rates.low:.3g}, too")
-    if bracket.high is None:
-        said.append(f"no higher learning rate was clearly worse than the best: search above {rates.high:.3g}, too")
-    return said
+    rate, said = best.setting.learning_rate, "the best learning rate lies near the end of the range: search"
+    if rate < rates.low * _NEAR_FACTOR < rates.high:
+        return [f"{said} below {rates.low:.3g}, too"]
+    if rate > rates.high / _NEAR_FACTOR > rates.low:
+        return [f"{said} above {rates.high:.3g}, too"]
+    return []
 
 
 def _plan_of(
