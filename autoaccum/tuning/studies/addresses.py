@@ -69,7 +69,11 @@ def _journal(name: str) -> Address:
 def _sqlite(name: str) -> Address:
     if "?" in name:
         raise UsageError(f"storage is {name!r}", hint="the name of a database holds no question mark")
-    path = _file(name)
+    return sqlite_at(_file(name))
+
+
+def sqlite_at(path: Path) -> Address:
+    """The address of a file of SQLite's."""
     near = _near(path)
     return Address("sqlite", path, URL.create("sqlite", database=str(path)), near, f"sqlite:///{near}")
 

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sqlite3
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import RDBStorage
 from sqlalchemy import create_engine, event, inspect
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import NoSuchModuleError
+from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from autoaccum.errors import StudyError, UsageError
-from autoaccum.tuning.studies.addresses import Address, secrets_in
+from autoaccum.tuning.studies.addresses import Address, secrets_in, sqlite_at
 from autoaccum.tuning.studies.troubles import locked, storage_trouble
 
 _MAGIC = b"SQLite format 3\x00"
 _OPTUNA_TABLES = {"studies", "trials", "version_info", "alembic_version"}
+_ALL_TABLES = _OPTUNA_TABLES | {
+    "study_directions",
+    "study_user_attributes",
+    "study_system_attributes",
+    "trial_user_attributes",
+    "trial_system_attributes",
+    "trial_params",
+    "trial_values",
+    "trial_intermediate_values",
+    "trial_heartbeats",
+}
 _PATIENCE_SECONDS = 60
 """How long a write waits for those of other workers."""
 _CONNECT_SECONDS = 10
+_POLL_SECONDS = 0.1
 _WITH_TIMEOUT = ("psycopg2", "psycopg", "pymysql", "mysqldb")
 
 
@@ -32,18 +47,9 @@ def open_database(address: Address, patience_seconds: float) -> RDBStorage:
         UsageError: Its driver is not installed, or there is no such kind of database.
         StudyError: It is somebody else's, damaged, locked, out of reach, or of another version of Optuna.
     """
-    assert address.url is not None
-    secrets = secrets_in(address.url)
-    with storage_trouble(address.shown, secrets):
+    with storage_trouble(address.shown, secrets_in(address.url)):
         try:
-            tables = _tables(address, patience_seconds)
-            _check_tables(tables, address.shown)
-            storage = RDBStorage(
-                # Optuna fills a template with its version; braces of a name or a password are no part of one.
-                address.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}"),
-                engine_kwargs=_engine_settings(address, _PATIENCE_SECONDS),
-                skip_table_creation=bool(tables),
-            )
+            storage = _open(address, patience_seconds)
         except RuntimeError:
             raise StudyError(
                 f"{address.shown} was made by another version of Optuna",
@@ -56,6 +62,60 @@ def open_database(address: Address, patience_seconds: float) -> RDBStorage:
     if address.kind == "sqlite":
         _lock_on_begin(storage.engine)
     return storage
+
+
+def _open(address: Address, patience_seconds: float) -> RDBStorage:
+    """Open or make it; another worker may be making it at the same moment, table by table."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        tables = _tables(address, patience_seconds)
+        try:
+            if not tables and address.path is not None and not address.path.exists():
+                _make_file(address.path)
+                tables = _OPTUNA_TABLES
+            if not tables or tables >= _OPTUNA_TABLES:
+                return _storage(address, make=not tables)
+        except SQLAlchemyError:
+            if tables or time.monotonic() > deadline:
+                raise
+        if not tables < _ALL_TABLES or time.monotonic() > deadline:
+            some = ", ".join(sorted(tables)[:3])
+            raise StudyError(
+                f"{address.shown} holds tables that are not Optuna's ({some})",
+                hint="take another database by --storage",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _storage(address: Address, *, make: bool) -> RDBStorage:
+    assert address.url is not None
+    return RDBStorage(
+        # Optuna fills a template with its version; braces of a name or a password are no part of one.
+        address.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}"),
+        engine_kwargs=_engine_settings(address, _PATIENCE_SECONDS),
+        skip_table_creation=not make,
+    )
+
+
+def _make_file(path: Path) -> None:
+    """Make a database that is whole as soon as it is there: beside its place, then given its name, unless one came."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _storage(sqlite_at(temporary), make=True)
+        with suppress(FileExistsError):
+            _name(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _name(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # A file system without hard links.
+        if not path.exists():
+            temporary.rename(path)
 
 
 def _engine_settings(address: Address, patience_seconds: float) -> dict[str, Any]:
@@ -76,14 +136,6 @@ def _tables(address: Address, patience_seconds: float) -> set[str]:
         return set(inspect(engine).get_table_names())
     finally:
         engine.dispose()
-
-
-def _check_tables(tables: set[str], shown: str) -> None:
-    if tables and not tables >= _OPTUNA_TABLES:
-        some = ", ".join(sorted(tables)[:3])
-        raise StudyError(
-            f"{shown} holds tables that are not Optuna's ({some})", hint="take another database by --storage"
-        )
 
 
 def _look_at_file(path: Path, shown: str, patience_seconds: float) -> bool:

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -108,19 +109,20 @@ def test_a_folder_that_is_not_there_and_one_that_is_are_bad_usage(here: Path) ->
         assert "cannot be used" in refusal(f"/proc/tune.{ending}", StudyError)
 
 
-def foreign_database(path: Path) -> None:
+def make_database(path: Path, tables: tuple[str, ...]) -> None:
     with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE studies (name TEXT)")
-        connection.execute("CREATE TABLE invoices (total REAL)")
+        for table in tables:
+            connection.execute(f"CREATE TABLE {table} (name TEXT)")
     connection.close()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
+        ("cut_off.db", ("studies", "trials"), "cut_off.db holds tables that are not Optuna's (studies, trials)"),
+        ("invoices.db", ("invoices", "studies"), "invoices.db holds tables that are not Optuna's (invoices, studies)"),
         ("notes.db", b"Some notes, no database", "notes.db is no SQLite database"),
         ("cut.db", b"SQLite format 3\x00" + b"\x10\x00" + b"\x00" * 2000, "cut.db"),
-        ("invoices.db", None, "invoices.db holds tables that are not Optuna's (invoices, studies)"),
         ("train.log", b"epoch 1: loss 2.3\n", "train.log is no journal of Optuna's"),
         ("events.log", b'{"event": "began"}\n', "events.log is no journal of Optuna's"),
         (
@@ -130,10 +132,10 @@ def foreign_database(path: Path) -> None:
         ),
     ],
 )
-def test_what_is_somebody_elses_stays_as_it_is(here: Path, name: str, content: bytes | None, said: str) -> None:
+def test_what_is_somebody_elses_stays_as_it_is(here: Path, name: str, content: Any, said: str) -> None:
     path = here / name
-    if content is None:
-        foreign_database(path)
+    if isinstance(content, tuple):
+        make_database(path, content)
     else:
         path.write_bytes(content)
     before = path.read_bytes()

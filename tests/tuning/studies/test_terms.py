@@ -120,7 +120,6 @@ def test_workers_that_start_at_once_make_one_study(tmp_path: Path) -> None:
     for ending in ("db", "journal"):
         where, barrier = tmp_path / f"tune.{ending}", threading.Barrier(4)
         made: list[Study] = []
-        open_storage(str(where), heartbeat=20.0)
 
         def start(where: Path = where, made: list[Study] = made, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
@@ -132,6 +131,8 @@ def test_workers_that_start_at_once_make_one_study(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert [study.name for study in made] == ["valley"] * 4
+        assert [one.study_name for one in optuna.get_all_study_summaries(made[0].storage.backend)] == ["valley"]
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_plan_and_throughput_are_kept_once_and_come_back_equal(storage: Storage) -> None:
