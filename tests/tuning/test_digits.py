@@ -23,7 +23,7 @@ def task() -> Task:
 
 
 def test_twenty_trials_beat_the_workload_s_own_rate(task: Task, tmp_path: Path) -> None:
-    rows = run_study(task, tmp_path / "tune.db", seed=0, trials=TRIALS)
+    rows = run_study(task, tmp_path / "tune.journal", seed=0, trials=TRIALS)
     assert sum(row.confirms is None for row in rows) == TRIALS
     best, own = rank(rows)[0], own_standing(rows)
     assert own is not None
