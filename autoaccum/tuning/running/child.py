@@ -48,7 +48,11 @@ class Child:
         return jobs[request["job"]](request)
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Import the workload, under the same seed for every trial: its data is the same in all of them."""
+        """Import the workload, under the same seed for every trial.
+
+        What it makes at its top is so the same in all of them: its data, and the weights of a model that is an
+        instance. What a function builds is of the trial's own seed.
+        """
         look_where(request)
         try:
             from autoaccum.devices.rehearsal import seed_everything

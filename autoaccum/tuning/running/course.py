@@ -58,7 +58,9 @@ class Course:
         if isinstance(event, Evaluated):
             self._judge(event)
         elif isinstance(event, EvaluationFailed):
-            self._end("failed", f"the evaluation after update {event.update} failed: {event.reason}")
+            # An evaluation tells in words alone that not even one sample at a time fits.
+            ending: Ending = "out_of_memory" if "out of memory" in event.reason.lower() else "failed"
+            self._end(ending, f"the evaluation after update {event.update} failed: {event.reason}")
         elif isinstance(event, ShortageMet):
             self.shortages += 1
         if isinstance(event, (Started, Evaluated, EvaluationFailed)):

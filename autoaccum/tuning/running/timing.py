@@ -12,7 +12,7 @@ RISING_UPDATES = 2
 """Before anything is timed: the first update of all makes the optimizer's state, and is guarded by a copy."""
 
 _LEAST, _ENOUGH, _MOST = 3, 5, 200
-_SHORT_SECONDS, _LONG_SECONDS = 0.25, 2.0
+_SHORT_SECONDS, _LONG_SECONDS = 0.5, 2.0
 _FAR_BEHIND = 2.0
 _IN_A_ROW = 2
 
@@ -24,7 +24,7 @@ def needs_more(seconds: Sequence[float]) -> bool:
 
     >>> needs_more([1.0] * 2), needs_more([1.0] * 3), needs_more([0.2] * 4), needs_more([0.2] * 5)
     (True, False, True, False)
-    >>> needs_more([0.01] * 20), needs_more([0.01] * 25), needs_more([1e-9] * 200)
+    >>> needs_more([0.01] * 45), needs_more([0.01] * 55), needs_more([1e-9] * 200)
     (True, False, False)
     """
     count, total = len(seconds), sum(seconds)

@@ -162,6 +162,16 @@ def test_an_evaluation_that_fails_is_a_failure() -> None:
     assert outcome.reason.startswith("the evaluation after update 1 failed: ValueError: labels are missing, at ")
 
 
+def test_a_lack_of_memory_in_an_evaluation_is_no_failure() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not model.training:
+            torch.empty(2**48)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    outcome = train_setting(line_workload(criterion=None, loss=loss), order_of(), on)
+    assert (outcome.state, outcome.updates) == ("out_of_memory", 1)
+
+
 def test_data_that_can_be_read_only_once_is_a_failure() -> None:
     data = iter(line_data(16))
     workload = line_workload(dataset=data, evaluation_dataset=line_data(8))
