@@ -19,6 +19,7 @@ from autoaccum.reporting.plain_text import one_line
 EDGE = 0.15
 """Inches that stay free at the right."""
 _DPI = 200
+_TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 
 
 def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes:
@@ -43,10 +44,10 @@ def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes
 
 
 def _finish(svg: str) -> str:
-    """Add the dark colours, and leave out digits that nobody sees: they are half of the file."""
+    """Add the dark colours, and leave out digits of places that nobody sees: they are half of the file."""
     rules = "\n".join(dark_rules())
     styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", styled)
+    return _TAG.sub(lambda tag: _DIGITS.sub(r"\1", tag[0]), styled)
 
 
 def write_line(figure: Figure, text: str, x: float, y: float, role: str = "ink", **style: Any) -> float:
