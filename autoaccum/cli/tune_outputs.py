@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning
 
 _DEFAULT_STORAGE = "tune.db"
-_FILE_SCHEMES = ("sqlite:///", "journal:///")
+_FILE_SCHEMES = ("sqlite:///", "journal://")
 
 
 class TuneOutputs:
@@ -122,7 +122,7 @@ def _check_beside_study(option: str, file: str, storage: str | None) -> None:
     """Refuse to write where the study is, or will be."""
     place = _DEFAULT_STORAGE if storage is None else storage
     place = next((place[len(scheme) :] for scheme in _FILE_SCHEMES if place.startswith(scheme)), place)
-    if "://" not in place and Path(file).resolve() == Path(place).resolve():
+    if "://" not in place and Path(file).resolve() == Path(place).expanduser().resolve():
         raise UsageError(f"{option} names the study itself, {file}", hint="choose another name")
 
 

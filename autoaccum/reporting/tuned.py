@@ -127,8 +127,8 @@ def tune(
     with TuneProgress(console, quiet=not progress) as shown:
 
         def listen(event: Any) -> None:
-            shown.tell(event)
             if on_event is not None:
                 on_event(event)
+            shown.tell(event)
 
         return run_study(request, on_event=listen, on_output=shown.pass_on if console.can_redraw else None)
