@@ -122,7 +122,7 @@ def read_rates(given: Any) -> RateSpan | None:
     if given is None or isinstance(given, RateSpan):
         return given
     hint = "give two numbers above 0, the smaller first: 1e-4..1e-1"
-    low, high = _two(given, float, "learning rates", hint)
+    low, high = _two(given, float, "learning rate", hint)
     if not (0 < low < math.inf and 0 < high < math.inf):
         raise UsageError(f"the learning rates are {_shown(given)}", hint=hint)
     if low >= high:

@@ -262,7 +262,7 @@ def test_an_interruption_before_the_study(study: Study) -> None:
         ("--target-batch many", "the target batch is many: give a whole number of at least 1, or a range"),
         ("--target-batch 64..16", "the target batches '64..16' are an empty range"),
         ("--target-batch 8 --learning-rate 1e-1..1e-4", "the learning rates '1e-1..1e-4' are an empty range"),
-        ("--target-batch 8 --learning-rate 0.1", "the learning rates is '0.1'"),
+        ("--target-batch 8 --learning-rate 0.1", "the learning rate is '0.1'"),
         ("--target-batch 8 --trials 0", "'--trials': 0 is too small, the least is 1"),
         ("--target-batch 8 --sampler grid", "sampler is 'grid': take one of tpe, random"),
         ("--target-batch 8 --budget-samples 9 --budget-seconds 1", "budget_samples and budget_seconds are both given"),

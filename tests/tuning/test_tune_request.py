@@ -72,7 +72,7 @@ def test_the_budget_is_one_or_the_other(changed: dict[str, Any], budget: Budget 
         ("0..1", "the learning rates are '0..1': give two numbers above 0, the smaller first"),
         ("1e-4..inf", "1e-4..inf"),
         ("nan..1", "nan..1"),
-        ("1e-4", "the learning rates is '1e-4'"),
+        ("1e-4", "the learning rate is '1e-4'"),
         ("a..b", "a..b"),
         ("1..2..3", "1..2..3"),
         (0.1, "0.1"),
