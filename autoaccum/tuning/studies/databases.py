@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
 import time
-from contextlib import closing, suppress
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import RDBStorage
-from sqlalchemy import create_engine, event, inspect
-from sqlalchemy.engine import Engine
+from sqlalchemy import create_engine, inspect
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from autoaccum.errors import StudyError, UsageError
 from autoaccum.tuning.studies.addresses import Address, secrets_in, sqlite_at
-from autoaccum.tuning.studies.troubles import locked, storage_trouble
+from autoaccum.tuning.studies.files import lock_on_begin, look_at_file
+from autoaccum.tuning.studies.troubles import storage_trouble
 
-_MAGIC = b"SQLite format 3\x00"
 _OPTUNA_TABLES = {"studies", "trials", "version_info", "alembic_version"}
 _ALL_TABLES = _OPTUNA_TABLES | {
     "study_directions",
@@ -60,31 +59,40 @@ def open_database(address: Address, patience_seconds: float) -> RDBStorage:
                 f"nothing that is installed opens {address.shown} ({error})", hint="install the database's driver"
             ) from None
     if address.kind == "sqlite":
-        _lock_on_begin(storage.engine)
+        lock_on_begin(storage.engine)
+    weakref.finalize(storage, storage.engine.dispose)
     return storage
 
 
 def _open(address: Address, patience_seconds: float) -> RDBStorage:
-    """Open or make it; another worker may be making it at the same moment, table by table."""
+    """Open or make it.
+
+    Another worker may be making it at the same moment, table by table. Where that is cut off, as a file of SQLite's
+    cannot be, the rest is made.
+    """
     deadline = time.monotonic() + patience_seconds
     while True:
         tables = _tables(address, patience_seconds)
+        late = time.monotonic() > deadline
         try:
-            if not tables and address.path is not None and not address.path.exists():
+            if tables >= _OPTUNA_TABLES:
+                return _storage(address, make=False)
+            if address.path is not None and not address.path.exists():
                 _make_file(address.path)
-                tables = _OPTUNA_TABLES
-            if not tables or tables >= _OPTUNA_TABLES:
-                return _storage(address, make=not tables)
+                continue
+            if not tables or (late and tables < _ALL_TABLES and address.kind == "server"):
+                return _storage(address, make=True)
         except SQLAlchemyError:
-            if tables or time.monotonic() > deadline:
+            if late:
                 raise
-        if not tables < _ALL_TABLES or time.monotonic() > deadline:
-            some = ", ".join(sorted(tables)[:3])
-            raise StudyError(
-                f"{address.shown} holds tables that are not Optuna's ({some})",
-                hint="take another database by --storage",
-            )
+        if late or not tables < _ALL_TABLES:
+            raise _foreign(tables, address.shown)
         time.sleep(_POLL_SECONDS)
+
+
+def _foreign(tables: set[str], shown: str) -> StudyError:
+    some = ", ".join(sorted(tables)[:3])
+    return StudyError(f"{shown} holds tables that are not Optuna's ({some})", hint="take another database by --storage")
 
 
 def _storage(address: Address, *, make: bool) -> RDBStorage:
@@ -128,7 +136,7 @@ def _engine_settings(address: Address, patience_seconds: float) -> dict[str, Any
 
 def _tables(address: Address, patience_seconds: float) -> set[str]:
     """The names of the tables that are there."""
-    if address.path is not None and not _look_at_file(address.path, address.shown, patience_seconds):
+    if address.path is not None and not look_at_file(address.path, address.shown, patience_seconds):
         return set()
     assert address.url is not None
     engine = create_engine(address.url, **_engine_settings(address, patience_seconds))
@@ -136,61 +144,3 @@ def _tables(address: Address, patience_seconds: float) -> set[str]:
         return set(inspect(engine).get_table_names())
     finally:
         engine.dispose()
-
-
-def _look_at_file(path: Path, shown: str, patience_seconds: float) -> bool:
-    """Whether there is something in the file; changes nothing.
-
-    Raises:
-        UsageError: It is a folder, or lies in none.
-        StudyError: It is no database, locked, damaged, or cannot be written.
-    """
-    check_place(path, shown)
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise StudyError(f"{shown} is no SQLite database", hint="take another file by --storage")
-    try:
-        with closing(sqlite3.connect(path, timeout=patience_seconds, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            connection.execute("ROLLBACK")
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error):
-            raise locked(shown) from None
-        raise StudyError(f"{shown} cannot be written ({error})", hint="take another file by --storage") from None
-    except sqlite3.DatabaseError as error:
-        raise StudyError(f"{shown} is damaged ({error})", hint="take another file by --storage") from None
-    return True
-
-
-def check_place(path: Path, shown: str) -> None:
-    """Whether a file could be there.
-
-    Raises:
-        UsageError: It is a folder, or lies in none.
-    """
-    if path.is_dir():
-        raise UsageError(f"storage is the folder {shown}", hint="give the name of a file in it")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent}", hint="make it, or take another file by --storage")
-
-
-def _lock_on_begin(engine: Engine) -> None:
-    """Let a transaction of SQLite lock what it reads.
-
-    Optuna reads a trial's state and then writes it; SQLite has no SELECT ... FOR UPDATE, so that two workers could take
-    up the same waiting trial. The two events are SQLAlchemy's own way to set how pysqlite begins a transaction
-    (docs.sqlalchemy.org, dialects/sqlite, "Serializable isolation / Savepoints / Transactional DDL").
-    """
-    event.listen(engine, "connect", _leave_transactions_alone)
-    event.listen(engine, "begin", _begin_immediate)
-
-
-def _leave_transactions_alone(connection: Any, record: Any) -> None:
-    connection.isolation_level = None
-
-
-def _begin_immediate(connection: Any) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -10,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from autoaccum.errors import StudyError
 from autoaccum.tuning.studies.addresses import Address
-from autoaccum.tuning.studies.databases import check_place
+from autoaccum.tuning.studies.files import check_place
 from autoaccum.tuning.studies.troubles import storage_trouble
 
 _FIELDS = {"op_code", "worker_id"}

@@ -174,21 +174,26 @@ def open_study(storage: Storage, name: str, terms: Terms, *, trials: int) -> Stu
         try:
             made = optuna.create_study(storage=storage.backend, study_name=name)
         except optuna.exceptions.DuplicatedStudyError:
-            check_terms(_terms_kept(storage, name), terms, name)
-        else:
-            made.set_user_attr(TERMS, terms.to_record())
+            made = optuna.load_study(study_name=name, storage=storage.backend)
+            if not _is_empty(made):
+                check_terms(made.user_attrs.get(TERMS) if _minimises(made) else None, terms, name)
+                return study
+        made.set_user_attr(TERMS, terms.to_record())
+        check_terms(made.user_attrs.get(TERMS), terms, name)
     return study
 
 
-def _terms_kept(storage: Storage, name: str) -> object:
-    """The terms of a study that is there; who has just made it is given a moment to write them down."""
+def _is_empty(study: optuna.Study) -> bool:
+    """Whether there is nothing in it, nor comes: who has just made it is given a moment to write down the terms.
+
+    One that stays empty was made by a worker that did not live to write them, and can be taken over.
+    """
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        study = optuna.load_study(study_name=name, storage=storage.backend)
-        terms = study.user_attrs.get(TERMS)
-        if terms is not None or study.get_trials(deepcopy=False) or time.monotonic() > deadline:
-            return terms if _minimises(study) else None
+    while _minimises(study) and not study.user_attrs and not study.get_trials(deepcopy=False):
+        if time.monotonic() > deadline:
+            return True
         time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _minimises(study: optuna.Study) -> bool:

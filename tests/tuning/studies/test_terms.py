@@ -85,17 +85,28 @@ def test_differing_terms_are_shown_as_they_were_and_are(storage: Storage) -> Non
     assert "(target batches 256, now 64..1024; budget 1000 samples, now 2.5 seconds)" in error.value.message
 
 
-@pytest.mark.parametrize("attributes", [{}, {"autoaccum": "mine"}, {"autoaccum": {"schema": 1}}, {"other": 1}])
-def test_a_study_of_somebody_else_is_refused_and_stays(
-    storage: Storage, attributes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autoaccum.tuning.studies.study._PATIENCE_SECONDS", 0.0)
+@pytest.mark.parametrize("attributes", [{"autoaccum": "mine"}, {"autoaccum": {"schema": 1}}, {"other": 1}])
+def test_a_study_of_somebody_else_is_refused_and_stays(storage: Storage, attributes: dict[str, Any]) -> None:
     foreign = optuna.create_study(storage=storage.backend, study_name="valley")
     for name, value in attributes.items():
         foreign.set_user_attr(name, value)
     with pytest.raises(UsageError, match="the study 'valley' is"):
         open_study(storage, "valley", small_terms(), trials=10)
     assert optuna_study(storage).user_attrs == attributes
+
+
+def test_a_study_of_somebody_else_without_attributes_is_known_by_its_trials(storage: Storage) -> None:
+    optuna.create_study(storage=storage.backend, study_name="valley").ask()
+    with pytest.raises(UsageError, match="not of autoaccum"):
+        open_study(storage, "valley", small_terms(), trials=10)
+    assert optuna_study(storage).user_attrs == {}
+
+
+def test_an_empty_study_whose_maker_was_killed_is_taken_over(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoaccum.tuning.studies.study._PATIENCE_SECONDS", 0.0)
+    optuna.create_study(storage=storage.backend, study_name="valley")
+    assert open_study(storage, "valley", small_terms(), trials=10).finished == 0
+    assert optuna_study(storage).user_attrs == {TERMS: small_terms().to_record()}
 
 
 def test_a_newer_study_and_one_that_maximises_are_refused(storage: Storage) -> None:
