@@ -83,7 +83,7 @@ def _speed_line(speed: Speed, best: float | None, *, knee: bool, fastest: bool) 
         return line.append(f"  {'-':>11}  ").append_text(unmeasured(speed))
     line.append(f"  {format_speed(speed.samples_per_second):>11}")
     line.append(f"  {middle_half(speed):<21}")
-    line.append(f"  {100 * speed.samples_per_second / best:>3.0f} %" if best else "")
+    line.append(f"  {100 * speed.samples_per_second / best:>5.1f} %" if best else "")
     line.append(f"  median of {counted(speed.updates, 'update')}", "dim")
     if knee or fastest:
         line.append("  knee" + (", fastest" if fastest else "") if knee else "  fastest", "bold green" if knee else "")

@@ -52,9 +52,11 @@ class Batches:
 
 def loss_scale(tuning: Tuning) -> Losses:
     """The scale that all trials of a study are drawn on."""
-    complete = [row.loss for row in tuning.rows if row.state == "complete" and row.loss is not None]
-    pruned = [loss for row in tuning.rows if row.state == "pruned" and (loss := last_loss(row)) is not None]
-    return choose_losses(complete, pruned)
+    return choose_losses([loss for row in tuning.rows if (loss := _final_loss(row)) is not None])
+
+
+def _final_loss(row: Row) -> float | None:
+    return last_loss(row) if row.state in ("complete", "pruned") else None
 
 
 def draw_trial(axes: Axes, x: float, row: Row, losses: Losses, batches: Batches) -> None:
@@ -88,7 +90,7 @@ def trial_marks(rows: Sequence[Row], losses: Losses, batches: Batches) -> Iterat
     if any(row.confirms is not None for row in rows):
         yield "\N{BULLET} with other seeds", "ran"
     if "pruned" in states:
-        yield "\N{WHITE CIRCLE} pruned", "muted"
+        yield "\N{WHITE CIRCLE} pruned, loss where it ended", "muted"
     if states & {"diverged", "out_of_memory", "failed"}:
         yield f"\N{MULTIPLICATION SIGN} {_ended_badly(states)}", "limit"
     if any(losses.high < (last_loss(row) or 0) < math.inf for row in rows):

@@ -22,7 +22,7 @@ Remark = tuple[str, str]
 _WIDTH, _PANEL = 8.0, 2.6
 _LEFT, _RIGHT = 0.85, 0.75
 _TITLE, _LINE, _ROW = 0.35, 0.21, 0.19
-_ABOVE, _UNDER = 0.15, 0.7
+_ABOVE, _UNDER = 0.2, 0.7
 """Between the marks, or the names of lines, and the panel; between the panel and the remarks, for ticks."""
 _FEW_DECADES = 3
 _MOST_TICKS = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _FAR = 30.0
 _REACH = 2.5
-"""Above the best, in distances of the third quartile from it."""
+"""Above the best, in distances of the median from it."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,21 @@ class Losses:
         return min(loss, self.high)
 
 
-def choose_losses(complete: Sequence[float], others: Sequence[float]) -> Losses:
-    """A scale on which complete trials can be told apart.
+def choose_losses(losses: Sequence[float]) -> Losses:
+    """A scale on which a valley is seen: up to a few times as high above the best as the median is.
 
-    Args:
-        complete: Losses of complete trials.
-        others: Of those that ended early.
-
-    >>> choose_losses([1.0, 1.5, 2.0, 1e9], [3.0])
-    Losses(low=1.0, high=3.0, known=True)
-    >>> choose_losses([0.5], []), choose_losses([], [])
+    >>> choose_losses([1.0, 1.5, 2.0, 1e9])
+    Losses(low=1.0, high=2.0, known=True)
+    >>> choose_losses([0.5]), choose_losses([])
     (Losses(low=0.0, high=1.0, known=True), Losses(low=0.0, high=1.0, known=False))
     """
-    finite = sorted(loss for loss in (*complete, *others) if math.isfinite(loss))
+    finite = sorted(loss for loss in losses if math.isfinite(loss))
     if not finite:
         return Losses(0.0, 1.0, known=False)
-    told = sorted(loss for loss in complete if math.isfinite(loss)) or finite
-    low, high = finite[0], finite[-1]
-    if len(told) > 2:
-        reach = told[0] + _REACH * (told[3 * (len(told) - 1) // 4] - told[0])
-        inside = [loss for loss in finite if loss <= reach]
-        high = inside[-1] if len(inside) > 1 else high
+    low = finite[0]
+    reach = low + _REACH * (finite[(len(finite) - 1) // 2] - low)
+    high = max((loss for loss in finite if loss <= reach), default=low)
+    high = high if high > low else finite[-1]
     if high <= low:
         pad = abs(low) or 1.0
         return Losses(low - pad, low + pad)
