@@ -12,23 +12,24 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.tuning.studies.attributes import LOST, is_superfluous
+from autoaccum.tuning.studies.spreading import spread
 
 STARTUP_TRIALS = 8
-"""How many random trials come before TPE has something to go by."""
+"""How many trials cover the range evenly before TPE has something to go by."""
 
 
 def make_sampler(kind: str, seed: int) -> BaseSampler:
     """The sampler of that kind: `tpe` or `random`."""
     if kind == "random":
         return SteadySampler(seed, lambda drawn: RandomSampler(seed=drawn))
-    return SteadySampler(seed, lambda drawn: TPESampler(seed=drawn, n_startup_trials=STARTUP_TRIALS))
+    return SpreadSampler(seed, lambda drawn: TPESampler(seed=drawn, n_startup_trials=STARTUP_TRIALS))
 
 
 def describe_sampler(kind: str, seed: int) -> str:
     """A sampler as a phrase."""
     if kind == "random":
         return f"random, seed {seed}"
-    return f"TPE behind {STARTUP_TRIALS} random trials, seed {seed}"
+    return f"TPE behind {STARTUP_TRIALS} evenly spread trials, seed {seed}"
 
 
 class SteadySampler(BaseSampler):
@@ -46,10 +47,12 @@ class SteadySampler(BaseSampler):
         self._seed = seed
         self._make = make
         self._inner = make(seed)
+        self._drawn = 0
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Seed what comes."""
-        self._inner = self._make(seed_of(self._seed, _drawn_before(study, trial)))
+        self._drawn = _drawn_before(study, trial)
+        self._inner = self._make(seed_of(self._seed, self._drawn))
         self._inner.before_trial(study, trial)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -73,6 +76,20 @@ class SteadySampler(BaseSampler):
     ) -> None:
         """As the sampler does."""
         self._inner.after_trial(study, trial, state, values)
+
+
+class SpreadSampler(SteadySampler):
+    """A steady sampler that covers the range evenly as long as it has nothing to go by.
+
+    A handful of random rates leaves gaps, in which the best ones may lie.
+    """
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """The next value of an even sequence: TPE draws what it knows of jointly, and not by this."""
+        start = seed_of(self._seed, len(trial.params)) / 2**32
+        return spread(param_distribution, self._drawn, len(trial.params), start)
 
 
 def seed_of(seed: int, drawn: int) -> int:
