@@ -6,12 +6,15 @@ trials of 30 s are extrapolated.
 Both train the digits example with the same batches, as many updates, and a loss on held-out data at the end; the
 study's also at its milestones. After each trial the loop trains once in this process, so that the machine's moods meet
 both. Printed is the median of the paired ratios (aim: 1.10 for 30 s): the time from one trial's beginning to the next
-one's, over the loop's. What does not grow with a trial is told apart: a process, evaluations, the storage.
+one's, over the loop's. What does not grow with a trial is told apart: a process, evaluations, the storage. The same is
+printed for seconds of processors, in which it does not count that a process starts while another one trains: these
+are what a trial costs where no core is free for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -75,26 +78,56 @@ class Loop:
             return float(criterion(model(inputs), targets))
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A trial, and the loop after it.
+
+    Attributes:
+        trial: Seconds from the end of what came before to the trial's own.
+        trial_cpu: Those of processors, of its process and this one.
+        training: Seconds of its updates.
+        loop: Seconds of the loop.
+        loop_cpu: Those of processors.
+    """
+
+    trial: float
+    trial_cpu: float
+    training: float
+    loop: float
+    loop_cpu: float
+
+
 @dataclass
 class Pairs:
-    """Seconds of trials, of what trained within them, and of the loop's after each."""
+    """Makes a training of the loop after each trial that it hears of."""
 
     loop: Loop
     updates: int
-    trials: list[float] = field(default_factory=list)
-    trainings: list[float] = field(default_factory=list)
-    loops: list[float] = field(default_factory=list)
-    began: float = 0.0
+    pairs: list[Pair] = field(default_factory=list)
+    began: tuple[float, float] | None = None
 
     def __call__(self, event: Any) -> None:
         """Hear what the study does; what comes between two trials is the later one's."""
-        if isinstance(event, TrialBegan) and not self.began:
-            self.began = time.perf_counter()
-        elif isinstance(event, TrialEnded):
-            self.trials.append(time.perf_counter() - self.began)
-            self.trainings.append(event.row.seconds or 0.0)
-            self.loops.append(self.loop.train(self.updates))
-            self.began = time.perf_counter()
+        if isinstance(event, TrialBegan) and self.began is None:
+            self.began = now()
+        elif isinstance(event, TrialEnded) and self.began is not None:
+            ended = now()
+            self.loop.train(self.updates)
+            looped = now()
+            (trial, trial_cpu), (loop, loop_cpu) = since(self.began, ended), since(ended, looped)
+            self.pairs.append(Pair(trial, trial_cpu, event.row.seconds or 0.0, loop, loop_cpu))
+            self.began = looped
+
+
+def now() -> tuple[float, float]:
+    """The time, and seconds of processors of this process and of those it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter(), time.process_time() + children.ru_utime + children.ru_stime
+
+
+def since(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    """Seconds between two times."""
+    return other[0] - one[0], other[1] - one[1]
 
 
 def measure(pairs: Pairs, trials: int, storage: Path) -> None:
@@ -138,21 +171,25 @@ def main() -> None:
     pairs = Pairs(loop, max(1, round(asked.seconds * CALIBRATION_UPDATES / loop.train(CALIBRATION_UPDATES))))
     with tempfile.TemporaryDirectory() as folder:
         measure(pairs, asked.trials + 1, Path(folder) / "tune.db")
-    report(pairs)
+    report(pairs.pairs)
 
 
-def report(pairs: Pairs) -> None:
-    """Print what was measured: the first trial has no process that was started ahead, and is told apart."""
-    rows = list(zip(pairs.trials, pairs.trainings, pairs.loops, strict=True))
-    (first, first_training, _), rest = rows[0], rows[1:]
-    ratio = median([trial / looped for trial, _, looped in rest])
-    slower = median([training / looped for _, training, looped in rest])
-    fixed = median([trial - training for trial, training, _ in rest])
-    print(f"trials of {median(pairs.loops):.1f} s in a loop ({pairs.updates} updates): study / loop {ratio:.3f}")
+def report(pairs: list[Pair]) -> None:
+    """Print what was measured; the first trial, whose process was not started ahead, is told apart."""
+    first, rest = pairs[0], pairs[1:]
+    loop = median([pair.loop for pair in rest])
+    slower = median([pair.training / pair.loop for pair in rest])
+    fixed = median([pair.trial - pair.training for pair in rest])
+    ratio = median([pair.trial / pair.loop for pair in rest])
+    print(f"trials of {loop:.1f} s in a loop: study / loop {ratio:.3f}; of processors {_cpu_ratio(rest):.3f}")
     print(
-        f"of which training / loop {slower:.3f}, and {fixed:.2f} s beside it ({first - first_training:.2f} the first)"
+        f"training / loop {slower:.3f}, and {fixed:.2f} s beside it ({first.trial - first.training:.2f} for the first)"
     )
     print(f"trials of {STATED_SECONDS:.0f} s, by these two: {slower + fixed / STATED_SECONDS:.3f}")
+
+
+def _cpu_ratio(pairs: list[Pair]) -> float:
+    return median([pair.trial_cpu / pair.loop_cpu for pair in pairs])
 
 
 if __name__ == "__main__":
