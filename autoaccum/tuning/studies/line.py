@@ -11,7 +11,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from autoaccum.tuning.studies.attributes import DEATHS, LOST, SUPERFLUOUS, TICKET, is_given_up
+from autoaccum.tuning.studies.attributes import DEATHS, LOST, MAX_REPEATS, SUPERFLUOUS, TICKET, is_given_up
 from autoaccum.tuning.studies.heartbeat import Watch
 
 _CARRIED = ("seed", "own", "confirms", "target_batch", "micro_batch")
@@ -85,7 +85,8 @@ class Line:
     def give_back(self, trial_id: int, reason: str) -> None:
         """Fail a trial of this very worker, and queue its parameters again."""
         try:
-            self._storage.set_trial_user_attr(trial_id, LOST, reason)
+            self._storage.set_trial_user_attr(trial_id, "reason", reason)
+            self._storage.set_trial_user_attr(trial_id, LOST, "trial")
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
             return
@@ -97,7 +98,7 @@ class Line:
         worker = trial.user_attrs.get("worker", "unknown")
         deaths = int(trial.user_attrs.get(DEATHS, 0)) + 1
         try:
-            self._storage.set_trial_user_attr(trial._trial_id, "reason", f"its worker {worker} was lost")
+            self._storage.set_trial_user_attr(trial._trial_id, "reason", _reason(worker, deaths))
             self._storage.set_trial_user_attr(trial._trial_id, DEATHS, deaths)
             self._storage.set_trial_user_attr(trial._trial_id, LOST, "worker")
             return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
@@ -129,6 +130,11 @@ class Line:
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
             return
+
+
+def _reason(worker: object, deaths: int) -> str:
+    again = f", the last of {deaths} that were lost with these parameters" if deaths > MAX_REPEATS else ""
+    return f"its worker {worker} was lost{again}"
 
 
 def _tickets(trials: Sequence[FrozenTrial]) -> dict[str, int]:

@@ -69,9 +69,11 @@ def search(
 def look(study: Study, line: Line, tell: Listener) -> list[FrozenTrial]:
     """All trials, after those were put back whose worker is lost."""
     with study.reaching():
-        for trial in line.put_lost_back():
-            tell(WorkerLost(trial.number, str(trial.user_attrs.get("worker", "unknown"))))
-        return line.trials()
+        lost = line.put_lost_back()
+        trials = line.trials()
+    for trial in lost:
+        tell(WorkerLost(trial.number, str(trial.user_attrs.get("worker", "unknown"))))
+    return trials
 
 
 class Pause:

@@ -135,7 +135,13 @@ class Study:
     def reaching(self) -> Iterator[None]:
         """Within, what the storage raises becomes a `StudyError`, and Optuna logs nothing."""
         with quiet(), storage_trouble(self.storage.shown, self.storage.secrets):
-            yield
+            try:
+                yield
+            except KeyError as error:  # What Optuna raises for a record that it does not find.
+                raise StudyError(
+                    f"{self.storage.shown} no longer holds all of the study {self.name!r} ({error.args[0]})",
+                    hint="was it deleted? The same command begins it anew",
+                ) from None
 
     def _load(self, name: str) -> optuna.Study:
         return optuna.load_study(study_name=name, storage=self.storage.backend)

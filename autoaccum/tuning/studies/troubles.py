@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
@@ -34,7 +35,7 @@ def storage_trouble(shown: str, secrets: Sequence[str] = ()) -> Iterator[None]:
     """
     try:
         yield
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, OSError) as error:
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, OSError, JSONDecodeError) as error:
         raise trouble(shown, error, secrets) from None
 
 

@@ -59,6 +59,7 @@ class Trying:
             with self.study.reaching():
                 setting = draw(trial)
                 self._introduce(trial, setting, seed)
+            self._tell_beginning(trial, setting, seed)
             with Heartbeat(self.study.storage.backend, trial._trial_id, self.study.storage.heartbeat):
                 outcome = self.runner.run(setting, seed, lambda percent, loss: self._goes_on(trial, percent, loss))
             with self.study.reaching():
@@ -87,6 +88,9 @@ class Trying:
         for name, value in known.items():
             if attributes.get(name) != value:
                 trial.set_user_attr(name, value)
+
+    def _tell_beginning(self, trial: Trial, setting: Setting, seed: int) -> None:
+        attributes = trial.user_attrs
         self.tell(
             TrialBegan(
                 trial.number,

@@ -152,6 +152,7 @@ def test_what_kills_its_workers_again_and_again_is_given_up(study: Study) -> Non
     rows = study.rows()
     assert [row.repeats for row in rows] == [None, 0, 1, 2]
     assert {row.state for row in rows} == {"failed"}
+    assert rows[-1].reason == "its worker here:1 was lost, the last of 4 that were lost with these parameters"
     assert study.finished == 1
     assert line.trials()[-1].user_attrs[DEATHS] == MAX_REPEATS + 1
 

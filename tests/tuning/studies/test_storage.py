@@ -205,6 +205,39 @@ def test_a_database_that_is_gone_in_the_middle_is_said_in_words(here: Path) -> N
     assert len(runner.runs) == 2
 
 
+@pytest.mark.parametrize("ending", ["db", "journal"])
+def test_a_study_that_is_deleted_in_the_middle_is_said_in_words(here: Path, ending: str) -> None:
+    study = small_study(f"tune.{ending}")
+
+    def delete(run: int, setting: object, percent: int) -> None:
+        if run == 1 and percent == 0:
+            optuna.delete_study(study_name="valley", storage=small_study(f"tune.{ending}").storage.backend)
+
+    with pytest.raises(StudyError, match=r"no longer holds all of the study 'valley'|cannot be used"):
+        search(study, small_space(), PureRunner(delete), trials=5, time_limit=None, tell=lambda event: None)
+
+
+def test_a_journal_that_is_damaged_in_the_middle_is_said_in_words(here: Path) -> None:
+    study = small_study("tune.journal")
+
+    def spoil(run: int, setting: object, percent: int) -> None:
+        if run == 1:
+            with Path("tune.journal").open("a") as file:
+                file.write("half a li\n")
+
+    with pytest.raises(StudyError, match=r"the storage tune.journal cannot be used \(Expecting value"):
+        search(study, small_space(), PureRunner(spoil), trials=5, time_limit=None, tell=lambda event: None)
+
+
+def test_what_listens_may_fail_and_that_is_no_trouble_of_the_storage(here: Path) -> None:
+    def listen(event: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    with pytest.raises(BrokenPipeError):
+        search(small_study("tune.journal"), small_space(), PureRunner(), trials=5, time_limit=None, tell=listen)
+    assert [row.state for row in small_study("tune.journal").rows()] == ["failed", "waiting"]
+
+
 def test_optuna_that_is_missing_is_bad_usage(tmp_path: Path) -> None:
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError(\"No module named 'optuna'\", name='optuna')\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
