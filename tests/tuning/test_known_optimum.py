@@ -19,7 +19,7 @@ from autoaccum.tuning.records import Bracket, Standing
 
 SEEDS, TRIALS = range(10), 30
 ENOUGH = 9
-WIDEST = 8.0
+WIDEST = 10.0
 """How wide the median bracket may be, of a range whose ends differ by a factor of 10,000."""
 NEAR = 1.05
 """How far above the least expected loss that of the rate found may lie, in nine studies of ten."""
