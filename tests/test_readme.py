@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.cli import guard
+from autoaccum.cli import guard, tune
 from autoaccum.devices.base import Trial
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.catalog import all_cards
@@ -167,6 +167,13 @@ def test_commands_that_guard_are_ones_that_there_are() -> None:
     assert len(lines) >= 6
     for line in lines:
         guard.command.make_context("guard", shlex.split(line))
+
+
+def test_commands_that_tune_are_ones_that_there_are() -> None:
+    lines = re.findall(r"^\$ autoaccum tune\b([^#\n]*)", README, re.MULTILINE)
+    assert len(lines) == 1
+    for line in lines:
+        assert tune.command.make_context("tune", shlex.split(line)).params["target_batch"] == "128"
 
 
 def test_files_and_scripts_it_names_are_there() -> None:
