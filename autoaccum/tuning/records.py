@@ -126,10 +126,10 @@ class Bracket:
     """Learning rates that a study cannot tell from the best one, where the loss has one valley.
 
     Attributes:
-        low: The largest tried rate below the best that is clearly worse; None where none is: the optimum may lie
-            below what was searched.
+        low: The largest tried rate below the best that is clearly worse, as all below it are that can be told; None
+            where none is: the optimum may lie below what was searched.
         best: The best rate.
-        high: The smallest tried rate above it that is clearly worse; None likewise.
+        high: The smallest tried rate above it that is clearly worse, as all above it are; None likewise.
         noise: Differences of loss up to this one count as chance; None where no setting was repeated, and then any
             difference counts.
     """
