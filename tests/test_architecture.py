@@ -91,6 +91,8 @@ WITHOUT_TORCH = (
     "reporting/pictures/layout.py",
     "reporting/pictures/spans.py",
     "reporting/pictures/theme.py",
+    "reporting/pictures/tuning_files.py",
+    "reporting/pictures/tuning_scale.py",
     "training/updates/ceiling.py",
     "training/updates/noise_scale.py",
     "training/data/window.py",

@@ -11,6 +11,7 @@ import click
 from autoaccum.cli.parameters import count, natural, seconds
 from autoaccum.cli.tune_outputs import TuneOutputs
 from autoaccum.cli.words import running_words
+from autoaccum.errors import AutoaccumError
 from autoaccum.tuning.events import StudyOpened, TrialEnded
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def command(
         if leaving.code in _SIGNALLED:
             seen.tell_end("ended")
         raise
+    except AutoaccumError:
+        seen.tell_kept()
+        raise
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
@@ -201,12 +205,21 @@ class _Seen:
         elif isinstance(event, TrialEnded) and event.row.confirms is None:
             self._finished += 1
 
+    def tell_kept(self) -> None:
+        """One line on stderr above an error: what is not lost."""
+        if self._opened is not None and self._finished:
+            _say(f"note: {self._finished} of {self._opened.trials} trials are kept in {self._opened.storage}")
+
     def tell_end(self, how: str) -> None:
         """One line on stderr: what is kept, and how to go on."""
-        from autoaccum.reporting.consoles import make_console
-
         text = f"{how} before the study was opened: nothing is lost"
         if self._opened is not None:
             done = f"after {self._finished} of {self._opened.trials} trials"
             text = f"{how} {done}: the study is in {self._opened.storage}; the same command goes on"
-        make_console(stderr=True).print(text, soft_wrap=True)
+        _say(text)
+
+
+def _say(text: str) -> None:
+    from autoaccum.reporting.consoles import make_console
+
+    make_console(stderr=True).print(text, soft_wrap=True)

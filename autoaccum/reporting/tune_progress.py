@@ -9,6 +9,7 @@ from typing import Any
 from rich.status import Status
 from rich.text import Text
 
+from autoaccum.planning.events import Loading
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import one_line
@@ -97,6 +98,8 @@ class TuneProgress:
 
     def _plan(self, event: Any) -> None:
         self._stop()
+        if isinstance(event, Loading) and self._space is not None:
+            self._say(Text("proving the plan of the best setting", "dim"))
         self._planning.tell(event)
 
     def _open(self, event: events.StudyOpened) -> None:

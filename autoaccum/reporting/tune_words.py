@@ -58,11 +58,11 @@ class TrialColumns:
         return self._line("trial", f"{'outcome':<{_LABEL_WIDTH}}", ("rate", "batch", "micro-batch"), "loss", "time")
 
     def row(self, row: Row) -> Text:
-        """One trial: number, outcome, what it trained with, its loss, its time."""
+        """One trial: number (where it repeats another one, that one's), outcome, setting, loss, time."""
         label = f"{LABELS[row.state]:<{_LABEL_WIDTH}}"
         line = Text(
             self._line(
-                str(row.number),
+                str(row.number if row.confirms is None else row.confirms),
                 label,
                 setting_cells(row.setting),
                 format_loss(last_loss(row)),
@@ -95,7 +95,7 @@ def remarks(row: Row) -> Iterator[str]:
     if row.own:
         yield "the workload's own rate"
     if row.confirms is not None:
-        yield f"trial {row.confirms} with seed {row.seed}"
+        yield f"again, with seed {row.seed}"
     if row.state == "pruned" and row.losses:
         yield f"loss after {row.losses[-1][0]} %"
     if row.repeats is not None:

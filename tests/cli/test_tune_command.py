@@ -19,7 +19,7 @@ from small_tunings import row, tuning
 
 import autoaccum
 from autoaccum.cli import main
-from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.pictures.tuning_files import FILES
 from autoaccum.tuning import events
@@ -247,6 +247,16 @@ def test_whatever_ends_it_is_said_in_the_last_line(study: Study, error: BaseExce
     result = invoke("model.py", "--target-batch", "256")
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.splitlines()[-1] == last
+
+
+def test_an_error_on_the_way_says_what_is_kept(study: Study) -> None:
+    study.answer = WorkloadError("loss() raised ValueError: odd", user_traceback="Traceback ...")
+    result = invoke("model.py", "--target-batch", "256", "-q")
+    assert result.stderr.splitlines() == [
+        "note: 6 of 30 trials are kept in tune.db",
+        "Traceback ...",
+        "error: loss() raised ValueError: odd",
+    ]
 
 
 def test_an_interruption_before_the_study(study: Study) -> None:

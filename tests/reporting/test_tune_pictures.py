@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -219,6 +220,15 @@ def test_one_that_is_huge_does_not_press_the_others_into_a_line() -> None:
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_the_same_study_gives_the_same_bytes(form: Any) -> None:
     assert draw_tuning(tuning(), form) == draw_tuning(tuning(), form)
+
+
+@pytest.mark.parametrize("case", ["usual", "200 trials over batches"])
+def test_every_colour_has_one_for_dark_panels(case: str) -> None:
+    for svg in draw_tuning(CASES[case]).values():
+        drawing = svg.decode().split("@media (prefers-color-scheme: dark) {")[1].split("</style>", 1)[1]
+        used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing))
+        assert len(used) > 3
+        assert used <= set(LIGHT.values())
 
 
 def test_an_svg_is_for_light_and_dark_and_has_a_title() -> None:

@@ -35,6 +35,7 @@ def test_a_whole_study_in_a_log() -> None:
         told += [events.TrialBegan(one.number, one.setting or setting(0.1), 0), events.Reported(one.number, 25, 0.5)]
         told.append(events.TrialEnded(one))
     told += [events.Confirming((1, 0), 4), events.TrialEnded(tuning().rows[-1]), events.Noted("good to know", False)]
+    told.append(Loading("digits.py"))
     assert draw(told) == [
         "digits: Sequential, 2,410 parameters, fp32, SGD at a learning rate of 0.1; on cpu; losses on"
         " 180 of 1797 samples of dataset, drawn by seed 0",
@@ -49,8 +50,9 @@ def test_a_whole_study_in_a_log() -> None:
         "    1  complete           0.297     0.2603     2.1 s     0.2603",
         "    2  pruned            0.0088      1.732     0.6 s     0.2603  loss after 25 %",
         "the best, by trial: 1, 0; 4 runs with other seeds",
-        "    5  complete           0.178     0.2875     2.1 s             trial 9 with seed 2",
+        "    9  complete           0.178     0.2875     2.1 s             again, with seed 2",
         "note: good to know",
+        "proving the plan of the best setting",
     ]
 
 
