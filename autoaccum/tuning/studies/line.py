@@ -11,7 +11,16 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from autoaccum.tuning.studies.attributes import DEATHS, LOST, MAX_REPEATS, SUPERFLUOUS, TICKET, is_given_up
+from autoaccum.tuning.studies.attributes import (
+    DEATHS,
+    LOST,
+    MAX_REPEATS,
+    SUPERFLUOUS,
+    TICKET,
+    is_given_up,
+    is_lost,
+    is_superfluous,
+)
 from autoaccum.tuning.studies.heartbeat import Watch
 
 _CARRIED = ("seed", "own", "confirms", "target_batch", "micro_batch")
@@ -66,10 +75,11 @@ class Line:
                 return Trial(self._study, trial._trial_id)
         return None
 
-    def begin(self) -> Trial | None:
-        """A new trial; None where one that waits came instead, and was superfluous."""
+    def begin(self, limit: int) -> Trial | None:
+        """A new trial; None where, with those begun by others at the same moment, there are more than `limit`."""
         trial = self._study.ask()
-        if self._is_second(trial._trial_id):
+        before = [other for other in self.trials() if other.number < trial.number]
+        if count_begun(before) >= limit or self._is_second(trial._trial_id):
             self._drop(trial._trial_id)
             return None
         return trial
@@ -130,6 +140,22 @@ class Line:
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
             return
+
+
+def count_begun(trials: Sequence[FrozenTrial]) -> int:
+    """How many of them count, or will: finished, running, waiting, or lost and still to be queued again."""
+    tickets = _tickets(trials)
+    return sum(1 for trial in trials if _counts(trial, tickets))
+
+
+def _counts(trial: FrozenTrial, tickets: Mapping[str, int]) -> bool:
+    if is_superfluous(trial):
+        return False
+    if trial.state == TrialState.WAITING:
+        return tickets.get(trial.user_attrs.get(TICKET, ""), trial.number) == trial.number
+    if is_lost(trial):
+        return bool(trial.params) and f"repeats {trial.number}" not in tickets
+    return True
 
 
 def _reason(worker: object, deaths: int) -> str:

@@ -13,7 +13,7 @@ from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.runner import Runner
 from autoaccum.tuning.settings import Space
 from autoaccum.tuning.studies.attributes import is_finished
-from autoaccum.tuning.studies.line import Line
+from autoaccum.tuning.studies.line import Line, count_begun
 from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, own_setting, parameters_of
 from autoaccum.tuning.studies.study import Study
 from autoaccum.tuning.studies.trying import Trying
@@ -28,7 +28,7 @@ def search(
 ) -> str | None:
     """Run trials until the study has `trials` of them that are finished.
 
-    Several workers may do so at once; then there can be one more for each of them but the first.
+    Several workers may do so at once: together they run as many.
 
     Args:
         study: The study.
@@ -99,11 +99,13 @@ class Pause:
 
 def _next(study: Study, line: Line, known: list[FrozenTrial], trials: int) -> Trial | None:
     """A trial to run now: one that waits, or else a new one; None where those that run already are enough."""
-    begun = sum(1 for trial in known if is_finished(trial) or trial.state == TrialState.RUNNING)
-    if begun >= trials:
+    if sum(1 for trial in known if is_finished(trial) or trial.state == TrialState.RUNNING) >= trials:
         return None
     with study.reaching():
-        return line.take() or line.begin()
+        waiting = line.take()
+        if waiting is not None:
+            return waiting
+        return line.begin(trials) if count_begun(line.trials()) < trials else None
 
 
 def _queue_own(study: Study, line: Line, space: Space) -> None:

@@ -41,7 +41,7 @@ def go_on(study: Study, trials: int) -> list[Any]:
 
 def begin(line: Line, **attributes: Any) -> optuna.Trial:
     """A trial that runs, by whom `attributes` say."""
-    trial = line.take() or line.begin()
+    trial = line.take() or line.begin(100)
     assert trial is not None
     trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
     for name, value in attributes.items():
@@ -159,7 +159,7 @@ def test_what_kills_its_workers_again_and_again_is_given_up(study: Study) -> Non
 
 def test_what_died_before_it_drew_is_not_taken_up(study: Study) -> None:
     _, line = study.search_line()
-    trial = line.begin()
+    trial = line.begin(100)
     assert trial is not None
     trial.set_user_attr("process", dead_worker().to_record())
     assert [lost.number for lost in line.put_lost_back()] == [0]
@@ -213,6 +213,25 @@ def test_a_waiting_trial_is_taken_by_one_of_many(study: Study) -> None:
     for thread in threads:
         thread.join()
     assert sorted(taken) == [0, 1, 2, 3]
+
+
+def test_workers_that_begin_at_once_begin_no_more_than_asked(study: Study) -> None:
+    """Each has seen that one is lacking; what came too late is dropped before it trains, and is no row."""
+    _, line = study.search_line()
+    for _ in range(3):
+        begin(line)
+    assert line.begin(3) is None
+    assert line.begin(4) is not None
+    assert [row.number for row in study.rows()] == [0, 1, 2, 4]
+
+
+def test_a_trial_that_a_person_queued_is_run(study: Study) -> None:
+    optuna_study, _ = study.search_line()
+    optuna_study.enqueue_trial({"learning_rate": 0.025})
+    go_on(study, 3)
+    rates = [row.setting.learning_rate for row in study.rows() if row.setting is not None]
+    assert rates[:2] == [0.025, 0.01]
+    assert len(rates) == 3
 
 
 def _path(study: Study) -> Path:
