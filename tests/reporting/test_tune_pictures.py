@@ -167,6 +167,8 @@ def test_the_bracket_is_shaded_up_to_the_edge_where_it_has_no_end() -> None:
     axes = drawn(best, RATES).axes[0]
     (shade,) = axes.patches
     assert shade.get_x() == pytest.approx(axes.get_xlim()[0])  # type: ignore[attr-defined]
+    unknown = replace(CASES["usual"], bracket=Bracket(low=None, best=0.68, high=None, noise=0.1))
+    assert not drawn(unknown, RATES).axes[0].patches
 
 
 def test_every_trial_is_drawn_once_and_running_ones_are_not() -> None:

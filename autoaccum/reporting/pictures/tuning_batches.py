@@ -57,7 +57,9 @@ def _others(tuning: Tuning) -> list[Standing]:
 def _marks(others: list[Standing]) -> list[Remark]:
     marks = [("\N{BLACK CIRCLE} best found, and where it lies by what was tried", "room")]
     if others:
-        marks += [("\N{BLACK CIRCLE} the best third of the others", "ran"), ("\N{WHITE CIRCLE} the rest", "muted")]
+        marks.append(("\N{BLACK CIRCLE} the best third of the others", "ran"))
+    if len(others) > 1:
+        marks.append(("\N{WHITE CIRCLE} the rest", "muted"))
     return [*marks, ("- - advice, not tried", "ink")]
 
 

@@ -41,6 +41,8 @@ def rates_figure(tuning: Tuning) -> Figure:
 
 
 def _shade(axes: Axes, bracket: Bracket) -> None:
+    if bracket.low is None and bracket.high is None:
+        return
     left, right = axes.get_xlim()
     low, high = bracket.low or left, bracket.high or right
     axes.axvspan(low, high, facecolor=colour("room"), alpha=0.12, linewidth=0, zorder=0)
