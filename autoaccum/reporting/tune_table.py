@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,9 +11,10 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.plain_text import near_path, one_line
+from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.rows import path_value, row_lines
 from autoaccum.reporting.tune_lists import advice_lines, speed_lines, standing_lines, trial_lines
+from autoaccum.reporting.tune_next import next_lines
 from autoaccum.reporting.tune_words import (
     LABELS,
     batch_words,
@@ -28,7 +28,6 @@ from autoaccum.reporting.update_line import format_seconds
 from autoaccum.tuning.records import Bracket, Row, Standing, Tuning
 from autoaccum.units import format_bytes, percent
 
-_DATABASES = (".db", ".sqlite", ".sqlite3")
 NOTHING = "no trial came to the end of its budget with a finite loss"
 
 
@@ -195,39 +194,3 @@ def state_words(rows: Sequence[Row]) -> str:
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The trials of the search, and the confirmations."""
     return [row for row in rows if row.confirms is None], [row for row in rows if row.confirms is not None]
-
-
-def next_lines(
-    tuning: Tuning,
-    *,
-    command: Sequence[str],
-    more: Sequence[str],
-    train: Sequence[str],
-    kept: Path | None = None,
-    pictured: Path | None = None,
-    name: str = "best.json",
-) -> Iterator[Text]:
-    """What to do next, as lines to be copied."""
-    if pictured is not None:
-        yield Text(f"pictures in {near_path(pictured)}")
-    if tuning.plan is not None:
-        if kept is None:
-            yield Text("keep its plan:")
-            yield Text(f"  {shlex.join([*command, '-o', name])}", "cyan")
-        else:
-            yield Text(f"its plan is kept in {near_path(kept)}")
-        yield Text("train with it:")
-        yield Text(f"  {shlex.join([*train, '--plan', name if kept is None else str(kept)])}", "cyan")
-    yield Text("go on with more trials:")
-    yield Text(f"  {shlex.join(more)}", "cyan")
-    yield Text("look at the study (pip install optuna-dashboard):")
-    yield Text(f"  {shlex.join(['optuna-dashboard', dashboard_address(tuning.storage)])}", "cyan")
-
-
-def dashboard_address(storage: str) -> str:
-    """What Optuna's dashboard is given: a URL, but for a journal its file.
-
-    >>> dashboard_address("tune.db"), dashboard_address("runs/tune.journal")
-    ('sqlite:///tune.db', 'runs/tune.journal')
-    """
-    return f"sqlite:///{storage}" if Path(storage).suffix.lower() in _DATABASES and "://" not in storage else storage
