@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +57,9 @@ class Trying:
         """
         try:
             with self.study.reaching():
+                self._sign(trial, seed)
                 setting = draw(trial)
-                self._introduce(trial, setting, seed)
+                _note(trial, {TARGET: setting.target_batch, MICRO: setting.micro_batch})
             self._tell_beginning(trial, setting, seed)
             with Heartbeat(self.study.storage.backend, trial._trial_id, self.study.storage.heartbeat):
                 outcome = self.runner.run(setting, seed, lambda percent, loss: self._goes_on(trial, percent, loss))
@@ -74,20 +75,11 @@ class Trying:
         self._tell_end(trial, seed, outcome)
         return outcome
 
-    def _introduce(self, trial: Trial, setting: Setting, seed: int) -> None:
+    def _sign(self, trial: Trial, seed: int) -> None:
+        """Say who runs it, before anything else: should that worker die, others know at once."""
         worker = Worker.here()
-        known = {
-            "seed": seed,
-            TARGET: setting.target_batch,
-            MICRO: setting.micro_batch,
-            "worker": worker.name,
-            "process": worker.to_record(),
-            "heartbeat": self.study.storage.heartbeat,
-        }
-        attributes = trial.user_attrs
-        for name, value in known.items():
-            if attributes.get(name) != value:
-                trial.set_user_attr(name, value)
+        heartbeat = self.study.storage.heartbeat
+        _note(trial, {"process": worker.to_record(), "worker": worker.name, "heartbeat": heartbeat, "seed": seed})
 
     def _tell_beginning(self, trial: Trial, setting: Setting, seed: int) -> None:
         attributes = trial.user_attrs
@@ -119,6 +111,13 @@ class Trying:
         self.tell(TrialEnded(row_of(kept, seed)))
 
 
+def _note(trial: Trial, attributes: Mapping[str, Any]) -> None:
+    known = trial.user_attrs
+    for name, value in attributes.items():
+        if known.get(name) != value:
+            trial.set_user_attr(name, value)
+
+
 def _keep(trial: Trial, outcome: Outcome) -> None:
     """Write down what a trial came to: its state last, so that a trial which is finished is whole."""
     told: dict[str, Any] = {
@@ -131,9 +130,7 @@ def _keep(trial: Trial, outcome: Outcome) -> None:
         "traceback": outcome.user_traceback,
         "warnings": list(outcome.warnings),
     }
-    for name, value in told.items():
-        if value is not None and value != []:
-            trial.set_user_attr(name, value)
+    _note(trial, {name: value for name, value in told.items() if value is not None and value != []})
     lacking = outcome.shortages or int(outcome.state == "out_of_memory")
     trial.set_constraint(_CONSTRAINT, float(lacking))
     if outcome.state == "failed":

@@ -43,7 +43,7 @@ def worker(storage: Path, log: Path, seconds: float = SECONDS) -> Iterator[subpr
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert (process.returncode, said) == (0, "")
 
 
@@ -53,7 +53,7 @@ def notes(log: Path) -> list[dict[str, Any]]:
 
 def wait_for_runs(log: Path, count: int, pid: int | None = None) -> None:
     """Until so many trainings were begun, by that process."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while sum(note["percent"] == 0 and pid in (None, note["pid"]) for note in notes(log)) < count:
         assert time.monotonic() < deadline, notes(log)
         time.sleep(0.01)
