@@ -89,7 +89,7 @@ class CheckpointError(AutoaccumError):
 
 
 class StudyError(AutoaccumError):
-    """A study cannot be read or written: its storage is foreign, damaged, locked or out of reach, and stays as it is."""
+    """A study cannot be read or written: its storage is foreign, damaged, locked or out of reach."""
 
     exit_code = 3
 

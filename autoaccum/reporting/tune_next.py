@@ -11,8 +11,6 @@ from rich.text import Text
 from autoaccum.reporting.plain_text import near_path
 from autoaccum.tuning.records import Tuning
 
-_DATABASES = (".db", ".sqlite", ".sqlite3")
-
 
 def next_lines(
     tuning: Tuning,
@@ -38,13 +36,4 @@ def next_lines(
     yield Text("go on with more trials:")
     yield Text(f"  {shlex.join(more)}", "cyan")
     yield Text("look at the study (pip install optuna-dashboard):")
-    yield Text(f"  {shlex.join(['optuna-dashboard', dashboard_address(tuning.storage)])}", "cyan")
-
-
-def dashboard_address(storage: str) -> str:
-    """What Optuna's dashboard is given: a URL, but for a journal its file.
-
-    >>> dashboard_address("tune.db"), dashboard_address("runs/tune.journal")
-    ('sqlite:///tune.db', 'runs/tune.journal')
-    """
-    return f"sqlite:///{storage}" if Path(storage).suffix.lower() in _DATABASES and "://" not in storage else storage
+    yield Text(f"  {shlex.join(['optuna-dashboard', tuning.storage_url])}", "cyan")

@@ -183,6 +183,7 @@ class Tuning:
     Attributes:
         study: Its name.
         storage: Where it is kept; passwords are left out.
+        storage_url: The same, as Optuna's commands and its dashboard are given it.
         workload: Name, model, digest.
         space: What was searched.
         budget: Of every trial.
@@ -206,6 +207,7 @@ class Tuning:
 
     study: str
     storage: str
+    storage_url: str
     workload: Mapping[str, Any]
     space: Space
     budget: Budget

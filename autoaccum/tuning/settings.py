@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Literal
 
 from autoaccum.accumulation.schedule import make_schedule
@@ -48,7 +49,11 @@ class RateSpan:
 
 @dataclass(frozen=True)
 class BatchSpan:
-    """Effective batches in samples, both ends included; both the same where only one is asked for."""
+    """Effective batches in samples, both ends included; both the same where only one is asked for.
+
+    >>> BatchSpan(64, 1024).sizes, BatchSpan(48, 100).sizes, BatchSpan(7, 7).sizes
+    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
+    """
 
     low: int
     high: int
@@ -57,6 +62,15 @@ class BatchSpan:
     def single(self) -> bool:
         """Whether there is nothing to search."""
         return self.low == self.high
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those that are searched: doublings of the smallest, and the largest.
+
+        Few enough that learning rates at one of them can be compared with each other.
+        """
+        doublings = takewhile(lambda size: size < self.high, (self.low << times for times in count()))
+        return (*doublings, self.high)
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class Space:
 
     Attributes:
         learning_rates: Searched by their logarithm.
-        target_batches: Searched by their logarithm, unless there is one only.
+        target_batches: Of which `sizes` are searched, unless there is one only.
         micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
         micro_batch: What uncoupled trials run with.
         coupled: Why the micro-batch changes the training, as a clause ("BatchNorm in modules 2 and 5 normalises by

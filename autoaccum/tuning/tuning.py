@@ -19,12 +19,12 @@ from autoaccum.tuning.judging.coupled import find_coupling
 from autoaccum.tuning.judging.ladder import micro_batch_ladder
 from autoaccum.tuning.judging.scaling import advise
 from autoaccum.tuning.judging.standings import own_standing, rank
-from autoaccum.tuning.records import Row, Standing, Throughput, Tuning
+from autoaccum.tuning.records import Row, Standing, Tuning
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.child_runner import ChildRunner
 from autoaccum.tuning.running.describing import describe
 from autoaccum.tuning.running.measuring import measure_throughput
-from autoaccum.tuning.settings import Budget, RateSpan, Setting, Space
+from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Setting, Space
 
 if TYPE_CHECKING:
     from autoaccum.tuning.studies.study import Study
@@ -60,7 +60,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         KeyboardInterrupt: The trial that ran is put back.
     """
     from autoaccum.tuning.studies.storage import open_storage
-    from autoaccum.tuning.studies.study import open_study
+    from autoaccum.tuning.studies.study import find_study, open_study
     from autoaccum.tuning.studies.terms import Terms
 
     began = time.monotonic()
@@ -70,10 +70,12 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     given = _load_plan(request)
     facts = describe(request, on_output=on_output)
     tell(Described(facts))
+    if given is not None:
+        _check_plan(given, request, facts, tell)
     budget = request.budget or _once_over(facts)
     rates = request.learning_rate or RateSpan(facts.learning_rate / _OWN_FACTOR, facts.learning_rate * _OWN_FACTOR)
     terms = Terms.of(request, facts, budget, rates)
-    study = open_study(storage, request.study or facts.name, terms, trials=request.trials)
+    study = find_study(storage, request.study or facts.name, terms)
     tell(
         StudyOpened(
             name=study.name,
@@ -82,14 +84,20 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
             pruner=study.pruner_words,
             finished=study.finished,
             trials=request.trials,
+            best=_least_loss(study.rows()),
         )
     )
-    plan = _ceiling_plan(request, facts, study, given, tell, on_output)
+    plan = _known_plan(study, given, tell)
+    plan = plan or _make_plan(request, facts, request.target_batch.high, tell, on_output)
     coupled, notes = find_coupling(plan, facts)
     for note in notes:
         tell(Noted(note))
-    sizes = _sizes(plan.largest_fit, request.target_batch.high, coupled is not None)
-    throughput = _throughput(request, facts, study, sizes, tell, on_output)
+    sizes = _sizes(plan.largest_fit, request.target_batch, coupled is not None)
+    known = study.recall_throughput()
+    throughput = known or measure_throughput(request, facts, sizes, tell=tell, on_output=on_output)
+    study = open_study(storage, study.name, terms)
+    plan, throughput = study.settle(plan, throughput)  # Another worker may have been first: one ceiling for all.
+    tell(ThroughputKnown(throughput, remembered=known is not None))
     space = Space(
         learning_rates=rates,
         target_batches=request.target_batch,
@@ -109,6 +117,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     return Tuning(
         study=study.name,
         storage=storage.shown,
+        storage_url=storage.command_url,
         workload={"reference": request.reference, **dataclasses.asdict(facts)},
         space=space,
         budget=budget,
@@ -168,22 +177,11 @@ def _load_plan(request: TuneRequest) -> Plan | None:
     return plan
 
 
-def _ceiling_plan(
-    request: TuneRequest, facts: Facts, study: Study, given: Plan | None, tell: Listener, on_output: Output | None
-) -> Plan:
-    """The plan whose ceiling no trial exceeds: the study's, the one given, or one made now."""
+def _known_plan(study: Study, given: Plan | None, tell: Listener) -> Plan | None:
     kept = study.recall_plan()
-    if kept is not None:
-        if given is not None and given.digest() != kept.digest():
-            tell(Noted("the study has a plan of its own already: the one that is given is not used"))
-        return kept
-    if given is None:
-        made = _make_plan(request, facts, request.target_batch.high, tell, on_output)
-    else:
-        _check_plan(given, request, facts, tell)
-        made = given
-    study.remember_plan(made)
-    return made
+    if kept is not None and given is not None and given.digest() != kept.digest():
+        tell(Noted("the study has a plan of its own already: the one that is given is not used"))
+    return kept or given
 
 
 def _check_plan(plan: Plan, request: TuneRequest, facts: Facts, tell: Listener) -> None:
@@ -220,36 +218,16 @@ def _make_plan(
     )
 
 
-def _sizes(ceiling: int, target_batch: int, coupled: bool) -> tuple[int, ...]:
+def _sizes(ceiling: int, targets: BatchSpan, coupled: bool) -> tuple[int, ...]:
     """The micro-batches to look at; where a BatchNorm needs two samples, those whose every part has them."""
     least = min(_LEAST_COUPLED, ceiling) if coupled else 1
-    ladder = micro_batch_ladder(min(ceiling, target_batch), least)
-    fitting = [size for size in ladder if min(_parts(size, target_batch)) >= least]
+    ladder = micro_batch_ladder(min(ceiling, targets.high), least, targets.high)
+    fitting = [size for size in ladder if all(min(_parts(size, target)) >= least for target in targets.sizes)]
     return tuple(fitting or ladder[-1:])
 
 
 def _parts(size: int, target_batch: int) -> tuple[int, ...]:
     return Setting(learning_rate=1.0, target_batch=target_batch, micro_batch=size).parts
-
-
-def _throughput(
-    request: TuneRequest,
-    facts: Facts,
-    study: Study,
-    sizes: tuple[int, ...],
-    tell: Listener,
-    on_output: Output | None,
-) -> Throughput:
-    """Measured once for a study."""
-    kept = study.recall_throughput()
-    if kept is None:
-        measured = measure_throughput(request, facts, sizes, tell=tell, on_output=on_output)
-        study.remember_throughput(measured)
-        kept = study.recall_throughput() or measured  # Another worker may have been first: one knee for all.
-        tell(ThroughputKnown(kept, remembered=False))
-    else:
-        tell(ThroughputKnown(kept, remembered=True))
-    return kept
 
 
 def _run_trials(request: TuneRequest, study: Study, space: Space, runner: ChildRunner, tell: Listener) -> str | None:
@@ -265,6 +243,10 @@ def _run_trials(request: TuneRequest, study: Study, space: Space, runner: ChildR
         tell(Confirming(tuple(trial for trial, _ in chosen), len(chosen) * len(seeds)))
         confirm(study, chosen, runner, seeds=seeds, tell=tell)
     return ended
+
+
+def _least_loss(rows: Sequence[Row]) -> float | None:
+    return min((row.loss for row in _searched(rows) if row.state == "complete" and row.loss is not None), default=None)
 
 
 def _searched(rows: Sequence[Row]) -> tuple[Row, ...]:

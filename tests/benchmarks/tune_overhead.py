@@ -146,7 +146,6 @@ def measure(pairs: Pairs, trials: int, storage: Path) -> None:
         open_storage(str(storage), heartbeat=request.heartbeat),
         "overhead",
         Terms.of(request, facts, budget, RATES),
-        trials=trials,
     )
     space = Space(
         learning_rates=RATES,

@@ -199,7 +199,8 @@ def test_without_a_plan_none_is_offered() -> None:
 
 
 def test_why_it_ended_early_and_what_to_beware_of() -> None:
-    text = draw(tuning(ended="its time of 10 s is over", warnings=("careful",), storage="postgresql://me:***@host/db"))
+    shown = "postgresql://me:***@host/db"
+    text = draw(tuning(ended="its time of 10 s is over", warnings=("careful",), storage=shown, storage_url=shown))
     assert "; ended early: its time of 10 s is over\n" in in_one_line(text).replace(" sampler", "\n")
     assert "warning      careful\n" in text
     assert text.endswith("  optuna-dashboard 'postgresql://me:***@host/db'\n")

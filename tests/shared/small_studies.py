@@ -57,9 +57,9 @@ def small_space(**changes: Any) -> Space:
     return Space(**{**space, **changes})
 
 
-def small_study(storage: str | Path, *, heartbeat: float = 20.0, trials: int = 10, **asked: Any) -> Study:
+def small_study(storage: str | Path, *, heartbeat: float = 20.0, **asked: Any) -> Study:
     """A small study in that storage, opened."""
-    return open_study(open_storage(str(storage), heartbeat=heartbeat), "valley", small_terms(**asked), trials=trials)
+    return open_study(open_storage(str(storage), heartbeat=heartbeat), "valley", small_terms(**asked))
 
 
 def valley(setting: Setting, seed: int) -> float:
@@ -109,5 +109,5 @@ def run_worker(storage: str, log: str, trials: int, seconds: float, heartbeat: f
             file.write(json.dumps({"pid": os.getpid(), "rate": setting.learning_rate, "percent": percent}) + "\n")
         time.sleep(seconds / 4)
 
-    study = small_study(storage, heartbeat=heartbeat, trials=trials)
+    study = small_study(storage, heartbeat=heartbeat)
     search(study, small_space(), PureRunner(note), trials=trials, time_limit=None, tell=lambda event: None)

@@ -154,6 +154,7 @@ def tuning(rows: tuple[Row, ...] | None = None, *, confirmed: bool = True, **cha
     known: dict[str, Any] = {
         "study": "digits",
         "storage": "tune.db",
+        "storage_url": "sqlite:///tune.db",
         "workload": {"reference": "digits.py", **vars(FACTS)},
         "space": SPACE,
         "budget": Budget(1617, "samples"),

@@ -81,7 +81,7 @@ def run_study(
         device="cpu",
     )
     name = f"{sampler}, {pruner}, seed {seed}"
-    study = open_study(open_storage(str(storage), heartbeat=20.0), name, terms, trials=trials)
+    study = open_study(open_storage(str(storage), heartbeat=20.0), name, terms)
     space = Space(
         learning_rates=task.rates,
         target_batches=targets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, Trial
 
 from autoaccum.tuning.settings import Setting, Space
@@ -18,7 +18,7 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
     rates, targets = space.learning_rates, space.target_batches
     found: dict[str, BaseDistribution] = {RATE: FloatDistribution(rates.low, rates.high, log=True)}
     if not targets.single:
-        found[TARGET] = IntDistribution(targets.low, targets.high, log=True)
+        found[TARGET] = CategoricalDistribution(targets.sizes)
     if space.coupled is not None:
         found[MICRO] = CategoricalDistribution(space.micro_batches)
     return found
@@ -39,7 +39,7 @@ def draw_setting(trial: Trial, space: Space) -> Setting:
     """The setting of a trial; what it does not have yet is drawn."""
     rates, targets = space.learning_rates, space.target_batches
     rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
-    target = targets.low if targets.single else trial.suggest_int(TARGET, targets.low, targets.high, log=True)
+    target = targets.low if targets.single else trial.suggest_categorical(TARGET, targets.sizes)
     micro = _offered(space)
     if space.coupled is not None:
         micro = trial.suggest_categorical(MICRO, space.micro_batches)

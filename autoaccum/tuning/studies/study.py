@@ -107,10 +107,6 @@ class Study:
         except PlanFileError as error:
             raise self._damaged(error.message) from None
 
-    def remember_plan(self, plan: Plan) -> None:
-        """Keep a plan, unless one is kept already."""
-        self._remember(PLAN, plan.to_json())
-
     def recall_throughput(self) -> Throughput | None:
         """Samples per second over micro-batches; None before they are measured.
 
@@ -127,9 +123,11 @@ class Study:
         except ShapeError as error:
             raise self._damaged(f"in the throughput, {error}") from None
 
-    def remember_throughput(self, throughput: Throughput) -> None:
-        """Keep what was measured, unless something is kept already."""
+    def settle(self, plan: Plan, throughput: Throughput) -> tuple[Plan, Throughput]:
+        """Keep a plan and what was measured by it, unless some are kept already; those that are kept."""
+        self._remember(PLAN, plan.to_json())
         self._remember(THROUGHPUT, thaw(throughput))
+        return self.recall_plan() or plan, self.recall_throughput() or throughput
 
     @contextmanager
     def reaching(self) -> Iterator[None]:
@@ -148,7 +146,8 @@ class Study:
 
     def _recall(self, key: str) -> Any:
         with self.reaching():
-            return self._load(self.name).user_attrs.get(key)
+            names = optuna.get_all_study_names(self.storage.backend)
+            return self._load(self.name).user_attrs.get(key) if self.name in names else None
 
     def _remember(self, key: str, value: Any) -> None:
         with self.reaching():
@@ -162,14 +161,25 @@ class Study:
         )
 
 
-def open_study(storage: Storage, name: str, terms: Terms, *, trials: int) -> Study:
+def find_study(storage: Storage, name: str, terms: Terms) -> Study:
+    """The study of that name, which may not be there yet: nothing is made before all that trials need is known.
+
+    Raises:
+        UsageError, StudyError: As `open_study`.
+    """
+    study = Study(storage, name, terms)
+    with study.reaching():
+        there = name in optuna.get_all_study_names(storage.backend)
+    return open_study(storage, name, terms) if there else study
+
+
+def open_study(storage: Storage, name: str, terms: Terms) -> Study:
     """Make a study, or go on with one that was made on the same terms.
 
     Args:
         storage: Where.
         name: Its name.
         terms: What its trials have in common.
-        trials: How many there are to be; fewer than there are already is no error.
 
     Raises:
         UsageError: There is one of that name, made on other terms or by somebody else; it stays as it is.

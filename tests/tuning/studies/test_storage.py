@@ -49,7 +49,7 @@ def test_a_storage_stays_where_it_was_when_the_process_goes_elsewhere(
     databases = [open_storage(name, heartbeat=20.0) for name in ("tune.db", "tune.journal")]
     monkeypatch.chdir(here / "other")
     for storage in databases:
-        open_study(storage, "valley", small_terms(), trials=1)
+        open_study(storage, "valley", small_terms())
     assert list((here / "other").iterdir()) == []
 
 

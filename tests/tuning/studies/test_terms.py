@@ -55,8 +55,8 @@ def optuna_study(storage: Storage, name: str = "valley") -> optuna.Study:
 
 
 def test_a_study_is_gone_on_with_on_the_same_terms(storage: Storage) -> None:
-    first = open_study(storage, "valley", small_terms(), trials=10)
-    second = open_study(storage, "valley", small_terms(), trials=20)
+    first = open_study(storage, "valley", small_terms())
+    second = open_study(storage, "valley", small_terms())
     assert (first.name, first.finished) == (second.name, second.finished) == ("valley", 0)
     assert (first.sampler_words, first.pruner_words) == (second.sampler_words, second.pruner_words)
     assert optuna_study(storage).user_attrs[TERMS] == small_terms().to_record()
@@ -64,11 +64,11 @@ def test_a_study_is_gone_on_with_on_the_same_terms(storage: Storage) -> None:
 
 def test_each_other_term_is_named_and_the_study_stays(storage: Storage, tmp_path: Path) -> None:
     assert OTHERS.keys() | {"schema"} == {field.name for field in dataclasses.fields(Terms)}
-    open_study(storage, "valley", small_terms(), trials=10)
+    open_study(storage, "valley", small_terms())
     before = (tmp_path / "tune.journal").read_bytes()
     for name, value in OTHERS.items():
         with pytest.raises(UsageError, match="was made with other terms") as error:
-            open_study(storage, "valley", dataclasses.replace(small_terms(), **{name: value}), trials=10)
+            open_study(storage, "valley", dataclasses.replace(small_terms(), **{name: value}))
         assert error.value.message.count(", now ") == 1
         assert "--study" in str(error.value)
     after = (tmp_path / "tune.journal").read_bytes()
@@ -78,10 +78,10 @@ def test_each_other_term_is_named_and_the_study_stays(storage: Storage, tmp_path
 
 
 def test_differing_terms_are_shown_as_they_were_and_are(storage: Storage) -> None:
-    open_study(storage, "valley", small_terms(), trials=10)
+    open_study(storage, "valley", small_terms())
     asked = dataclasses.replace(small_terms(), budget=Budget(2.5, "seconds"), target_batches=BatchSpan(64, 1024))
     with pytest.raises(UsageError) as error:
-        open_study(storage, "valley", asked, trials=10)
+        open_study(storage, "valley", asked)
     assert "(target batches 256, now 64..1024; budget 1000 samples, now 2.5 seconds)" in error.value.message
 
 
@@ -91,21 +91,21 @@ def test_a_study_of_somebody_else_is_refused_and_stays(storage: Storage, attribu
     for name, value in attributes.items():
         foreign.set_user_attr(name, value)
     with pytest.raises(UsageError, match="the study 'valley' is"):
-        open_study(storage, "valley", small_terms(), trials=10)
+        open_study(storage, "valley", small_terms())
     assert optuna_study(storage).user_attrs == attributes
 
 
 def test_a_study_of_somebody_else_without_attributes_is_known_by_its_trials(storage: Storage) -> None:
     optuna.create_study(storage=storage.backend, study_name="valley").ask()
     with pytest.raises(UsageError, match="not of autoaccum"):
-        open_study(storage, "valley", small_terms(), trials=10)
+        open_study(storage, "valley", small_terms())
     assert optuna_study(storage).user_attrs == {}
 
 
 def test_an_empty_study_whose_maker_was_killed_is_taken_over(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoaccum.tuning.studies.study._PATIENCE_SECONDS", 0.0)
     optuna.create_study(storage=storage.backend, study_name="valley")
-    assert open_study(storage, "valley", small_terms(), trials=10).finished == 0
+    assert open_study(storage, "valley", small_terms()).finished == 0
     assert optuna_study(storage).user_attrs == {TERMS: small_terms().to_record()}
 
 
@@ -113,15 +113,15 @@ def test_a_newer_study_and_one_that_maximises_are_refused(storage: Storage) -> N
     newer = optuna.create_study(storage=storage.backend, study_name="valley")
     newer.set_user_attr(TERMS, {**small_terms().to_record(), "schema": 2})
     with pytest.raises(UsageError, match="by a newer autoaccum"):
-        open_study(storage, "valley", small_terms(), trials=10)
+        open_study(storage, "valley", small_terms())
     upward = optuna.create_study(storage=storage.backend, study_name="hill", direction="maximize")
     upward.set_user_attr(TERMS, small_terms().to_record())
     with pytest.raises(UsageError, match="is there already"):
-        open_study(storage, "hill", small_terms(), trials=10)
+        open_study(storage, "hill", small_terms())
 
 
 def test_confirmations_are_not_put_into_a_study_of_somebody_else(storage: Storage) -> None:
-    study = open_study(storage, "valley", small_terms(), trials=10)
+    study = open_study(storage, "valley", small_terms())
     optuna.create_study(storage=storage.backend, study_name="valley, confirmed").set_user_attr("a", 1)
     with pytest.raises(UsageError, match="'valley, confirmed' is there already"):
         study.confirmation_line()
@@ -147,14 +147,13 @@ def test_workers_that_start_at_once_make_one_study(tmp_path: Path) -> None:
 
 
 def test_plan_and_throughput_are_kept_once_and_come_back_equal(storage: Storage) -> None:
-    study = open_study(storage, "valley", small_terms(), trials=10)
+    study = open_study(storage, "valley", small_terms())
     assert (study.recall_plan(), study.recall_throughput()) == (None, None)
     first, second = plan(setting(0.1)), plan(setting(0.1, micro_batch=32))
-    study.remember_plan(first)
-    study.remember_plan(second)
-    study.remember_throughput(THROUGHPUT_OF_TWO)
-    study.remember_throughput(dataclasses.replace(THROUGHPUT_OF_TWO, device="other"))
-    again = open_study(storage, "valley", small_terms(), trials=10)
+    assert study.settle(first, THROUGHPUT_OF_TWO) == (first, THROUGHPUT_OF_TWO)
+    late = dataclasses.replace(THROUGHPUT_OF_TWO, device="other")
+    assert study.settle(second, late) == (first, THROUGHPUT_OF_TWO)
+    again = open_study(storage, "valley", small_terms())
     assert (again.recall_plan(), again.recall_throughput()) == (first, THROUGHPUT_OF_TWO)
 
 
@@ -168,7 +167,7 @@ def test_plan_and_throughput_are_kept_once_and_come_back_equal(storage: Storage)
     ],
 )
 def test_what_is_damaged_is_named(storage: Storage, key: str, value: Any, said: str) -> None:
-    study = open_study(storage, "valley", small_terms(), trials=10)
+    study = open_study(storage, "valley", small_terms())
     optuna_study(storage).set_user_attr(key, value)
     with pytest.raises(StudyError, match="the study 'valley' in .* is damaged") as error:
         study.recall_plan() if key == PLAN else study.recall_throughput()
