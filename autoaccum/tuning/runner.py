@@ -11,6 +11,9 @@ from autoaccum.tuning.settings import Setting
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial's loss is looked at before its end."""
 
+END = 100
+"""Percent of the budget at which a complete trial ends."""
+
 GoOn = Callable[[int, float], bool]
 """Told of a milestone (percent of the budget) and the held-out loss there; whether the trial shall go on."""
 

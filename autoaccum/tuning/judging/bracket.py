@@ -9,7 +9,8 @@ one above, have the optimum between them. What is seen is the loss of single run
   seeds of the settings that were repeated, pooled over them.
 - A run that was pruned is compared where it ended, with the best's loss and the noise there. That tells of higher
   rates. A lower one may be behind there and catch up (`catching_up`): it is worse only if the whole budget would take
-  it no further than the best had come there, and the best has clearly gained since then.
+  it no further than the best had come there, and the best has clearly gained since then. Where the workload has a
+  schedule, a pruned run says nothing: a rate that falls on the way may be behind there at its best.
 - One that diverged is worse. One that failed or ran out of memory says nothing.
 - Every tried rate beyond an end of the bracket is clearly worse: should one be that lies between two others that are
   not, this was chance, or the valley is not the only one.
@@ -25,19 +26,22 @@ from statistics import variance
 from autoaccum.tuning.judging.catching_up import may_catch_up
 from autoaccum.tuning.judging.standings import is_complete
 from autoaccum.tuning.records import Bracket, Row, Standing
+from autoaccum.tuning.runner import END
 from autoaccum.tuning.settings import Setting
 
 NOISE_DEVIATIONS = 2.0
 """How many standard deviations of a difference count as chance."""
 
-_END = 100
-"""Percent of the budget at which a complete trial ends."""
 
-
-def find_bracket(rows: Sequence[Row], standings: Sequence[Standing]) -> Bracket | None:
+def find_bracket(rows: Sequence[Row], standings: Sequence[Standing], *, scheduled: bool = False) -> Bracket | None:
     """The learning rates around the best that are clearly worse, among trials of its effective batch and micro-batch.
 
     None where no trial is complete.
+
+    Args:
+        rows: Of the search, and the confirmations.
+        standings: Of those rows, best first.
+        scheduled: Whether the learning rate changes on the way, so that milestones say nothing of the end.
     """
     if not standings:
         return None
@@ -47,7 +51,7 @@ def find_bracket(rows: Sequence[Row], standings: Sequence[Standing]) -> Bracket 
     worse: dict[float, bool] = {}
     for row in rows:
         if row.confirms is None and row.setting is not None and _differs_in_rate(row.setting, winner.setting):
-            told = _is_worse(row, best, rows)
+            told = None if scheduled and row.state == "pruned" else _is_worse(row, best, rows)
             if told is not None:
                 worse[row.setting.learning_rate] = told and worse.get(row.setting.learning_rate, True)
     below = takewhile(lambda tried: worse[tried], sorted(tried for tried in worse if tried < rate))
@@ -55,7 +59,7 @@ def find_bracket(rows: Sequence[Row], standings: Sequence[Standing]) -> Bracket 
     return Bracket(low=_last(below), best=rate, high=_last(above), noise=find_noise(rows))
 
 
-def find_noise(rows: Iterable[Row], percent: int = _END) -> float | None:
+def find_noise(rows: Iterable[Row], percent: int = END) -> float | None:
     """Up to which difference the losses of two runs differ by chance, at a milestone or at the end.
 
     None where no setting has two complete runs.
@@ -78,7 +82,7 @@ def _is_worse(row: Row, best: Row, rows: Sequence[Row]) -> bool | None:
     if row.state == "diverged":
         return True
     if is_complete(row):
-        return _is_clear(row, best, _END, rows)
+        return _is_clear(row, best, END, rows)
     if row.state != "pruned" or not row.losses:
         return None
     percent = row.losses[-1][0]
@@ -103,7 +107,7 @@ def _is_clear(row: Row, best: Row, percent: int, rows: Sequence[Row]) -> bool | 
 
 def _has_gained(best: Row, percent: int, rows: Sequence[Row]) -> bool:
     """Whether the best's loss has clearly fallen from a milestone to the end."""
-    then, now = _loss_at(best, percent), _loss_at(best, _END)
+    then, now = _loss_at(best, percent), _loss_at(best, END)
     return then is not None and now is not None and then - now > (find_noise(rows) or 0.0)
 
 
@@ -114,7 +118,7 @@ def _rate(row: Row) -> float:
 
 def _loss_at(row: Row, percent: int) -> float | None:
     """The loss at the end of the budget, or at a milestone, as far as it is finite."""
-    loss = row.loss if percent == _END else dict(row.losses).get(percent)
+    loss = row.loss if percent == END else dict(row.losses).get(percent)
     return loss if loss is not None and math.isfinite(loss) else None
 
 

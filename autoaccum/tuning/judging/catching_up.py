@@ -4,15 +4,17 @@ Steps go with the learning rate, and for a given number of samples the inverse o
 is a setting's pace. At a fixed pace, a loss first falls and then stays where the noise of the updates holds it; the
 slower the pace, the later and the lower. So the best pace falls with the length of a training, and one that looks too
 slow at a quarter of the budget may be the best of the whole; one that is too fast at a quarter stays so.
+
+That is for rates that stay as they are. Under a schedule that lowers them towards the end, one that is too fast at a
+quarter may be the best of the whole, too: what is behind there is not the worse for it (`judging.bracket`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoaccum.tuning.runner import END
 from autoaccum.tuning.settings import Setting
-
-_WHOLE = 100
 
 
 def pace(setting: Setting) -> float:
@@ -37,4 +39,4 @@ def may_catch_up(setting: Setting, best: Setting, ahead: Iterable[Setting], perc
     (True, False, False)
     """
     own = pace(setting)
-    return own * _WHOLE > pace(best) * percent and all(pace(other) > own for other in ahead)
+    return own * END > pace(best) * percent and all(pace(other) > own for other in ahead)

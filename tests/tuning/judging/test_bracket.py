@@ -91,6 +91,16 @@ def test_a_slower_one_counts_only_where_it_cannot_catch_up() -> None:
     assert bracket_of(done, pruned(1, 0.025, (25, 9.0))).low is None
 
 
+def test_under_a_schedule_only_what_came_to_its_end_counts() -> None:
+    """At half of a cosine, the rate that wins is behind a slower one (of a noisy quadratic, by its closed form)."""
+    best = trial(0, 0.1, 1.0, losses=((25, 1.0), (50, 1.0)))
+    ended = [pruned(1, 0.2, (25, 5.0)), pruned(2, 0.025, (25, 9.0), (50, 9.0))]
+    rows = [best, *ended, trial(3, 0.01, 9.0), trial(4, 0.8, None, "diverged")]
+    assert bracket_of(best, *ended).high == 0.2
+    found = find_bracket(rows, rank(rows), scheduled=True)
+    assert found == Bracket(low=0.01, best=0.1, high=0.8, noise=None)
+
+
 @given(powers=st.lists(AWAY, min_size=1, max_size=30, unique=True), optimum=AWAY)
 def test_without_noise_a_valley_s_floor_is_within(powers: list[float], optimum: float) -> None:
     rows = [trial(number, 10**power, (power - optimum) ** 2) for number, power in enumerate(powers)]
