@@ -25,6 +25,8 @@ class Facts:
             dataset, drawn by seed 0`.
         device: What it trains on: `cpu`, `cuda:0`.
         card: The card's name; None on the CPU.
+        batchnorms: Names of the modules that are BatchNorms and normalise by the batch, unless `batchnorm` freezes
+            them.
     """
 
     name: str
@@ -41,3 +43,4 @@ class Facts:
     held_out: str
     device: str
     card: str | None = None
+    batchnorms: tuple[str, ...] = ()

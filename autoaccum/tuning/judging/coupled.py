@@ -1,17 +1,13 @@
-"""Whether the micro-batch changes the training, as the plan knows it."""
+"""Whether the micro-batch changes the training, as the plan and the model tell."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.words import modules
 from autoaccum.planning.records import Plan
 from autoaccum.tuning.facts import Facts
-
-_BATCHNORM = "BatchNorm normalises by the micro-batch"
-"""How the planner's warning of BatchNorms begins (`accumulation.batchnorm`)."""
-
-_OTHERS = "for a sample depends on the others of its micro-batch"
-"""What the planner's warning of other modules says (`accumulation.company.findings`)."""
 
 _AS_EXACT = "trials take it that the micro-batch changes speed and memory only"
 _TELLS = "`autoaccum verify` tells"
@@ -20,35 +16,31 @@ _TELLS = "`autoaccum verify` tells"
 def find_coupling(plan: Plan, facts: Facts) -> tuple[str | None, tuple[str, ...]]:
     """Why the micro-batch changes the training, as a clause, and sentences on what could not be told.
 
+    A BatchNorm counts wherever the model has one that is not frozen: the plan's experiment, at the weights that
+    training begins with, does not see one whose own weights are zeros yet, as residual blocks begin with.
+
     None for the clause: accumulation is exact, as far as was looked.
     """
-    normed = facts.batchnorm != "frozen" and any(said.startswith(_BATCHNORM) for said in plan.warnings)
-    found = plan.coupling
-    if found is None:
-        note = f"whether samples are coupled was not looked at when it was planned: {_AS_EXACT}; {_TELLS}"
-        return (_BATCHNORM, ()) if normed else (None, (note,))
+    normed = () if facts.batchnorm == "frozen" else facts.batchnorms
+    found = plan.coupling or Coupling()
+    others = [name for name in found.modules if name not in facts.batchnorms]
     reasons = [
-        *_module_reasons(found, plan, normed),
+        *([f"BatchNorm in {modules(normed)} normalises by the micro-batch"] if normed else []),
+        *([_dependence(others)] if others else []),
         *(["the loss mixes the samples of a batch"] if found.loss else []),
     ]
-    if reasons:
-        return " and ".join(reasons), ()
-    return None, _doubts(found)
+    return (" and ".join(reasons), ()) if reasons else (None, _doubts(plan.coupling))
 
 
-def _module_reasons(found: Coupling, plan: Plan, normed: bool) -> list[str]:
-    """What modules do: BatchNorms by their kind, where the plan warns of them and of nothing else."""
-    if not found.modules:
-        return [_BATCHNORM] if normed else []
-    named = modules(found.modules)
-    if normed and not any(_OTHERS in said for said in plan.warnings):
-        return [f"BatchNorm in {named} normalises by the micro-batch"]
-    gives = "give" if len(found.modules) > 1 else "gives"
-    return [f"what {named} {gives} for a sample depends on the others of its micro-batch"]
+def _dependence(names: Sequence[str]) -> str:
+    gives = "give" if len(names) > 1 else "gives"
+    return f"what {modules(names)} {gives} for a sample depends on the others of its micro-batch"
 
 
-def _doubts(found: Coupling) -> tuple[str, ...]:
-    """What the experiment left open."""
+def _doubts(found: Coupling | None) -> tuple[str, ...]:
+    """What was not looked at, or left open by the experiment."""
+    if found is None:
+        return (f"whether samples are coupled was not looked at when it was planned: {_AS_EXACT}; {_TELLS}",)
     if found.reason is not None:
         return (f"whether samples are coupled could not be told ({found.reason}): {_AS_EXACT}; {_TELLS}",)
     if found.loss is None:

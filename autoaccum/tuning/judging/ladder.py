@@ -42,6 +42,6 @@ def _telling(ladder: tuple[int, ...], least: int, target: int) -> tuple[int, ...
     if not sizes:
         raise UsageError(
             f"a target batch of {target} has no parts of {least} to {ladder[-1]} samples",
-            hint=f"take one of at least {least}",
+            hint=f"take a multiple of {least}",
         )
     return tuple(sizes.values())

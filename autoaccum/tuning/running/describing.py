@@ -28,6 +28,7 @@ def describe(request: TuneRequest, *, on_output: Callable[[str], None] | None = 
     try:
         ask(process, load_request(request), "loading the workload")
         about = {"job": "describe", "device": request.device, "target_batch": request.target_batch.high}
-        return Facts(**ask(process, about, "building the workload")["facts"])
+        facts = ask(process, about, "building the workload")["facts"]
+        return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
     finally:
         process.end(grace_seconds=LEAVE_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError
@@ -57,6 +58,7 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
         held_out=split.words,
         device=str(place),
         card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+        batchnorms=tuple(batchnorm_names(model, workload.objective.criterion_module)),
     )
 
 

@@ -42,6 +42,16 @@ def test_what_does_not_tell_is_not_told() -> None:
     assert (facts.schedule, facts.has_batch) == (None, False)
 
 
+def test_batchnorms_that_normalise_by_the_batch_are_named() -> None:
+    def model() -> torch.nn.Module:
+        layers = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1)
+        made = torch.nn.Sequential(*layers)
+        made[3].eval()
+        return made
+
+    assert find_facts(line_workload(model=model), "cpu", 16).batchnorms == ("1",)
+
+
 def test_what_is_frozen_does_not_train() -> None:
     def model() -> torch.nn.Module:
         made = torch.nn.Linear(3, 1)
