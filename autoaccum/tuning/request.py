@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from autoaccum.errors import UsageError
 from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan
-from autoaccum.units import parse_size
+from autoaccum.units import MemorySize, parse_size
 
 if TYPE_CHECKING:
     from autoaccum.planning.records import Plan
-    from autoaccum.units import MemorySize
+
+_MOST_SEED = 2**31 - 1
+"""Generators take 32 bits, and confirmations have seeds of their own above it."""
 
 Sampler = Literal["tpe", "random"]
 Pruner = Literal["halving", "none"]
@@ -65,13 +67,21 @@ class TuneRequest:
         for name, known in (("sampler", get_args(Sampler)), ("pruner", get_args(Pruner))):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"take one of {', '.join(known)}")
+        if self.seed > _MOST_SEED:
+            raise UsageError(f"seed is {self.seed}", hint=f"give one of at most {_MOST_SEED}")
+        storage: Any = self.storage
+        if isinstance(storage, os.PathLike):
+            object.__setattr__(self, "storage", os.fspath(storage))
         for name in ("storage", "study"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
+            if value is not None and (not isinstance(value, str) or not value.strip() or "\0" in value):
                 raise UsageError(f"{name} is {value!r}", hint=f"give the name of a {name}, or leave it away")
         for name in ("memory", "reserve"):
-            if isinstance(getattr(self, name), str):
-                parse_size(getattr(self, name))
+            value = getattr(self, name)
+            if isinstance(value, str):
+                parse_size(value)
+            elif value is not None and not isinstance(value, MemorySize):
+                raise UsageError(f"{name} is {value!r}", hint="give a size: 10GiB, 24GB, 80%")
         for name in ("precision", "batchnorm", "optimizer"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint="give its name")
@@ -122,7 +132,7 @@ def read_rates(given: Any) -> RateSpan | None:
     if given is None or isinstance(given, RateSpan):
         return given
     hint = "give two numbers above 0, the smaller first: 1e-4..1e-1"
-    low, high = _two(given, float, "learning rate", hint)
+    low, high = _two(given, _number, "learning rate", hint)
     if not (0 < low < math.inf and 0 < high < math.inf):
         raise UsageError(f"the learning rates are {_shown(given)}", hint=hint)
     if low >= high:
@@ -159,6 +169,12 @@ def _two(given: Any, read: Any, what: str, hint: str) -> tuple[Any, Any]:
         return read(low), read(high)
     except (TypeError, ValueError):
         raise UsageError(f"the {what} is {_shown(given)}", hint=hint) from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
 
 
 def _whole(value: Any) -> int:

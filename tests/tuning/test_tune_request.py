@@ -37,6 +37,10 @@ def request(**changed: Any) -> TuneRequest:
         ({"storage": " "}, "storage is ' '"),
         ({"study": 3}, "study is 3"),
         ({"memory": "much"}, "much"),
+        ({"memory": -5}, "memory is -5: give a size"),
+        ({"reserve": [1]}, r"reserve is \[1\]"),
+        ({"seed": 2**32}, "seed is 4294967296: give one of at most 2147483647"),
+        ({"storage": "a\0b"}, "storage is"),
         ({"optimizer": 3}, "optimizer is 3"),
     ],
 )
@@ -48,8 +52,8 @@ def test_what_cannot_be_honoured_is_refused(changed: dict[str, Any], said: str) 
 def test_a_path_is_a_reference_and_whole_numbers_may_be_numpys() -> None:
     import numpy as np
 
-    asked = request(reference=Path("a/model.py"), trials=np.int64(7))
-    assert (asked.reference, asked.trials) == ("a/model.py", 7)
+    asked = request(reference=Path("a/model.py"), trials=np.int64(7), storage=Path("a/tune.db"))
+    assert (asked.reference, asked.trials, asked.storage) == ("a/model.py", 7, "a/tune.db")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +81,7 @@ def test_the_budget_is_one_or_the_other(changed: dict[str, Any], budget: Budget 
         ("1..2..3", "1..2..3"),
         (0.1, "0.1"),
         ((1e-1, 1e-4), "0.1..0.0001"),
+        ((True, 2), "True..2"),
     ],
 )
 def test_rates_that_are_no_range(given: Any, said: str) -> None:
