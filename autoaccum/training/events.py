@@ -150,10 +150,17 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class EvaluationFailed:
-    """An evaluation could not be finished; training goes on."""
+    """An evaluation could not be finished; training goes on.
+
+    Attributes:
+        update: After which update.
+        reason: Why, for a person.
+        out_of_memory: Not even one sample at a time fits.
+    """
 
     update: int
     reason: str
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,19 +80,18 @@ class Evaluation:
         """
         started = time.perf_counter()
         score = self._new_score()
+        failed: EvaluationFailed | None = None
         try:
             with self._put_back(model), torch.no_grad(), self._interruptible():
                 self._pass_over(model, score)
         except Exception as error:
-            reason: str | None = _reason(error)
+            failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_shortage(error))
             forget(error)
-        else:
-            reason = None
         self._tell_notes()
-        if reason is None:
+        if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
-        return EvaluationFailed(update, reason)
+        return failed
 
     def _pass_over(self, model: nn.Module, score: Score) -> None:
         for batch in self._data.batches(self.micro_batch, self._seed):
@@ -181,6 +180,10 @@ def _refuse(error: Exception, size: int) -> None:
             raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
     finally:
         del error  # the traceback holds this frame
+
+
+def _is_shortage(error: Exception) -> bool:
+    return isinstance(error, DoesNotFitError) or find_shortage(error) is not None
 
 
 def _reason(error: Exception) -> str:

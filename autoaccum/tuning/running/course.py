@@ -58,8 +58,7 @@ class Course:
         if isinstance(event, Evaluated):
             self._judge(event)
         elif isinstance(event, EvaluationFailed):
-            # An evaluation tells in words alone that not even one sample at a time fits.
-            ending: Ending = "out_of_memory" if "out of memory" in event.reason.lower() else "failed"
+            ending: Ending = "out_of_memory" if event.out_of_memory else "failed"
             self._end(ending, f"the evaluation after update {event.update} failed: {event.reason}")
         elif isinstance(event, ShortageMet):
             self.shortages += 1

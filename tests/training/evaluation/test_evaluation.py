@@ -235,7 +235,8 @@ def test_a_larger_batch_of_the_data_is_cut() -> None:
 
 
 def test_not_even_one_sample_is_a_failure() -> None:
-    assert reason(evaluation(), Narrow(0)) == "not even one sample at a time fits: out of memory"
+    failed = evaluation().run(Narrow(0), 7)
+    assert failed == EvaluationFailed(7, "not even one sample at a time fits: out of memory", out_of_memory=True)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -245,7 +246,10 @@ def test_an_error_of_the_users_is_a_reason_with_its_line() -> None:
     def evaluate(model: nn.Module, batch: Any) -> float:
         raise ZeroDivisionError("first\nsecond")
 
-    said = reason(evaluation(evaluate=evaluate), net())
+    failed = evaluation(evaluate=evaluate).run(net(), 7)
+    assert isinstance(failed, EvaluationFailed)
+    assert not failed.out_of_memory
+    said = failed.reason
     assert said.startswith("ZeroDivisionError: first, at test_evaluation.py:")
     assert said.endswith('(`raise ZeroDivisionError("first\\nsecond")`)')
 

@@ -120,6 +120,16 @@ def test_an_evaluation_that_fails_ends_it() -> None:
     assert course.reason == "the evaluation after update 3 failed: ValueError: no, at model.py:3"
 
 
+def test_only_memory_that_ran_out_is_out_of_memory_whatever_words_are_used() -> None:
+    for said, out_of_memory, ending in (
+        ("ValueError: the queue is out of memory slots", False, "failed"),
+        ("not even one sample at a time fits", True, "out_of_memory"),
+    ):
+        course = Course(Budget(100, "samples"), lambda percent, loss: True, Clock())
+        assert course.hear(EvaluationFailed(3, said, out_of_memory=out_of_memory))
+        assert course.ending == ending
+
+
 @given(st.integers(1, 500), st.integers(1, 700))
 def test_every_budget_ends_at_its_first_update_and_asks_in_order(amount: int, batch: int) -> None:
     clock, asker = Clock(), Asker()
