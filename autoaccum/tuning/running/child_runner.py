@@ -13,13 +13,13 @@ from autoaccum.devices.failures import Failure
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.spare import SPARE_BYTES, SpareChild
-from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.device_choice import card_index
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.runner import GoOn
 from autoaccum.tuning.running.orders import TrainOrder, outcome_of
-from autoaccum.tuning.running.trainer import LEAVE_SECONDS, load_request, start_trainer
+from autoaccum.tuning.running.trainer import LEAVE_SECONDS, check_unchanged, load_request, start_trainer
 from autoaccum.tuning.settings import Budget, Setting
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class ChildRunner:
         budget: Of every training.
         evaluation_batch: The micro-batch of every evaluation.
         on_output: Gets each line the workload prints; None: it goes to stderr.
+        digest: Of the source files that trials are to be of; None: of those that the first one finds.
         keeps_spare: Whether the next process imports PyTorch while a training runs, where the host has the memory.
     """
 
@@ -44,13 +45,14 @@ class ChildRunner:
         evaluation_batch: int,
         *,
         on_output: Callable[[str], None] | None = None,
+        digest: str | None = None,
         keeps_spare: bool = True,
     ) -> None:
         self._request, self._budget, self._evaluation_batch = request, budget, evaluation_batch
         self._on_output, self._keeps_spare = on_output, keeps_spare
         self._spare: SpareChild | None = None
         self._peak_bytes: int | None = None
-        self._digest: str | None = None
+        self._digest = digest
 
     def __enter__(self) -> Self:
         """Nothing is started before the first training."""
@@ -72,7 +74,7 @@ class ChildRunner:
 
         Raises:
             NotMeasuredError: No process can be started.
-            WorkloadError: The workload was changed since the training before.
+            WorkloadError: The workload's source files are not those of the study any more.
         """
         order = TrainOrder(
             setting=setting,
@@ -99,7 +101,8 @@ class ChildRunner:
         reply = ask(load_request(self._request))
         if "failure" in reply:
             return _outcome_of_failure(Failure(**reply["failure"]))
-        self._check_unchanged(reply["digest"])
+        self._digest = self._digest or reply["digest"]
+        check_unchanged(self._request, self._digest, reply["digest"])
         self._keep_spare()
         reply = ask({"job": "train", "order": order.to_record()})
         while "percent" in reply:
@@ -107,14 +110,6 @@ class ChildRunner:
             reply = ask({"job": "go_on" if goes_on else "stop"})
         self._peak_bytes = max(self._peak_bytes or 0, reply["peak_bytes"])
         return outcome_of(reply["outcome"])
-
-    def _check_unchanged(self, digest: str) -> None:
-        if self._digest not in (None, digest):
-            raise WorkloadError(
-                f"{self._request.reference} was changed while it is tuned, so that trials cannot be compared any more",
-                hint="put it back and go on, or begin another study: --study NAME",
-            )
-        self._digest = digest
 
     def _take_process(self) -> ChildProcess:
         spare, self._spare = self._spare, None

@@ -14,7 +14,15 @@ from autoaccum.tuning.judging.knee import find_knee
 from autoaccum.tuning.records import Throughput
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.timing import speed_of, unmeasured
-from autoaccum.tuning.running.trainer import LEAVE_SECONDS, MOST_SECONDS, ask, death_error, load_request, start_trainer
+from autoaccum.tuning.running.trainer import (
+    LEAVE_SECONDS,
+    MOST_SECONDS,
+    ask,
+    check_unchanged,
+    death_error,
+    load_request,
+    start_trainer,
+)
 
 
 def measure_throughput(
@@ -35,7 +43,7 @@ def measure_throughput(
         on_output: Gets each line the workload prints; None: it goes to stderr.
 
     Raises:
-        WorkloadError: The workload fails.
+        WorkloadError: The workload fails, or was changed since the facts were found.
         DoesNotFitError: None of the sizes fits.
         NotMeasuredError: The process cannot be started, died or hung.
     """
@@ -48,7 +56,7 @@ def measure_throughput(
                 f"not even updates with micro-batch {min(sizes)} fit any more: out of memory",
                 hint="free memory, and start again",
             )
-        timed = _time_sizes(request, left, on_output, short)
+        timed = _time_sizes(request, facts.digest, left, on_output, short)
         left = [size for size in left if size not in short]
     speeds = tuple(
         speed_of(size, target, timed[size]) if size in timed else unmeasured(size, target, out_of_memory=size in short)
@@ -61,13 +69,13 @@ def measure_throughput(
 
 
 def _time_sizes(
-    request: TuneRequest, sizes: Sequence[int], on_output: Callable[[str], None] | None, short: set[int]
+    request: TuneRequest, digest: str, sizes: Sequence[int], on_output: Callable[[str], None] | None, short: set[int]
 ) -> dict[int, list[float]] | None:
     """Seconds of updates by size, measured in a fresh process; None where one ran out of memory, now in `short`."""
     waiting = list(sizes)
     process = start_trainer(on_output)
     try:
-        ask(process, load_request(request), "loading the workload")
+        check_unchanged(request, digest, ask(process, load_request(request), "loading the workload")["digest"])
         reply = _converse(process, request, waiting)
     except ChildDied as death:
         if not (death.out_of_memory and waiting):

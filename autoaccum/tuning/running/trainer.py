@@ -8,7 +8,7 @@ from typing import Any
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.spare import where_to_import
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.tuning.request import TuneRequest
 
 LEAVE_SECONDS = 5.0
@@ -36,6 +36,19 @@ def load_request(request: TuneRequest) -> dict[str, Any]:
     """What has a child load the workload as a study asks for it."""
     asked = {name: getattr(request, name) for name in ("reference", "precision", "batchnorm", "optimizer")}
     return {"job": "load", **asked, **where_to_import()}
+
+
+def check_unchanged(request: TuneRequest, digest: str, found: str) -> None:
+    """Hold what a child has loaded to the `digest` of what the study is of.
+
+    Raises:
+        WorkloadError: The workload's source files were changed meanwhile.
+    """
+    if found != digest:
+        raise WorkloadError(
+            f"{request.reference} was changed while it is tuned, so that trials cannot be compared any more",
+            hint="put it back and go on, or begin another study: --study NAME",
+        )
 
 
 def ask(process: ChildProcess, request: Mapping[str, Any], doing: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.describing import describe
 from autoaccum.tuning.running.measuring import measure_throughput
 from autoaccum.tuning.settings import BatchSpan
+from autoaccum.workload.loading import load_workload
 
 GREEDY = """
 import torch
@@ -80,7 +82,15 @@ def test_a_size_that_runs_out_of_memory_is_left_out_and_the_others_are_timed(
     assert found.fastest in (4, 8)
 
 
-def test_where_no_size_fits_any_more_that_is_a_clear_no(write_workload: Write, facts: Facts) -> None:
+def test_a_changed_file_is_not_timed_and_where_no_size_fits_any_more_that_is_a_clear_no(
+    write_workload: Write, facts: Facts
+) -> None:
     request = request_of(write_workload(GREEDY.format(most=0)))
-    with pytest.raises(DoesNotFitError, match="not even updates with micro-batch 4 fit any more"):
+
+    def measure(facts: Facts) -> None:
         measure_throughput(request, facts, (4,), tell=lambda event: None, on_output=lambda line: None)
+
+    with pytest.raises(WorkloadError, match="was changed while it is tuned"):
+        measure(facts)
+    with pytest.raises(DoesNotFitError, match="not even updates with micro-batch 4 fit any more"):
+        measure(dataclasses.replace(facts, digest=load_workload(request.reference).digest))

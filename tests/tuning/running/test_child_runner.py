@@ -18,6 +18,7 @@ from autoaccum.tuning.running import child_runner
 from autoaccum.tuning.running.child_runner import ChildRunner
 from autoaccum.tuning.settings import BatchSpan, Budget, Setting
 from autoaccum.units import GIB
+from autoaccum.workload.loading import load_workload
 
 Write = Callable[[str], str]
 
@@ -75,10 +76,12 @@ def children() -> list[int]:
     return found
 
 
-def runner_of(path: str, *, lines: list[str] | None = None, spare: bool = False, **asked: Any) -> ChildRunner:
+def runner_of(
+    path: str, *, lines: list[str] | None = None, spare: bool = False, digest: str | None = None, **asked: Any
+) -> ChildRunner:
     request = TuneRequest(reference=path, target_batch=BatchSpan(16, 16), device="cpu", **asked)
     on_output = (lambda line: None) if lines is None else lines.append
-    return ChildRunner(request, Budget(64, "samples"), 8, on_output=on_output, keeps_spare=spare)
+    return ChildRunner(request, Budget(64, "samples"), 8, on_output=on_output, digest=digest, keeps_spare=spare)
 
 
 def on(percent: int, loss: float) -> bool:
@@ -92,14 +95,14 @@ def results(outcome: Outcome) -> tuple[Any, ...]:
 def test_a_trial_does_not_depend_on_those_before_it(write_workload: Write) -> None:
     path, lines = write_workload(TROUBLESOME), list[str]()
     asked_after, asked_alone = Asker(), Asker()
-    with runner_of(path, lines=lines, spare=True) as runner:
-        before = runner.run(FIRST, 0, on)
-        after = runner.run(SECOND, 0, asked_after)
+    with runner_of(path, lines=lines, spare=True, digest=load_workload(path).digest) as runner:
         text = Path(path).read_text()
         Path(path).write_text(text + "\n# edited\n")
         with pytest.raises(WorkloadError, match="was changed while it is tuned"):
-            runner.run(SECOND, 0, on)
+            runner.run(FIRST, 0, on)  # Not even the first one is of another file.
         Path(path).write_text(text)
+        before = runner.run(FIRST, 0, on)
+        after = runner.run(SECOND, 0, asked_after)
     assert children() == []
     with runner_of(path) as runner:
         alone = runner.run(SECOND, 0, asked_alone)
