@@ -8,23 +8,22 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.reporting.rows import row_lines
+from autoaccum.reporting.tune_lines import compared_header, compared_line
 from autoaccum.reporting.tune_words import (
+    LABELS,
     TrialColumns,
     counted,
     format_loss,
     format_rate,
-    format_speed,
     last_loss,
-    middle_half,
     remarks,
     setting_words,
-    unmeasured,
 )
 from autoaccum.tuning.judging.scaling import RULES, favoured_rule
-from autoaccum.tuning.records import Row, Speed, Tuning
+from autoaccum.tuning.records import Row, Tuning
 
 MOST_TRIALS = 15
-_ORDER = ("complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting")
+_ORDER = tuple(LABELS)
 
 
 def standing_lines(tuning: Tuning) -> Iterator[Text]:
@@ -71,23 +70,10 @@ def speed_lines(tuning: Tuning) -> Iterator[Text]:
     """Samples per second over micro-batches, the knee marked."""
     known = tuning.throughput
     best = next((one.samples_per_second for one in known.speeds if one.micro_batch == known.fastest), None)
-    head = f"{'micro-batch':>11}  {'iter_size':>9}  {'samples/s':>11}  {'middle half':<21}"
-    yield Text(f"{head}  in updates of {known.target_batch} on {known.device}", "dim")
+    yield Text(f"{compared_header()}  in updates of {known.target_batch} on {known.device}", "dim")
     for speed in known.speeds:
-        yield _speed_line(speed, best, knee=speed.micro_batch == known.knee, fastest=speed.micro_batch == known.fastest)
-
-
-def _speed_line(speed: Speed, best: float | None, *, knee: bool, fastest: bool) -> Text:
-    line = Text(f"{speed.micro_batch:>11}  {speed.iter_size:>9}")
-    if speed.samples_per_second is None:
-        return line.append(f"  {'-':>11}  ").append_text(unmeasured(speed))
-    line.append(f"  {format_speed(speed.samples_per_second):>11}")
-    line.append(f"  {middle_half(speed):<21}")
-    line.append(f"  {100 * speed.samples_per_second / best:>5.1f} %" if best else "")
-    line.append(f"  median of {counted(speed.updates, 'update')}", "dim")
-    if knee or fastest:
-        line.append("  knee" + (", fastest" if fastest else "") if knee else "  fastest", "bold green" if knee else "")
-    return line
+        is_mark = {"knee": speed.micro_batch == known.knee, "fastest": speed.micro_batch == known.fastest}
+        yield compared_line(speed, best, ", ".join(mark for mark, so in is_mark.items() if so))
 
 
 def advice_lines(console: Console, tuning: Tuning) -> Iterator[Text]:

@@ -14,23 +14,12 @@ from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.tune_words import (
-    TrialColumns,
-    batch_words,
-    counted,
-    format_loss,
-    format_rate,
-    format_speed,
-    middle_half,
-    remarks,
-    setting_words,
-    unmeasured,
-)
+from autoaccum.reporting.tune_lines import headline, space_words, speed_header, timed_line
+from autoaccum.reporting.tune_words import TrialColumns, counted, format_loss, format_rate, remarks, setting_words
 from autoaccum.tuning import events
-from autoaccum.tuning.records import Row, Speed
+from autoaccum.tuning.records import Row
 from autoaccum.tuning.settings import Space
 
-SPEED_COLUMNS = "{size:>11}  {parts:>9}  {speed:>11}"
 _BEST_WIDTH = 9
 
 
@@ -113,8 +102,8 @@ class TuneProgress:
     def _measure(self, event: events.SpeedMeasured) -> None:
         if not self._headed:
             self._headed = True
-            self._say(Text(SPEED_COLUMNS.format(size="micro-batch", parts="iter_size", speed="samples/s"), "dim"))
-        self._say(speed_line(event.speed))
+            self._say(Text(speed_header(), "dim"))
+        self._say(timed_line(event.speed))
         self._show("measuring samples per second ...")
 
     def _know(self, event: events.ThroughputKnown) -> None:
@@ -203,37 +192,3 @@ class TuneProgress:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-
-
-def headline(event: events.Described) -> Text:
-    """What is tuned, on one line."""
-    facts = event.facts
-    schedule = f" with {facts.schedule}" if facts.schedule else ""
-    return Text.assemble(
-        (facts.name, "bold"),
-        f": {facts.model}, {facts.parameters:,} parameters, {facts.precision}, {facts.optimizer} at a learning rate of"
-        f" {format_rate(facts.learning_rate)}{schedule}; on {facts.card or facts.device}; losses on {facts.held_out}",
-    )
-
-
-def speed_line(speed: Speed) -> Text:
-    """One micro-batch size on one line."""
-    shown = "-" if speed.samples_per_second is None else format_speed(speed.samples_per_second)
-    line = Text(SPEED_COLUMNS.format(size=speed.micro_batch, parts=speed.iter_size, speed=shown))
-    if speed.samples_per_second is None:
-        return line.append("  ").append_text(unmeasured(speed))
-    if spread := middle_half(speed):
-        line.append(f"  {spread} in the middle half of {counted(speed.updates, 'update')}", "dim")
-    return line
-
-
-def space_words(space: Space) -> str:
-    """What is searched, and what is not since it changes nothing."""
-    rates = f"{format_rate(space.learning_rates.low)} to {format_rate(space.learning_rates.high)}"
-    words = [f"learning rates from {rates}"]
-    if not space.target_batches.single:
-        words.append(f"effective batches from {batch_words(space.target_batches)}")
-    if space.coupled is not None:
-        sizes = ", ".join(map(str, space.micro_batches))
-        return f"searching {', '.join(words)}, and micro-batches {sizes}, since {space.coupled}"
-    return f"searching {' and '.join(words)}, in micro-batches of {space.micro_batch}"

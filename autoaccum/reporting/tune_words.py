@@ -22,7 +22,7 @@ LABELS: dict[State, str] = {
     "running": "running",
     "waiting": "waiting",
 }
-"""What a person reads for a state."""
+"""What a person reads for a state; the best ending first."""
 STYLES: dict[State, str] = {
     "complete": "green",
     "pruned": "",
@@ -173,10 +173,11 @@ def batch_words(span: BatchSpan) -> str:
 def budget_words(budget: Budget) -> str:
     """How long each trial trains.
 
-    >>> budget_words(Budget(1617, "samples")), budget_words(Budget(2.5, "seconds"))
-    ('1,617 samples', '2.5 seconds')
+    >>> budget_words(Budget(1617, "samples")), budget_words(Budget(2.5, "seconds")), budget_words(Budget(1, "samples"))
+    ('1,617 samples', '2.5 seconds', '1 sample')
     """
-    return f"{budget.amount:,.0f} samples" if budget.unit == "samples" else f"{budget.amount:g} seconds"
+    unit = budget.unit.removesuffix("s") if budget.amount == 1 else budget.unit
+    return f"{budget.amount:,.0f} {unit}" if budget.unit == "samples" else f"{budget.amount:g} {unit}"
 
 
 def setting_words(setting: Setting, space: Space) -> str:

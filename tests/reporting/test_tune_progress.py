@@ -10,7 +10,8 @@ from small_tunings import COUPLED, FACTS, SEARCHED, SPACE, THROUGHPUT, row, sett
 
 from autoaccum.planning.events import Loading
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.tune_progress import TuneProgress, space_words
+from autoaccum.reporting.tune_lines import space_words
+from autoaccum.reporting.tune_progress import TuneProgress
 from autoaccum.tuning import events
 
 OPENED = events.StudyOpened(
@@ -81,7 +82,10 @@ def test_a_schedule_and_a_card_are_named() -> None:
 @pytest.mark.parametrize(
     ("space", "says"),
     [
-        (SEARCHED, "learning rates from 0.001 to 10 and effective batches from 64 to 1024, in micro-batches of 64"),
+        (
+            SEARCHED,
+            "from 0.001 to 10 and effective batches from 64 to 1024 by doublings, in micro-batches of 64",
+        ),
         (COUPLED, "and micro-batches 2, 4, 8, since BatchNorm in modules 2 and 5 normalises by the micro-batch"),
     ],
     ids=["batches", "coupled"],

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tunings import COUPLED, SEARCHED, THROUGHPUT, row, setting, speed, standing, tuning, usual_rows
+from small_tunings import COUPLED, SEARCHED, THROUGHPUT, plan, row, setting, speed, standing, tuning, usual_rows
 
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.tune_found import bracket_words
 from autoaccum.reporting.tune_record import tuning_record
-from autoaccum.reporting.tune_table import bracket_words, print_tuning
+from autoaccum.reporting.tune_table import print_tuning
 from autoaccum.tuning.judging.scaling import advise
 from autoaccum.tuning.records import Bracket, Tuning
+from autoaccum.tuning.settings import BatchSpan
 
 COMMANDS = {
     "command": ["autoaccum", "tune", "my digits.py", "--target-batch", "256"],
@@ -84,7 +86,7 @@ def test_the_knee_is_marked_and_the_noise_stated() -> None:
 
 def test_a_size_that_ran_out_of_memory_and_a_knee_that_is_the_fastest() -> None:
     known = replace(THROUGHPUT, speeds=(speed(1, 900.0), speed(2, None, "out_of_memory")), fastest=1, knee=1)
-    text = draw(tuning(throughput=known))
+    text = draw(tuning(throughput=known, plan=plan(setting(0.68, micro_batch=1))))
     assert "          2        128            -  out of memory\n" in text
     assert "100.0 %  median of 12 updates  knee, fastest\n" in text
     assert "micro-batch  1, the fastest; with exact" in text
@@ -112,7 +114,7 @@ def test_effective_batches_that_were_searched_have_a_column() -> None:
     text = draw(tuning(rows, space=SEARCHED))
     assert "best         learning rate 0.2, effective batch 512, of trial 1\n" in text
     assert "    1  complete             0.2     512        0.4     2.1 s\n" in text
-    assert "effective batches 64 to 1024\n" in text
+    assert "effective batches 64 to 1024 by doublings\n" in text
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,33 @@ def test_one_run_is_called_one() -> None:
     assert "loss         0.2536 on held-out data, in one run\n" in text
     assert "own rate     0.1: loss 0.3477, the best has 0.2536 (-27.1 %)\n" in text
     assert "repeated with other seeds" not in text
+
+
+def test_the_micro_batch_is_the_one_of_the_plan_and_not_what_trials_ran_with() -> None:
+    slow = tuple(replace(each, setting=setting(0.68, micro_batch=128)) for each in usual_rows(1))
+    text = in_one_line(draw(tuning(slow, plan=plan(setting(0.68)))))
+    assert "micro-batch 64, the smallest within 2 % of the fastest, 128; with exact" in text
+    assert "no trial was spent on it (trials ran with 128) plan 64 + 64" in text
+    rows = (row(0, 0.1, 0.5, own=True, target_batch=64), row(1, 0.2, 0.4, target_batch=8))
+    text = in_one_line(draw(tuning(rows, space=replace(SEARCHED, target_batches=BatchSpan(8, 64)))))
+    assert "micro-batch 8, as 64 is the smallest within 2 % of the fastest, 128 in updates of 256; with" in text
+    assert "no trial was spent on it plan 8 samples" in text
+
+
+def test_the_own_rate_says_where_it_was_run() -> None:
+    rows = (row(0, 0.1, 0.5, own=True, target_batch=64), row(1, 0.2, 0.4, target_batch=512))
+    assert "own rate     0.1 at effective batch 64: loss 0.5" in draw(tuning(rows, space=SEARCHED))
+    rows = (row(0, 0.1, 0.5, own=True, micro_batch=8), row(1, 0.2, 0.4, micro_batch=4))
+    assert "own rate     0.1 at micro-batch 8: loss 0.5" in draw(tuning(rows, space=COUPLED))
+    assert "own rate     0.1: loss 0.5" in draw(tuning(rows))
+
+
+def test_a_best_setting_of_which_a_run_failed_says_so() -> None:
+    found = tuning((row(0, 0.1, 0.5, own=True), row(1, 0.2, 0.4)), confirmed=False)
+    failed = tuple(replace(one, failed=2, mean=None) for one in found.standings)
+    text = draw(replace(found, standings=failed, best=failed[0], own=failed[1]))
+    assert "loss         0.4 on held-out data, in one run; of its 3 runs, 2 came to no finite loss\n" in text
+    assert "own rate     0.1: loss 0.5, the best has 0.4 (-20.0 %)\n" in text
 
 
 def test_a_lucky_run_that_failed_with_other_seeds() -> None:

@@ -10,10 +10,8 @@ from matplotlib.figure import Figure
 from autoaccum.reporting.pictures.theme import colour
 from autoaccum.reporting.pictures.tuning_page import make_panel, name_axes, point_down, scale_sizes
 from autoaccum.reporting.tune_words import format_speed
+from autoaccum.tuning.judging.knee import KNEE_SHARE
 from autoaccum.tuning.records import Throughput, Tuning
-
-_WITHIN = 0.02
-"""Of the best: where the knee is sought, as `tuning.judging.knee` has it."""
 
 
 def throughput_title(tuning: Tuning) -> str:
@@ -49,7 +47,7 @@ def _draw_speeds(axes: Axes, known: Throughput) -> None:
         axes.plot([size, size], [low, high], "_-", color=colour("ran"), linewidth=1.4, markersize=11, zorder=3)
         axes.plot([size], [median], "o", color=colour("ran"), markersize=4.5, zorder=4)
     if medians:
-        floor = (1 - _WITHIN) * max(medians)
+        floor = (1 - KNEE_SHARE) * max(medians)
         axes.axhline(floor, color=colour("room"), linewidth=1.0, linestyle=(0, (4, 2)), zorder=2)
     for speed in known.speeds:
         if speed.state == "out_of_memory":
@@ -64,5 +62,5 @@ def _knee_speed(known: Throughput) -> str:
 
 def _below(known: Throughput) -> str:
     left_out = [speed.micro_batch for speed in known.speeds if speed.state == "slower"]
-    text = f"green: within 2 % of the fastest, {known.fastest}"
+    text = f"green: within {100 * KNEE_SHARE:g} % of the fastest, {known.fastest}"
     return f"{text}; not measured: {min(left_out)} to {max(left_out)}, far slower" if left_out else text
