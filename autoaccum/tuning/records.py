@@ -149,7 +149,7 @@ class Standing:
         setting: The setting.
         losses: Of every run with it that is complete, the first being the trial's own.
         failed: Runs with it that diverged, ran out of memory or failed.
-        mean: Of the losses; None where a run failed: such a setting does not win.
+        mean: Of the losses; None where a run failed: such a setting does not win while another can.
         spread: Standard deviation of the losses; None with less than two.
     """
 
@@ -194,7 +194,7 @@ class Tuning:
         throughput: Samples per second over micro-batches.
         rows: The trials of the search, then the confirmations.
         standings: The settings that can win, best first.
-        best: The first of them that can; None where no trial is complete.
+        best: The first of them; None where no trial is complete.
         own: The standing of the workload's own learning rate; None where it was not run to the end.
         bracket: Rates that cannot be told from the best; None where no trial is complete.
         advice: What rules say of other effective batches; empty where no trial is complete.
