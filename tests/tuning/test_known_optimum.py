@@ -10,6 +10,7 @@ from pathlib import Path
 import noisy_quadratic as quadratic
 import pytest
 import torch
+from judged_rows import pruned, trial
 from studies_in_process import Task, run_study
 
 import autoaccum
@@ -109,3 +110,31 @@ def test_the_expected_loss_is_the_mean_of_many_trainings(rate: float) -> None:
     losses = 0.5 * (weights * quadratic.H * weights).sum(1)
     error = float(losses.std()) / math.sqrt(len(losses))
     assert float(losses.mean()) == pytest.approx(quadratic.expected_loss(rate), abs=4 * error)
+
+
+def test_under_a_cosine_the_best_rate_is_behind_at_half_of_the_budget() -> None:
+    """So that a bracket, which takes what is behind there for worse, would leave it out."""
+    courses = {rate: expected_course(rate) for rate in (0.2, 0.25, 0.33, 0.4)}
+    best, slower = courses[0.33], courses[0.25]
+    assert best[100] == min(course[100] for course in courses.values())
+    assert best[50] > slower[50]
+    rows = [
+        trial(0, 0.25, slower[100], losses=((25, slower[25]), (50, slower[50]))),
+        pruned(1, 0.33, (25, best[25]), (50, best[50])),
+    ]
+    as_constant, bracket = (find_bracket(rows, rank(rows), scheduled=scheduled) for scheduled in (False, True))
+    assert as_constant is not None
+    assert bracket is not None
+    assert (as_constant.high, bracket.high) == (0.33, None)
+
+
+def expected_course(rate: float) -> dict[int, float]:
+    """The expected held-out loss at the milestones and the end, where a cosine takes the rate to 0 over the budget."""
+    losses, square = {}, torch.ones_like(quadratic.CURVATURES)
+    for update in range(quadratic.UPDATES):
+        now = rate * (1 + math.cos(math.pi * update / quadratic.UPDATES)) / 2
+        square = (1 - now * quadratic.CURVATURES) ** 2 * square
+        square += (now * quadratic.CURVATURES) ** 2 / quadratic.TARGET_BATCH
+        percent = 100 * (update + 1) // quadratic.UPDATES
+        losses[percent] = float(0.5 * (quadratic.CURVATURES * square).sum())
+    return losses
