@@ -12,7 +12,7 @@ from autoaccum.cli.parameters import count, natural, seconds
 from autoaccum.cli.tune_outputs import TuneOutputs
 from autoaccum.cli.words import running_words
 from autoaccum.errors import AutoaccumError
-from autoaccum.tuning.events import StudyOpened, TrialEnded
+from autoaccum.tuning.events import StudyOpened, ThroughputKnown, TrialEnded
 
 if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning
@@ -33,7 +33,7 @@ _CODE_INTERRUPTED = 130
 @click.command("tune", short_help="Search the learning rate by a study of real trainings.")
 @click.argument("workload")
 @click.option(
-    "--target-batch", metavar="N|LOW..HIGH", required=True, help="Samples per update, or a range to search: 64..1024."
+    "--target-batch", metavar="N|LOW..HIGH", required=True, help="Samples per update, or doublings to search: 64..1024."
 )
 @click.option(
     "--trials", type=count, default=30, show_default=True, metavar="N", help="Of the study in all, earlier ones too."
@@ -68,7 +68,7 @@ _CODE_INTERRUPTED = 130
     default="halving",
     show_default=True,
     metavar="halving|none",
-    help="What ends trials that are behind: successive halving.",
+    help="What ends trials that are behind: successive halving, but for slower rates that may catch up.",
 )
 @click.option("--plan", metavar="FILE", help="Whose ceiling counts.  [default: the study's, or it is planned first]")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where to train.")
@@ -85,7 +85,7 @@ _CODE_INTERRUPTED = 130
     default=20.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between signs of life, by which other machines know of a worker that died.",
+    help="Between signs of life, by which other machines know of a worker that died; in a journal 15 or more.",
 )
 @click.option("--plot", metavar="FOLDER", help="Draw what was found: four pictures as .svg.")
 @click.option("--json", "as_json", is_flag=True, help="What was found as JSON on stdout, and nothing else there.")
@@ -103,9 +103,9 @@ def command(
     the model couples the samples of a micro-batch. The same command goes on with the study, and may run several times
     at once.
 
-    Exit code: 0 a best setting was found, 1 no trial came to a finite loss, or not even one sample fits, 2 bad usage
-    or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all
-    three with the study kept.
+    Exit code: 0 a best setting was found, 1 no trial came to the end of its budget with a finite loss, or not even one
+    sample fits, 2 bad usage or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143
+    SIGTERM, 129 SIGHUP, all three with the trials kept.
     """
     outputs = TuneOutputs(output, plot, force=force)
     outputs.check(workload, asked["storage"])
@@ -123,6 +123,8 @@ def command(
     except AutoaccumError:
         seen.tell_kept()
         raise
+    if outputs.unwritten is not None:
+        _say(f"note: {outputs.unwritten} was not written: there is no best setting")
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
@@ -140,7 +142,7 @@ def _show(tuning: Tuning, outputs: TuneOutputs, workload: str, *, as_json: bool,
 
     stderr = make_console(stderr=True)
     offer: dict[str, Any] = {
-        "command": running_words(without=_OUTPUTS),
+        "command": _own_words(*_OUTPUTS),
         "more": _more_trials(tuning),
         "train": _training_words(tuning),
         "name": _free_name(),
@@ -162,7 +164,18 @@ def _show(tuning: Tuning, outputs: TuneOutputs, workload: str, *, as_json: bool,
 def _more_trials(tuning: Tuning) -> list[str]:
     searched = sum(row.confirms is None for row in tuning.rows)
     trials = 2 * max(searched, click.get_current_context().params["trials"])
-    return [*running_words(without=(*_OUTPUTS, "trials")), "--trials", str(trials)]
+    return [*_own_words(*_OUTPUTS, "trials"), "--trials", str(trials)]
+
+
+def _own_words(*without: str) -> list[str]:
+    """The command that is running, without the password of its storage."""
+    storage = click.get_current_context().params["storage"]
+    if storage is None or "://" not in storage:
+        return running_words(without=without)
+    from autoaccum.tuning.studies.addresses import read_address
+
+    address = read_address(storage)
+    return running_words(without=without, instead={"storage": storage if address.path else address.shown})
 
 
 def _training_words(tuning: Tuning) -> list[str]:
@@ -197,6 +210,7 @@ class _Seen:
     def __init__(self) -> None:
         self._opened: StudyOpened | None = None
         self._finished = 0
+        self._is_kept = False
 
     def hear(self, event: Any) -> None:
         """Take an event in."""
@@ -204,17 +218,23 @@ class _Seen:
             self._opened, self._finished = event, event.finished
         elif isinstance(event, TrialEnded) and event.row.confirms is None:
             self._finished += 1
+        # A study is made when all is known that its trials need.
+        self._is_kept = self._is_kept or self._finished > 0 or isinstance(event, ThroughputKnown)
 
     def tell_kept(self) -> None:
         """One line on stderr above an error: what is not lost."""
-        if self._opened is not None and self._finished:
-            _say(f"note: {self._finished} of {self._opened.trials} trials are kept in {self._opened.storage}")
+        opened = self._opened
+        if opened is not None and self._finished:
+            are = "trial is" if opened.trials == 1 else "trials are"
+            _say(f"note: {self._finished} of {opened.trials} {are} kept in {opened.storage}")
 
     def tell_end(self, how: str) -> None:
         """One line on stderr: what is kept, and how to go on."""
-        text = f"{how} before the study was opened: nothing is lost"
-        if self._opened is not None:
-            done = f"after {self._finished} of {self._opened.trials} trials"
+        from autoaccum.reporting.tune_words import counted
+
+        text = f"{how} before the first trial: there is nothing to lose, and the same command begins again"
+        if self._opened is not None and self._is_kept:
+            done = f"after {self._finished} of {counted(self._opened.trials, 'trial')}"
             text = f"{how} {done}: the study is in {self._opened.storage}; the same command goes on"
         _say(text)
 

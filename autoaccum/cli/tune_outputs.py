@@ -11,9 +11,6 @@ from autoaccum.errors import NotMeasuredError, UsageError
 if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning
 
-_DEFAULT_STORAGE = "tune.db"
-_FILE_SCHEMES = ("sqlite:///", "journal://")
-
 
 class TuneOutputs:
     """What is to be written where.
@@ -25,11 +22,13 @@ class TuneOutputs:
 
     Attributes:
         written: What there is now, by what `print_tuning` calls it.
+        unwritten: The file for the plan, where there was no plan for it; None where there was, or none was asked for.
     """
 
     def __init__(self, output: str | None, plot: str | None, *, force: bool) -> None:
         self._output, self._plot, self._force = output, plot, force
         self.written: dict[str, Path] = {}
+        self.unwritten: str | None = None
 
     def check(self, workload: str, storage: str | None) -> None:
         """Refuse now what could not be written later.
@@ -39,8 +38,8 @@ class TuneOutputs:
             storage: As given; neither is the study.
 
         Raises:
-            UsageError: A file is there or cannot be written, one is the workload or the study, or matplotlib is not
-                installed.
+            UsageError: A file is there or cannot be written, one is the workload or the study, the storage is no name
+                of one, or matplotlib or Optuna is not installed.
         """
         from autoaccum.planning.files import check_output
 
@@ -89,7 +88,10 @@ class TuneOutputs:
             raise failed[0]
 
     def _write_plan(self, tuning: Tuning) -> None:
-        if self._output is None or tuning.best is None:
+        if self._output is None:
+            return
+        if tuning.best is None:
+            self.unwritten = self._output
             return
         if tuning.plan is None:
             raise NotMeasuredError(
@@ -120,9 +122,10 @@ class TuneOutputs:
 
 def _check_beside_study(option: str, file: str, storage: str | None) -> None:
     """Refuse to write where the study is, or will be."""
-    place = _DEFAULT_STORAGE if storage is None else storage
-    place = next((place[len(scheme) :] for scheme in _FILE_SCHEMES if place.startswith(scheme)), place)
-    if "://" not in place and Path(file).resolve() == Path(place).expanduser().resolve():
+    from autoaccum.tuning.studies.addresses import read_address
+
+    study = read_address(storage).path
+    if study is not None and Path(file).resolve() == study.resolve():
         raise UsageError(f"{option} names the study itself, {file}", hint="choose another name")
 
 

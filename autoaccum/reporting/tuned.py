@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,6 @@ from autoaccum.tuning.records import Tuning
 from autoaccum.tuning.request import TuneRequest, read_batches, read_rates
 
 if TYPE_CHECKING:
-    import os
-
     from autoaccum.planning.records import Plan
     from autoaccum.units import MemorySize
 
@@ -27,7 +26,7 @@ def tune(
     budget_samples: int | None = None,
     budget_seconds: float | None = None,
     confirm: int = 3,
-    storage: str | None = None,
+    storage: str | os.PathLike[str] | None = None,
     study: str | None = None,
     seed: int = 0,
     sampler: str = "tpe",
@@ -55,16 +54,19 @@ def tune(
     BatchNorm in `micro` mode, micro-batches are searched with the rest. Nothing above the plan's ceiling is run.
 
     Every trial trains in a process of its own, from the same weights and in the same order of data, and is judged by
-    its loss on held-out data: the workload's `evaluation_dataset`, else a tenth of its `dataset`. A trial that is far
-    behind ends early; the best few are repeated with two other seeds each, and the lowest mean wins.
+    its loss on held-out data: the workload's `evaluation_dataset`, else a tenth of its `dataset`. A trial that is
+    behind ends early, but for the workload's own rate and slower ones that may catch up; the best few are repeated with
+    two other seeds each, and the lowest mean wins.
 
     The study is kept in `storage`: the same call goes on where an interrupted one ended, several may work on one study
-    at once, and a trial whose worker died is run again. With a budget in samples on the CPU, the same seed and one
-    worker give the same study.
+    at once, and a trial whose worker died is run again. With a budget in samples on the CPU, the same seed, threads
+    and one worker give the same study: trials run with the plan's own micro-batch then, and with the one that was the
+    fastest only where the budget is in seconds.
 
     Args:
         workload: The file of a workload: `model.py`, `model.py:name` or `package.module:name`.
-        target_batch: Samples per update: a number, or a range to search, as `"64..1024"` or a pair.
+        target_batch: Samples per update: a number, or a range, as `"64..1024"` or a pair, of which doublings of the
+            smallest, and the largest, are searched: few enough that learning rates at one of them can be compared.
         trials: How many trials the study is to have in all, those of before and of other workers among them.
         learning_rate: The range to search, as `"1e-4..1e-1"` or a pair; a hundredth to a hundred times the workload's
             own when None. Parameter groups keep their ratios to the first.
@@ -76,7 +78,7 @@ def tune(
         study: Its name in there; the workload's when None.
         seed: Of the sampler, and of every trial of the search.
         sampler: `tpe` or `random`.
-        pruner: `halving` (successive halving), or `none`.
+        pruner: `halving` (successive halving at a quarter and at half of the budget), or `none`.
         plan: A plan, or the file of one, whose ceiling counts; the study's own, or made first, when None.
         device: `auto` (a card where there is one), `cpu`, `cuda` or `cuda:N`.
         memory: The budget of the plan: `10GiB`, `80%`; what is free when None.
@@ -86,7 +88,8 @@ def tune(
         optimizer: One of `torch.optim`, instead of the workload's.
         time_limit: Seconds after which no further trial of the search begins.
         trial_limit: Seconds after which a trial is given up as failed.
-        heartbeat: Seconds between the signs of life by which other machines know that a worker is there.
+        heartbeat: Seconds between the signs of life by which other machines know that a worker is there. In a journal
+            15 or more: the lock of a worker that was killed is taken over after 30 seconds only.
         progress: Draw lines, and on a terminal the trial that runs, on stderr.
         on_event: Called with every event (`autoaccum.tuning.events`).
 
@@ -107,7 +110,7 @@ def tune(
         budget_samples=budget_samples,
         budget_seconds=budget_seconds,
         confirm=confirm,
-        storage=storage,
+        storage=str(storage) if isinstance(storage, os.PathLike) else storage,
         study=study,
         seed=seed,
         sampler=sampler,

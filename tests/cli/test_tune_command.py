@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from small_tunings import row, tuning
+from small_tunings import THROUGHPUT, row, tuning
 
 import autoaccum
 from autoaccum.cli import main
@@ -48,6 +49,7 @@ def batch(size):
     return dataset[torch.arange(size) % 160]
 """
 WORDS = ("model.py", "--target-batch", "4", "--confirm", "0", "--budget-samples", "96", "--device", "cpu")
+BEGINS_AGAIN = ": there is nothing to lose, and the same command begins again"
 GOES_ON = ": the study is in tune.db; the same command goes on"
 OPENED = events.StudyOpened(name="digits", storage="tune.db", sampler="TPE", pruner="none", finished=5, trials=30)
 
@@ -208,6 +210,27 @@ def test_no_finite_loss_is_a_clear_no_and_no_plan(study: Study, folder: Path) ->
     assert result.exit_code == 1
     assert result.stdout.startswith("best         no trial came to the end of its budget with a finite loss\n")
     assert not (folder / "best.json").exists()
+    silent = invoke("model.py", "--target-batch", "256", "-o", "best.json", "-q", "--json")
+    assert (silent.exit_code, json.loads(silent.stdout)["best"]) == (1, None)
+    assert silent.stderr == "note: best.json was not written: there is no best setting\n"
+    assert invoke("model.py", "--target-batch", "256", "-q").stderr == ""
+
+
+def test_a_best_setting_of_which_a_run_failed_is_one(study: Study, folder: Path) -> None:
+    found = tuning(confirmed=False)
+    doubted = replace(found.standings[0], failed=2, mean=None)
+    study.answer = replace(found, standings=(doubted,), best=doubted)
+    result = invoke("model.py", "--target-batch", "256", "-o", "best.json", "-q")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert (folder / "best.json").exists()
+
+
+def test_a_password_is_not_offered_again(study: Study, folder: Path) -> None:
+    result = invoke("model.py", "--target-batch", "256", "--storage", "postgresql://me:secret@host/db")
+    assert "--storage 'postgresql://me:***@host/db' -o best.json\n" in result.stdout
+    assert "secret" not in result.output
+    result = invoke("model.py", "--target-batch", "256", "--storage", "sqlite:///here/x.db")
+    assert "--storage sqlite:///here/x.db -o best.json\n" in result.stdout
 
 
 def test_a_best_setting_whose_plan_could_not_be_proved(study: Study, folder: Path) -> None:
@@ -249,6 +272,11 @@ def test_whatever_ends_it_is_said_in_the_last_line(study: Study, error: BaseExce
     assert result.stderr.splitlines()[-1] == last
 
 
+def test_a_single_trial_that_is_kept_is_one(study: Study) -> None:
+    study.answer, study.told = UsageError("odd"), [replace(OPENED, finished=1, trials=1)]
+    assert invoke("model.py", "--target-batch", "256", "-q").stderr.startswith("note: 1 of 1 trial is kept in tune.db")
+
+
 def test_an_error_on_the_way_says_what_is_kept(study: Study) -> None:
     study.answer = WorkloadError("loss() raised ValueError: odd", user_traceback="Traceback ...")
     result = invoke("model.py", "--target-batch", "256", "-q")
@@ -259,10 +287,23 @@ def test_an_error_on_the_way_says_what_is_kept(study: Study) -> None:
     ]
 
 
-def test_an_interruption_before_the_study(study: Study) -> None:
-    study.answer, study.told = KeyboardInterrupt(), []
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ((), f"before the first trial{BEGINS_AGAIN}"),
+        ((replace(OPENED, finished=0),), f"before the first trial{BEGINS_AGAIN}"),
+        ((OPENED,), f"after 5 of 30 trials{GOES_ON}"),
+        (
+            (replace(OPENED, finished=0, trials=1), events.ThroughputKnown(THROUGHPUT, False)),
+            f"after 0 of 1 trial{GOES_ON}",
+        ),
+    ],
+    ids=["at the start", "while it plans", "with trials of before", "before a first one ends"],
+)
+def test_an_interruption_says_of_no_study_that_it_is_there(study: Study, told: Any, says: str) -> None:
+    study.answer, study.told = KeyboardInterrupt(), list(told)
     result = invoke("model.py", "--target-batch", "256")
-    assert result.stderr == "interrupted before the study was opened: nothing is lost\n"
+    assert result.stderr.splitlines()[-1] == f"interrupted {says}"
 
 
 @pytest.mark.parametrize(
@@ -281,6 +322,8 @@ def test_an_interruption_before_the_study(study: Study) -> None:
         ("--target-batch 8 -o model.py --force", "-o names the workload itself, model.py"),
         ("--target-batch 8 -o tune.db", "-o names the study itself, tune.db: choose another name"),
         ("--target-batch 8 --storage sqlite:///x.db -o ./x.db", "-o names the study itself, ./x.db"),
+        ("--target-batch 8 --storage sqlite+pysqlite:///x.db -o x.db --force", "-o names the study itself, x.db"),
+        ("--target-batch 8 --storage adir --plot pics", "storage is 'adir': give a file like tune.db"),
         ("--target-batch 8 --storage journal://x.log -o x.log", "-o names the study itself, x.log"),
         ("--target-batch 8 --plot there.json", "there.json is a file: give the name of a folder"),
         ("--target-batch 8 --plot -", "'-' is not the name of a folder: give one: --plot pictures"),
@@ -289,7 +332,7 @@ def test_an_interruption_before_the_study(study: Study) -> None:
         ("--target-batch 8 --plot pics -o pics", "-o and --plot both name pics: take two names"),
         ("--target-batch 8 --plot old --force -o old/trials.svg", "-o and --plot both name old/trials.svg"),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_bad_usage_starts_nothing(study: Study, folder: Path, words: str, says: str) -> None:
     (folder / "there.json").write_text("precious")
@@ -317,11 +360,14 @@ def test_it_is_listed_and_its_help_names_every_option() -> None:
 
 def test_the_function_takes_what_the_command_takes(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[Any] = []
-    found = autoaccum.tune(Path("model.py"), target_batch=(64, 128), learning_rate=(0.1, 1), on_event=heard.append)
+    found = autoaccum.tune(
+        Path("model.py"), target_batch=(64, 128), learning_rate=(0.1, 1), on_event=heard.append, storage=Path("x.db")
+    )
     assert found is study.answer
     assert isinstance(found, autoaccum.Tuning)
     assert heard == study.told
-    assert (study.asked[0].reference, study.asked[0].target_batch) == ("model.py", BatchSpan(64, 128))
+    (asked,) = study.asked
+    assert (asked.reference, asked.target_batch, asked.storage) == ("model.py", BatchSpan(64, 128), "x.db")
     assert "study digits in tune.db" in capsys.readouterr().err
     autoaccum.tune("model.py", target_batch=256, progress=False)
     assert capsys.readouterr() == ("", "")
