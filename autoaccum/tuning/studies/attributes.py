@@ -7,8 +7,8 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 TERMS = "autoaccum"
-PLAN = "autoaccum_plan"
-THROUGHPUT = "autoaccum_throughput"
+MEASURED = "autoaccum_measured"
+"""Plan and throughput, in one: what was measured with one plan says nothing of another."""
 
 TICKET = "ticket"
 """What a queued trial is there for; of several with the same, the first is run."""

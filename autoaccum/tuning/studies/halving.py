@@ -57,4 +57,4 @@ def describe_pruner(kind: str) -> str:
     if kind != "halving":
         return "none"
     at = " and ".join(f"{percent} %" for percent in MILESTONES)
-    return f"successive halving at {at} of the budget"
+    return f"successive halving at {at} of the budget, but for slower rates that may catch up"

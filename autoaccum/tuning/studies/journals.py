@@ -1,4 +1,8 @@
-"""Journals: files to which every change of a study is appended, for folders that several machines share."""
+"""Journals: files to which every change of a study is appended, for folders that several machines share.
+
+Optuna takes over a lock that was held for 30 s. A worker that is killed while it holds one keeps the others from
+writing for as long: with a heartbeat below 15 s they may miss three of theirs meanwhile, and be taken for lost.
+"""
 
 from __future__ import annotations
 

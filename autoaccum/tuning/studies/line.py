@@ -22,6 +22,7 @@ from autoaccum.tuning.studies.attributes import (
     is_superfluous,
 )
 from autoaccum.tuning.studies.heartbeat import Watch
+from autoaccum.tuning.studies.parameters import is_drawn
 
 _CARRIED = ("seed", "own", "confirms", "target_batch", "micro_batch")
 """What a trial that takes up another one has of it."""
@@ -76,10 +77,15 @@ class Line:
         return None
 
     def begin(self, limit: int) -> Trial | None:
-        """A new trial; None where, with those begun by others at the same moment, there are more than `limit`."""
+        """A new trial; None where, with those begun by others at the same moment, there are more than `limit`.
+
+        What another worker has queued in this very moment is run instead of a new one. It was counted where it was
+        queued, and would be lost for good if it were dropped here: nothing is queued twice.
+        """
         trial = self._study.ask()
-        before = [other for other in self.trials() if other.number < trial.number]
-        if count_begun(before) >= limit or self._is_second(trial._trial_id):
+        known = self.trials()
+        late = count_begun([other for other in known if other.number < trial.number]) >= limit
+        if (late and not _was_queued(known[trial.number])) or self._is_second(trial._trial_id):
             self._drop(trial._trial_id)
             return None
         return trial
@@ -88,7 +94,12 @@ class Line:
         """Fail what nobody runs any more, and queue its parameters again; returns what was failed now."""
         failed = [trial for trial in self._watch.lost(self.trials()) if self._fail(trial)]
         for trial in self.trials():
-            if trial.state == TrialState.FAIL and LOST in trial.user_attrs and trial.params and not is_given_up(trial):
+            if (
+                trial.state == TrialState.FAIL
+                and LOST in trial.user_attrs
+                and is_drawn(trial)
+                and not is_given_up(trial)
+            ):
                 self._put_again(trial)
         return failed
 
@@ -101,7 +112,7 @@ class Line:
         except UpdateFinishedTrialError:
             return
         trial = self._storage.get_trial(trial_id)
-        if trial.params:
+        if is_drawn(trial):
             self._put_again(trial)
 
     def _fail(self, trial: FrozenTrial) -> bool:
@@ -154,8 +165,13 @@ def _counts(trial: FrozenTrial, tickets: Mapping[str, int]) -> bool:
     if trial.state == TrialState.WAITING:
         return tickets.get(trial.user_attrs.get(TICKET, ""), trial.number) == trial.number
     if is_lost(trial):
-        return bool(trial.params) and f"repeats {trial.number}" not in tickets
+        return is_drawn(trial) and f"repeats {trial.number}" not in tickets
     return True
+
+
+def _was_queued(trial: FrozenTrial) -> bool:
+    """Whether it waited before it was begun; `fixed_params` is what Optuna notes of one that a person has queued."""
+    return TICKET in trial.user_attrs or "fixed_params" in trial.system_attrs
 
 
 def _reason(worker: object, deaths: int) -> str:

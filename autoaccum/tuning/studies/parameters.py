@@ -8,7 +8,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, Trial
 
 from autoaccum.tuning.settings import Setting, Space
-from autoaccum.tuning.studies.attributes import value_of
+from autoaccum.tuning.studies.attributes import TICKET, value_of
 
 RATE, TARGET, MICRO = "learning_rate", "target_batch", "micro_batch"
 
@@ -24,15 +24,11 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
     return found
 
 
-def parameters_of(setting: Setting, space: Space) -> dict[str, Any]:
-    """A setting's values of what is searched."""
-    values = {RATE: setting.learning_rate, TARGET: setting.target_batch, MICRO: setting.micro_batch}
+def own_parameters(space: Space) -> dict[str, Any]:
+    """Of what is searched: the workload's own learning rate, the smallest batch, and a micro-batch that it holds."""
+    low = space.target_batches.low
+    values = {RATE: space.own_rate, TARGET: low, MICRO: _offered(space, min(space.micro_batch, low))}
     return {name: values[name] for name in distributions_of(space)}
-
-
-def own_setting(space: Space) -> Setting:
-    """The workload's own learning rate, at the smallest batch and the micro-batch that uncoupled trials run with."""
-    return Setting(learning_rate=space.own_rate, target_batch=space.target_batches.low, micro_batch=_offered(space))
 
 
 def draw_setting(trial: Trial, space: Space) -> Setting:
@@ -40,7 +36,7 @@ def draw_setting(trial: Trial, space: Space) -> Setting:
     rates, targets = space.learning_rates, space.target_batches
     rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
     target = targets.low if targets.single else trial.suggest_categorical(TARGET, targets.sizes)
-    micro = _offered(space)
+    micro = space.micro_batch
     if space.coupled is not None:
         micro = trial.suggest_categorical(MICRO, space.micro_batches)
     return Setting(learning_rate=rate, target_batch=target, micro_batch=micro)
@@ -55,8 +51,14 @@ def setting_of(trial: FrozenTrial) -> Setting | None:
     return Setting(learning_rate=rate, target_batch=target, micro_batch=micro)
 
 
-def _offered(space: Space) -> int:
-    """The micro-batch of uncoupled trials, or the next smaller one that is among those searched."""
-    if space.coupled is None or space.micro_batch in space.micro_batches:
-        return space.micro_batch
-    return max([size for size in space.micro_batches if size <= space.micro_batch] or space.micro_batches[:1])
+def is_drawn(trial: FrozenTrial) -> bool:
+    """Whether all of its parameters are known: it was queued with them, or its setting was noted after they were drawn.
+
+    What died between two of them begins anew, so that they are drawn as they would have been.
+    """
+    return bool(trial.params) and (TICKET in trial.user_attrs or setting_of(trial) is not None)
+
+
+def _offered(space: Space, most: int) -> int:
+    """The largest micro-batch of those searched that is at most `most`; the smallest where none is."""
+    return max([size for size in space.micro_batches if size <= most] or space.micro_batches[:1])

@@ -12,6 +12,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.tuning.studies.attributes import LOST, is_superfluous
+from autoaccum.tuning.studies.parameters import is_drawn
 from autoaccum.tuning.studies.spreading import spread
 
 STARTUP_TRIALS = 8
@@ -46,7 +47,7 @@ class SteadySampler(BaseSampler):
     def __init__(self, seed: int, make: Callable[[int], BaseSampler]) -> None:
         self._seed = seed
         self._make = make
-        self._inner = make(seed)
+        self._inner = make(seed_of(seed, 0))
         self._drawn = 0
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
@@ -109,4 +110,4 @@ def _drawn_before(study: optuna.Study, trial: FrozenTrial) -> int:
 def _is_draw(trial: FrozenTrial) -> bool:
     if is_superfluous(trial) or "repeats" in trial.user_attrs:
         return False
-    return bool(trial.params) or LOST not in trial.user_attrs
+    return is_drawn(trial) or LOST not in trial.user_attrs

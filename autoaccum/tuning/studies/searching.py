@@ -14,13 +14,13 @@ from autoaccum.tuning.runner import Runner
 from autoaccum.tuning.settings import Space
 from autoaccum.tuning.studies.attributes import is_finished
 from autoaccum.tuning.studies.line import Line, count_begun
-from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, own_setting, parameters_of
+from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, own_parameters
 from autoaccum.tuning.studies.study import Study
 from autoaccum.tuning.studies.trying import Trying
 
 _LONGEST_POLL_SECONDS = 1.0
 _FAILURES_IN_A_ROW = 3
-OWN_TICKET = "own"
+_OWN_TICKET = "own"
 
 
 def search(
@@ -109,11 +109,13 @@ def _next(study: Study, line: Line, known: list[FrozenTrial], trials: int) -> Tr
 
 
 def _queue_own(study: Study, line: Line, space: Space) -> None:
-    """Let the workload's own learning rate be the first one that is tried, where it is in the range."""
+    """Let the workload's own learning rate be the first one that is tried, where it is in the range.
+
+    Once: where that trial fails, it is a failed one, and is not run again.
+    """
     if space.own_rate in space.learning_rates:
-        own = own_setting(space)
         with study.reaching():
-            line.put(OWN_TICKET, parameters_of(own, space), distributions_of(space), {"own": True})
+            line.put(_OWN_TICKET, own_parameters(space), distributions_of(space), {"own": True})
 
 
 class _Failures:
@@ -143,6 +145,19 @@ class _Failures:
             which = "the first trial" if self._bound == 1 else f"each of the last {self._count} trials"
             raise WorkloadError(
                 f"{which} failed: {outcome.reason or 'no reason is known'}",
-                hint="the study is kept; mend the workload, and the same command goes on",
+                hint=_way_out(outcome),
                 user_traceback=outcome.user_traceback,
             )
+
+
+def _way_out(outcome: Outcome) -> str:
+    """What helps: a workload whose files were changed is another one, and its trials belong to another study."""
+    if outcome.user_traceback is not None:
+        return (
+            "mend it and begin another study by --study NAME; if the cause lay outside its files, the same command"
+            " goes on"
+        )
+    return (
+        "the study is kept: the same command goes on when the cause is mended (--trial-limit may be another); a"
+        " workload whose files are changed takes another study, by --study NAME"
+    )

@@ -14,7 +14,7 @@ from autoaccum.errors import PlanFileError, StudyError, UsageError
 from autoaccum.planning.records import Plan
 from autoaccum.planning.shapes import ShapeError, shape, thaw
 from autoaccum.tuning.records import Row, Throughput
-from autoaccum.tuning.studies.attributes import PLAN, TERMS, THROUGHPUT, is_finished
+from autoaccum.tuning.studies.attributes import MEASURED, TERMS, is_finished
 from autoaccum.tuning.studies.halving import describe_pruner, make_pruner
 from autoaccum.tuning.studies.line import Line
 from autoaccum.tuning.studies.rows import rows_of
@@ -26,6 +26,8 @@ from autoaccum.tuning.studies.troubles import quiet, storage_trouble
 _PATIENCE_SECONDS = 3.0
 """How long another worker may take to write down the terms of a study that it has just made."""
 _POLL_SECONDS = 0.1
+_SETTLING_SECONDS = 1.0
+"""How long two workers may be apart who both saw that nothing was written: a few transactions."""
 
 
 class Study:
@@ -35,9 +37,13 @@ class Study:
         storage: Where it is kept.
         name: Its name.
         terms: What its trials have in common.
+
+    Attributes:
+        is_maker: Whether it was this worker that made it; of several that start at once, one.
     """
 
     def __init__(self, storage: Storage, name: str, terms: Terms) -> None:
+        self.is_maker = False
         self.storage = storage
         self.name = name
         self.terms = terms
@@ -99,11 +105,11 @@ class Study:
         Raises:
             StudyError: It is damaged.
         """
-        text = self._recall(PLAN)
-        if text is None:
+        record = self._recall()
+        if record is None:
             return None
         try:
-            return Plan.from_json(str(text), source="the plan of the study")
+            return Plan.from_json(str(record.get("plan")), source="the plan of the study")
         except PlanFileError as error:
             raise self._damaged(error.message) from None
 
@@ -113,20 +119,34 @@ class Study:
         Raises:
             StudyError: They are damaged.
         """
-        record = self._recall(THROUGHPUT)
+        record = self._recall()
         if record is None:
             return None
         try:
-            if not isinstance(record, Mapping):
-                raise ShapeError("it is no record")
-            return Throughput(**shape(record, Throughput))
+            if not isinstance(record.get("throughput"), Mapping):
+                raise ShapeError("there is no record")
+            return Throughput(**shape(record["throughput"], Throughput))
         except ShapeError as error:
             raise self._damaged(f"in the throughput, {error}") from None
 
     def settle(self, plan: Plan, throughput: Throughput) -> tuple[Plan, Throughput]:
-        """Keep a plan and what was measured by it, unless some are kept already; those that are kept."""
-        self._remember(PLAN, plan.to_json())
-        self._remember(THROUGHPUT, thaw(throughput))
+        """Keep a plan and what was measured by it, unless some are kept already; those that are kept.
+
+        Several workers may come here at the same moment, each with its own. Who made the study is one of them only,
+        which every storage sees to: that one writes, and the others wait for it. Where it is gone, another one writes,
+        and looks again after a moment, so that of several who do so, all go by what was written last.
+
+        Raises:
+            StudyError: What is kept is damaged, or the storage cannot be read or written.
+        """
+        deadline = time.monotonic() + (0.0 if self.is_maker else _PATIENCE_SECONDS)
+        while self._recall() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if self._recall() is None:
+            with self.reaching():
+                record = {"plan": plan.to_json(), "throughput": thaw(throughput)}
+                self._load(self.name).set_user_attr(MEASURED, record)
+            time.sleep(0.0 if self.is_maker else _SETTLING_SECONDS)
         return self.recall_plan() or plan, self.recall_throughput() or throughput
 
     @contextmanager
@@ -135,7 +155,9 @@ class Study:
         with quiet(), storage_trouble(self.storage.shown, self.storage.secrets):
             try:
                 yield
-            except KeyError as error:  # What Optuna raises for a record that it does not find.
+            except KeyError as error:
+                if not _is_of_storage(error):
+                    raise
                 raise StudyError(
                     f"{self.storage.shown} no longer holds all of the study {self.name!r} ({error.args[0]})",
                     hint="was it deleted? The same command begins it anew",
@@ -144,16 +166,13 @@ class Study:
     def _load(self, name: str) -> optuna.Study:
         return optuna.load_study(study_name=name, storage=self.storage.backend)
 
-    def _recall(self, key: str) -> Any:
+    def _recall(self) -> Mapping[str, Any] | None:
         with self.reaching():
             names = optuna.get_all_study_names(self.storage.backend)
-            return self._load(self.name).user_attrs.get(key) if self.name in names else None
-
-    def _remember(self, key: str, value: Any) -> None:
-        with self.reaching():
-            study = self._load(self.name)
-            if key not in study.user_attrs:
-                study.set_user_attr(key, value)
+            kept = self._load(self.name).user_attrs.get(MEASURED) if self.name in names else None
+        if kept is not None and not isinstance(kept, Mapping):
+            raise self._damaged("plan and throughput are no record")
+        return kept
 
     def _damaged(self, reason: str) -> StudyError:
         return StudyError(
@@ -189,6 +208,7 @@ def open_study(storage: Storage, name: str, terms: Terms) -> Study:
     with study.reaching():
         try:
             made = optuna.create_study(storage=storage.backend, study_name=name)
+            study.is_maker = True
         except optuna.exceptions.DuplicatedStudyError:
             made = optuna.load_study(study_name=name, storage=storage.backend)
             if not _is_empty(made):
@@ -214,3 +234,11 @@ def _is_empty(study: optuna.Study) -> bool:
 
 def _minimises(study: optuna.Study) -> bool:
     return study.directions == [optuna.study.StudyDirection.MINIMIZE]
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Whether it was raised by Optuna's storages, as a `KeyError` is for a record that is not there."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("optuna.storages.")

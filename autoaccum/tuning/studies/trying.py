@@ -134,14 +134,28 @@ def _keep(trial: Trial, outcome: Outcome) -> None:
     lacking = outcome.shortages or int(outcome.state == "out_of_memory")
     trial.set_constraint(_CONSTRAINT, float(lacking))
     if outcome.state == "failed":
-        trial.study.tell(trial, state=TrialState.FAIL)
+        _tell(trial, TrialState.FAIL)
     elif outcome.state == "pruned":
-        trial.study.tell(trial, state=TrialState.PRUNED)
+        _tell(trial, TrialState.PRUNED)
     else:
         loss = outcome.loss if outcome.state == "complete" and outcome.loss is not None else math.inf
         if math.isfinite(loss):
             trial.report(loss, _END)
-        trial.study.tell(trial, loss)
+        _tell(trial, TrialState.COMPLETE, loss)
+
+
+def _tell(trial: Trial, state: TrialState, loss: float | None = None) -> None:
+    """End a trial.
+
+    Raises:
+        UpdateFinishedTrialError: Somebody else has; Optuna says so where it writes, but not where it looks before that.
+    """
+    try:
+        trial.study.tell(trial, loss, state)
+    except ValueError as error:
+        if trial.study._storage.get_trial(trial._trial_id).state.is_finished():
+            raise UpdateFinishedTrialError(str(error)) from None
+        raise
 
 
 def _interruption(error: BaseException) -> str:

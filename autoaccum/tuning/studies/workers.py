@@ -35,7 +35,11 @@ class Worker:
     def here(cls) -> Worker:
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _machine(), _started(pid))
+        try:
+            started = _started(pid)
+        except OSError:
+            started = None
+        return cls(socket.gethostname(), pid, _machine(), started)
 
     @classmethod
     def read(cls, record: Any) -> Worker | None:
@@ -58,7 +62,10 @@ class Worker:
         """Whether it surely does not live any more; False for one of another machine, whose heartbeat tells."""
         if self.machine is None or self.started is None or self.machine != _machine():
             return False
-        return _started(self.pid) != self.started
+        try:
+            return _started(self.pid) != self.started
+        except OSError:
+            return not _answers(self.pid)
 
 
 def _machine() -> str | None:
@@ -70,9 +77,21 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started; None where it has ended."""
+    """When a process started; None where it has ended, but is still there.
+
+    Raises:
+        OSError: It is not there, or not shown: /proc may be mounted so that each user sees only their own (`hidepid`).
+    """
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return None if fields[_STATE_FIELD] in _ENDED else int(fields[_STARTED_FIELD])
+
+
+def _answers(pid: int) -> bool:
+    """Whether there is a process of that number, whoever's it is; nothing is sent to it."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return None if fields[_STATE_FIELD] in _ENDED else int(fields[_STARTED_FIELD])
-    except (OSError, ValueError, IndexError):
-        return None
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -15,10 +15,10 @@ from small_studies import PureRunner, small_space, small_study
 
 from autoaccum.tuning.events import Noted, TrialEnded, WorkerLost
 from autoaccum.tuning.records import Outcome
-from autoaccum.tuning.settings import Setting
+from autoaccum.tuning.settings import BatchSpan, Setting
 from autoaccum.tuning.studies.attributes import DEATHS, MAX_REPEATS
 from autoaccum.tuning.studies.heartbeat import Heartbeat, Watch
-from autoaccum.tuning.studies.line import Line
+from autoaccum.tuning.studies.line import Line, count_begun
 from autoaccum.tuning.studies.searching import search
 from autoaccum.tuning.studies.study import Study
 from autoaccum.tuning.studies.workers import Worker
@@ -44,7 +44,7 @@ def begin(line: Line, **attributes: Any) -> optuna.Trial:
     trial = line.take() or line.begin(100)
     assert trial is not None
     trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
-    for name, value in attributes.items():
+    for name, value in {"target_batch": 256, "micro_batch": 8, **attributes}.items():
         trial.set_user_attr(name, value)
     return trial
 
@@ -71,6 +71,25 @@ def test_of_another_machine_only_the_heartbeat_tells() -> None:
     gone = dead_worker()
     assert not Worker(gone.host, gone.pid, "another start 4026531836", gone.started).is_gone()
     assert not Worker(gone.host, gone.pid, None, None).is_gone()
+
+
+def test_a_worker_that_is_not_shown_lives_while_its_number_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each user sees only their own processes, those of others look like none."""
+    here, gone = Worker.here(), dead_worker()
+
+    def hidden(pid: int) -> int:
+        raise FileNotFoundError(pid)
+
+    monkeypatch.setattr("autoaccum.tuning.studies.workers._started", hidden)
+    assert Worker.here().started is None
+    assert not here.is_gone()
+    assert gone.is_gone()
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(pid, number)
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not gone.is_gone(), "somebody else's"
 
 
 def test_a_zombie_is_no_worker() -> None:
@@ -166,6 +185,63 @@ def test_what_died_before_it_drew_is_not_taken_up(study: Study) -> None:
     assert (line.take(), study.finished) == (None, 0)
 
 
+def test_what_died_between_two_of_its_parameters_is_drawn_anew(tmp_path: Path) -> None:
+    """So that the study is the one it would have been; what was queued has all of its parameters."""
+    spans: dict[str, Any] = {"target_batches": BatchSpan(64, 1024), "coupled": "BatchNorm in module 2"}
+    rows: list[Any] = []
+    for dies in (False, True):
+        study = small_study(tmp_path / f"{dies}.journal", target_batch=spans["target_batches"])
+        search(study, small_space(**spans), PureRunner(), trials=3, time_limit=None, tell=lambda event: None)
+        if dies:
+            _, line = study.search_line()
+            trial = line.begin(100)
+            assert trial is not None
+            trial.set_user_attr("process", dead_worker().to_record())
+            trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
+        search(study, small_space(**spans), PureRunner(), trials=5, time_limit=None, tell=lambda event: None)
+        assert not any(row.repeats is not None for row in study.rows())
+        rows.append([(row.setting, row.loss) for row in study.rows() if row.state != "failed"])
+    assert rows[0] == rows[1]
+
+
+def test_an_own_trial_that_died_before_it_was_signed_is_taken_up(study: Study) -> None:
+    _, line = study.search_line()
+    line.put("own", PARAMS, SPACE, {"own": True})
+    trial = line.take()
+    assert trial is not None
+    trial.set_user_attr("process", dead_worker().to_record())
+    go_on(study, 1)
+    assert [(row.own, row.repeats, row.state) for row in study.rows()] == [
+        (True, None, "failed"),
+        (True, 0, "complete"),
+    ]
+
+
+def test_what_another_worker_queues_while_one_begins_is_run(study: Study) -> None:
+    """Three workers, four trials: Optuna hands a trial that waits to who asks for a new one, though there are four."""
+    _, line = study.search_line()
+    trials = [begin(line) for _ in range(3)]
+    backend = study.storage.backend
+    backend.set_trial_user_attr(trials[1]._trial_id, "lost", "worker")
+    backend.set_trial_state_values(trials[1]._trial_id, TrialState.FAIL)
+    assert (count_begun(line.trials()), line.take()) == (3, None), "the lost one is to be queued, and counts"
+    begin(line)
+    line.put_lost_back()
+    taken = line.begin(4)
+    assert taken is not None
+    assert (taken.user_attrs["repeats"], taken.params) == (1, trials[1].params)
+    assert count_begun(line.trials()) == 4
+
+
+def test_what_a_person_queues_while_a_worker_begins_is_run(study: Study) -> None:
+    optuna_study, line = study.search_line()
+    begin(line)
+    optuna_study.enqueue_trial({"learning_rate": 0.025})
+    taken = line.begin(1)
+    assert taken is not None
+    assert taken.suggest_float("learning_rate", 1e-4, 1.0, log=True) == 0.025
+
+
 def test_a_crash_between_failing_and_queueing_again_loses_nothing(study: Study) -> None:
     optuna_study, line = study.search_line()
     trial = begin(line, lost="worker", worker="here:1")
@@ -238,6 +314,32 @@ def _path(study: Study) -> Path:
     return Path(study.storage.shown)
 
 
+def fail_first(study: Study) -> None:
+    """As another worker does that takes the first trial for lost."""
+    trial = study.trials(study.name)[0]
+    study.storage.backend.set_trial_user_attr(trial._trial_id, "lost", "worker")
+    study.storage.backend.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+def test_a_trial_that_is_taken_for_lost_in_its_last_moment_is_dropped(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After all is written but its state: Optuna says so by another error there."""
+    set_constraint = optuna.Trial.set_constraint
+
+    def lose(trial: optuna.Trial, name: str, value: float) -> None:
+        set_constraint(trial, name, value)
+        if trial.number == 0:
+            fail_first(study)
+
+    monkeypatch.setattr(optuna.Trial, "set_constraint", lose)
+    events = go_on(study, 2)
+    assert [event.text for event in events if isinstance(event, Noted)] == [
+        "trial 0 was taken for lost, and is run again: its result is dropped"
+    ]
+    assert study.finished == 2
+
+
 def test_a_result_of_a_trial_that_was_taken_for_lost_is_dropped(study: Study) -> None:
     """Its worker was only out of reach: what took it up again is what counts."""
 
@@ -245,9 +347,7 @@ def test_a_result_of_a_trial_that_was_taken_for_lost_is_dropped(study: Study) ->
         def run(self, setting: Setting, seed: int, goes: Any) -> Outcome:
             outcome = super().run(setting, seed, lambda percent, loss: True)
             if len(self.runs) == 1:
-                _, line = study.search_line()
-                study.storage.backend.set_trial_user_attr(line.trials()[0]._trial_id, "lost", "worker")
-                study.storage.backend.set_trial_state_values(line.trials()[0]._trial_id, TrialState.FAIL)
+                fail_first(study)
             return outcome
 
     events: list[Any] = []

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 
+import optuna
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from autoaccum.tuning.studies.samplers import describe_sampler
+from autoaccum.tuning.studies.samplers import describe_sampler, make_sampler
 from autoaccum.tuning.studies.spreading import spread
 
 STARTS = st.floats(0, 1, exclude_max=True)
@@ -35,6 +37,13 @@ def test_every_choice_and_every_batch_comes() -> None:
     assert {spread(choices, number, 2, 0.3) for number in range(8)} == {1, 2, 4, 8}
     batches = [spread(IntDistribution(64, 1024, log=True), number, 1, 0.3) for number in range(100)]
     assert 40 <= sum(batch < 256 for batch in batches) <= 60
+
+
+@pytest.mark.parametrize("kind", ["tpe", "random"])
+def test_any_seed_draws(kind: str) -> None:
+    """Also one that NumPy does not take: it knows 32 bits."""
+    study = optuna.create_study(sampler=make_sampler(kind, 10**23))
+    assert 1 <= study.ask({"learning_rate": FloatDistribution(1.0, 2.0)}).params["learning_rate"] <= 2
 
 
 def test_samplers_are_stated_with_their_seeds() -> None:

@@ -14,6 +14,7 @@ from autoaccum.tuning.records import Outcome, Row
 from autoaccum.tuning.runner import GoOn
 from autoaccum.tuning.settings import BatchSpan, RateSpan, Setting
 from autoaccum.tuning.studies.confirming import confirm
+from autoaccum.tuning.studies.halving import describe_pruner, make_pruner
 from autoaccum.tuning.studies.searching import search
 from autoaccum.tuning.studies.study import Study
 
@@ -199,6 +200,8 @@ def test_trials_that_fail_end_the_search_and_the_study_stays(tmp_path: Path) -> 
     with pytest.raises(WorkloadError, match="the first trial failed: it raised") as error:
         run(study, failing)
     assert error.value.user_traceback == "Traceback: it raised"
+    assert error.value.hint is not None
+    assert "begin another study by --study NAME" in error.value.hint
     run(study, trials=5)
     with pytest.raises(WorkloadError, match="each of the last 3 trials failed"):
         run(study, failing, trials=20)
@@ -207,6 +210,17 @@ def test_trials_that_fail_end_the_search_and_the_study_stays(tmp_path: Path) -> 
     assert states.count("failed") == 4
     assert study.finished == 8
     assert run(study, trials=9) is None
+
+
+def test_a_trial_that_took_too_long_is_not_the_workloads_files(tmp_path: Path) -> None:
+    class Slow(PureRunner):
+        def run(self, setting: Setting, seed: int, go_on: GoOn) -> Outcome:
+            return Outcome(state="failed", reason="it took longer than a trial may (3 s), and was ended")
+
+    with pytest.raises(WorkloadError, match="the first trial failed: it took longer") as error:
+        run(small_study(tmp_path / "tune.journal"), Slow())
+    assert error.value.hint is not None
+    assert error.value.hint.startswith("the study is kept: the same command goes on when the cause is mended")
 
 
 def test_memory_that_runs_out_is_a_constraint(tmp_path: Path) -> None:
@@ -238,6 +252,58 @@ def test_coupled_micro_batches_and_target_batches_are_searched_jointly(tmp_path:
     assert {setting.micro_batch for setting in settings} == {1, 2, 4, 8}
     kept = optuna.load_study(study_name="valley", storage=study.storage.backend)
     assert all(set(trial.params) == {"learning_rate", "target_batch", "micro_batch"} for trial in kept.trials)
+
+
+@pytest.mark.parametrize(("low", "micro_batches", "own"), [(24, (2, 4, 8, 16, 32, 64, 96), 16), (3, (4, 8), 3)])
+def test_the_own_rate_has_a_coupled_micro_batch_that_is_searched(
+    tmp_path: Path, low: int, micro_batches: tuple[int, ...], own: int
+) -> None:
+    """Though the smallest update is smaller than what uncoupled trials run with, and none of the sizes."""
+    span = BatchSpan(low, 4 * low)
+    study = small_study(tmp_path / "tune.journal", target_batch=span)
+    run(study, coupled="BatchNorm", target_batches=span, micro_batches=micro_batches, micro_batch=64, trials=10)
+    first = study.rows()[0]
+    assert (first.own, first.setting) == (True, Setting(learning_rate=0.01, target_batch=low, micro_batch=own))
+    assert study.finished == 10
+
+
+@pytest.mark.parametrize(
+    ("rate", "percent", "ends"),
+    [
+        (0.01, 25, False),  # Slower, and behind: so it would be on the way to the lower loss.
+        (0.01, 50, True),  # At half of the budget, too slow to come as far as the best has.
+        (0.03, 50, False),
+        (0.0001, 25, True),
+        (0.08, 25, True),  # Faster, and behind.
+    ],
+)
+def test_halving_ends_what_is_behind_unless_it_is_slower_and_may_catch_up(
+    rate: float, percent: int, ends: bool
+) -> None:
+    study = optuna.create_study(pruner=make_pruner("halving"), direction="minimize")
+    for other in (0.035, 0.037, 0.04):
+        trial = begun(study, other)
+        trial.report(0.1 + other, percent)
+        trial.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    behind = begun(study, rate)
+    behind.report(0.5, percent)
+    assert behind.should_prune() is ends
+    behind.set_user_attr("own", True)
+    assert not behind.should_prune()
+
+
+def test_pruners_are_stated() -> None:
+    assert describe_pruner("none") == "none"
+    words = "successive halving at 25 % and 50 % of the budget, but for slower rates that may catch up"
+    assert describe_pruner("halving") == words
+
+
+def begun(study: optuna.Study, rate: float) -> optuna.Trial:
+    study.enqueue_trial({"learning_rate": rate})
+    trial = study.ask({"learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True)})
+    trial.set_user_attr("target_batch", 256)
+    trial.set_user_attr("micro_batch", 8)
+    return trial
 
 
 def test_an_own_rate_outside_of_the_range_is_not_tried(tmp_path: Path) -> None:

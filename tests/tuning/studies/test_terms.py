@@ -11,9 +11,10 @@ from small_studies import RATES, small_space, small_study, small_terms
 from small_tunings import plan, setting
 
 from autoaccum.errors import StudyError, UsageError
+from autoaccum.planning.shapes import thaw
 from autoaccum.tuning.records import Speed, Throughput
 from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan
-from autoaccum.tuning.studies.attributes import PLAN, TERMS, THROUGHPUT
+from autoaccum.tuning.studies.attributes import MEASURED, TERMS
 from autoaccum.tuning.studies.storage import Storage, open_storage
 from autoaccum.tuning.studies.study import Study, open_study
 from autoaccum.tuning.studies.terms import Terms
@@ -28,6 +29,7 @@ THROUGHPUT_OF_TWO = Throughput(
     fastest=64,
     knee=64,
 )
+KEPT = plan(setting(0.1)).to_json()
 OTHERS: dict[str, Any] = {
     "workload": "hill",
     "digest": "cd" * 32,
@@ -158,20 +160,64 @@ def test_plan_and_throughput_are_kept_once_and_come_back_equal(storage: Storage)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("value", "said"),
     [
-        (PLAN, '{"schema": 1', "is not valid JSON"),
-        (PLAN, 3, "the plan of the study"),
-        (THROUGHPUT, "fast", "it is no record"),
-        (THROUGHPUT, {"target_batch": 256}, "'device' is missing"),
+        ({"plan": '{"schema": 1'}, "is not valid JSON"),
+        ({"throughput": {"target_batch": 256}}, "the plan of the study"),
+        ("fast", "plan and throughput are no record"),
+        ({"plan": KEPT, "throughput": "fast"}, "there is no record"),
+        ({"plan": KEPT, "throughput": {"target_batch": 256}}, "'device' is missing"),
     ],
 )
-def test_what_is_damaged_is_named(storage: Storage, key: str, value: Any, said: str) -> None:
+def test_what_is_damaged_is_named(storage: Storage, value: Any, said: str) -> None:
     study = open_study(storage, "valley", small_terms())
-    optuna_study(storage).set_user_attr(key, value)
+    optuna_study(storage).set_user_attr(MEASURED, value)
     with pytest.raises(StudyError, match="the study 'valley' in .* is damaged") as error:
-        study.recall_plan() if key == PLAN else study.recall_throughput()
+        study.settle(plan(setting(0.1)), THROUGHPUT_OF_TWO)
     assert said in error.value.message
+
+
+@pytest.mark.parametrize("ending", ["db", "journal"])
+def test_workers_that_measured_at_once_go_by_the_same(tmp_path: Path, ending: str) -> None:
+    """One made the study, the others found it without a plan; each comes with its own."""
+    studies = [small_study(tmp_path / f"tune.{ending}") for _ in range(3)]
+    plans = [plan(setting(0.1, micro_batch=size)) for size in (16, 32, 64)]
+    settled: list[Any] = []
+    barrier = threading.Barrier(3)
+
+    def settle(number: int) -> None:
+        barrier.wait()
+        settled.append(studies[number].settle(plans[number], THROUGHPUT_OF_TWO))
+
+    threads = [threading.Thread(target=settle, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [study.is_maker for study in studies] == [True, False, False]
+    assert settled == [(plans[0], THROUGHPUT_OF_TWO)] * 3
+
+
+def test_what_the_maker_did_not_live_to_keep_another_one_keeps(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that do so at once, both go by what was written last."""
+    monkeypatch.setattr("autoaccum.tuning.studies.study._PATIENCE_SECONDS", 0.0)
+    open_study(storage, "valley", small_terms())
+    second = open_study(storage, "valley", small_terms())
+    last = {"plan": plan(setting(0.1, micro_batch=32)).to_json(), "throughput": thaw(THROUGHPUT_OF_TWO)}
+    monkeypatch.setattr(
+        "autoaccum.tuning.studies.study.time.sleep", lambda seconds: optuna_study(storage).set_user_attr(MEASURED, last)
+    )
+    kept, _ = second.settle(plan(setting(0.1)), THROUGHPUT_OF_TWO)
+    assert kept == plan(setting(0.1, micro_batch=32))
+
+
+def test_a_key_that_our_own_code_lacks_is_no_trouble_of_the_storage(storage: Storage) -> None:
+    study = open_study(storage, "valley", small_terms())
+    empty: dict[str, int] = {}
+    with pytest.raises(KeyError), study.reaching():
+        empty["rate"]
 
 
 def test_a_small_study_searches_what_its_terms_say() -> None:
