@@ -106,12 +106,13 @@ def test_the_best_is_run_with_other_seeds(studied: tuple[Tuning, Heard]) -> None
     assert found.bracket.noise is not None
 
 
-def test_nothing_above_the_ceiling_ran_and_the_micro_batch_is_the_knee(studied: tuple[Tuning, Heard]) -> None:
+def test_nothing_above_the_ceiling_ran_and_trials_have_the_plan_s_micro_batch(studied: tuple[Tuning, Heard]) -> None:
     found, heard = studied
     assert found.plan is not None
     assert max(speed.micro_batch for speed in found.throughput.speeds) <= found.plan.largest_fit
     assert found.space.coupled is None
-    assert {row.setting.micro_batch for row in found.rows if row.setting} == {found.throughput.knee}
+    assert {row.setting.micro_batch for row in found.rows if row.setting} == {found.space.micro_batch}
+    assert found.space.micro_batch <= found.plan.largest_fit
     assert [event.speed for event in heard.of(SpeedMeasured)] == list(found.throughput.speeds)
 
 
@@ -132,7 +133,7 @@ def test_the_plan_of_the_best_trains(studied: tuple[Tuning, Heard], folder: Path
     )
     assert result.updates == 2
     assert heard.of(Started)[0].optimizer.param_groups[0]["lr"] == found.best.setting.learning_rate
-    assert found.plan.micro_batches == found.best.setting.parts
+    assert found.plan.micro_batches == dataclasses.replace(found.best.setting, micro_batch=found.throughput.knee).parts
 
 
 def test_the_same_request_goes_on_and_measures_nothing_again(studied: tuple[Tuning, Heard], folder: Path) -> None:
@@ -184,6 +185,9 @@ def test_a_plan_that_is_too_small_or_of_elsewhere_is_refused(studied: tuple[Tuni
     elsewhere = dataclasses.replace(found.plan, device={**found.plan.device, "kind": "cuda", "name": "a card"})
     with pytest.raises(UsageError, match="the plan is for a card; here is cpu"):
         run(folder, study="more", plan=elsewhere)  # The name is free still: nothing was begun.
+    other = dataclasses.replace(found.plan, workload={**found.plan.workload, "precision": "bf16"})
+    with pytest.raises(UsageError, match="the plan is for bf16; here is fp32"):
+        run(folder, study="more", plan=other)
 
 
 def test_what_is_warned_of_is_kept(studied: tuple[Tuning, Heard]) -> None:
