@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoaccum.cli.parameters import count, natural, seconds
+from autoaccum.cli.tune_offers import offers
 from autoaccum.cli.tune_outputs import TuneOutputs
-from autoaccum.cli.words import running_words
+from autoaccum.cli.tune_seen import Seen, say
 from autoaccum.errors import AutoaccumError
-from autoaccum.tuning.events import StudyOpened, ThroughputKnown, TrialEnded
 
 if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning
 
-_OUTPUTS = ("as_json", "output", "plot", "force", "quiet")
-"""What only concerns this run's output."""
-_OF_THE_STUDY = (
-    *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
-    *("sampler", "pruner", "plan", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
-)
-"""What a training has no use for, or is told anyway."""
 _SIGNALLED = (129, 143)
 """Exit codes of SIGHUP and SIGTERM."""
 _CODE_NOTHING_FOUND = 1
@@ -109,10 +101,10 @@ def command(
     """
     outputs = TuneOutputs(output, plot, force=force)
     outputs.check(workload, asked["storage"])
-    seen = _Seen()
+    seen = Seen()
     try:
         tuning = _tune(workload, asked, seen, quiet=quiet)
-        _show(tuning, outputs, workload, as_json=as_json, quiet=quiet)
+        _show(tuning, outputs, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         seen.tell_end("interrupted")
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -124,29 +116,24 @@ def command(
         seen.tell_kept()
         raise
     if outputs.unwritten is not None:
-        _say(f"note: {outputs.unwritten} was not written: there is no best setting")
+        say(f"note: {outputs.unwritten} was not written: there is no best setting")
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _tune(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> Tuning:
+def _tune(workload: str, asked: dict[str, Any], seen: Seen, *, quiet: bool) -> Tuning:
     from autoaccum.reporting.tuned import tune
 
     return tune(workload, progress=not quiet, on_event=seen.hear, **asked)
 
 
-def _show(tuning: Tuning, outputs: TuneOutputs, workload: str, *, as_json: bool, quiet: bool) -> None:
+def _show(tuning: Tuning, outputs: TuneOutputs, *, as_json: bool, quiet: bool) -> None:
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.tune_record import tuning_record
     from autoaccum.reporting.tune_table import print_tuning
 
     stderr = make_console(stderr=True)
-    offer: dict[str, Any] = {
-        "command": _own_words(*_OUTPUTS),
-        "more": _more_trials(tuning),
-        "train": _training_words(tuning),
-        "name": _free_name(),
-    }
+    offer = offers(tuning)
     try:
         outputs.write(tuning)
     except BaseException:
@@ -159,87 +146,3 @@ def _show(tuning: Tuning, outputs: TuneOutputs, workload: str, *, as_json: bool,
     if not quiet:
         stderr.print()
     print_tuning(make_console(), tuning, **offer | outputs.written)
-
-
-def _more_trials(tuning: Tuning) -> list[str]:
-    searched = sum(row.confirms is None for row in tuning.rows)
-    trials = 2 * max(searched, click.get_current_context().params["trials"])
-    return [*_own_words(*_OUTPUTS, "trials"), "--trials", str(trials)]
-
-
-def _own_words(*without: str) -> list[str]:
-    """The command that is running, without the password of its storage."""
-    storage = click.get_current_context().params["storage"]
-    if storage is None or "://" not in storage:
-        return running_words(without=without)
-    from autoaccum.tuning.studies.addresses import read_address
-
-    address = read_address(storage)
-    return running_words(without=without, instead={"storage": storage if address.path else address.shown})
-
-
-def _training_words(tuning: Tuning) -> list[str]:
-    """A command that trains with what was found, but for the plan."""
-    words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
-    words[words.index("tune")] = "fit"
-    best = tuning.best
-    target = tuning.space.target_batches.high if best is None else best.setting.target_batch
-    return [*words, "--target-batch", str(target), "--epochs", "3", "--run-dir", f"runs/{_free_run()}"]
-
-
-def _free_run() -> str:
-    return _free("best", lambda name: Path("runs") / name)
-
-
-def _free_name() -> str:
-    """The name of a plan file that is not there yet."""
-    return f"{_free('best', lambda name: Path(f'{name}.json'))}.json"
-
-
-def _free(name: str, path: Any) -> str:
-    free, number = name, 1
-    while path(free).exists():
-        number += 1
-        free = f"{name}-{number}"
-    return free
-
-
-class _Seen:
-    """What was heard of a study, for where it ends early."""
-
-    def __init__(self) -> None:
-        self._opened: StudyOpened | None = None
-        self._finished = 0
-        self._is_kept = False
-
-    def hear(self, event: Any) -> None:
-        """Take an event in."""
-        if isinstance(event, StudyOpened):
-            self._opened, self._finished = event, event.finished
-        elif isinstance(event, TrialEnded) and event.row.confirms is None:
-            self._finished += 1
-        # A study is made when all is known that its trials need.
-        self._is_kept = self._is_kept or self._finished > 0 or isinstance(event, ThroughputKnown)
-
-    def tell_kept(self) -> None:
-        """One line on stderr above an error: what is not lost."""
-        opened = self._opened
-        if opened is not None and self._finished:
-            are = "trial is" if opened.trials == 1 else "trials are"
-            _say(f"note: {self._finished} of {opened.trials} {are} kept in {opened.storage}")
-
-    def tell_end(self, how: str) -> None:
-        """One line on stderr: what is kept, and how to go on."""
-        from autoaccum.reporting.tune_words import counted
-
-        text = f"{how} before the first trial: there is nothing to lose, and the same command begins again"
-        if self._opened is not None and self._is_kept:
-            done = f"after {self._finished} of {counted(self._opened.trials, 'trial')}"
-            text = f"{how} {done}: the study is in {self._opened.storage}; the same command goes on"
-        _say(text)
-
-
-def _say(text: str) -> None:
-    from autoaccum.reporting.consoles import make_console
-
-    make_console(stderr=True).print(text, soft_wrap=True)
