@@ -68,10 +68,18 @@ class Child:
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from autoaccum.tuning.running.describing_job import find_facts
+        from autoaccum.tuning.settings import Budget
 
         assert self._workload is not None
+        budget = None if request["budget"] is None else Budget(**request["budget"])
         try:
-            facts = find_facts(self._workload, request["device"], request["target_batch"])
+            facts = find_facts(
+                self._workload,
+                request["device"],
+                request["target_batch"],
+                least_batch=request["least_batch"],
+                budget=budget,
+            )
         except BaseException as error:
             return failure_reply(error, f"building {self._workload.name}")
         return {"facts": dataclasses.asdict(facts)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.facts import Facts
@@ -27,8 +29,17 @@ def describe(request: TuneRequest, *, on_output: Callable[[str], None] | None = 
     process = start_trainer(on_output)
     try:
         ask(process, load_request(request), "loading the workload")
-        about = {"job": "describe", "device": request.device, "target_batch": request.target_batch.high}
-        facts = ask(process, about, "building the workload")["facts"]
+        facts = ask(process, _describe_request(request), "building the workload")["facts"]
         return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
     finally:
         process.end(grace_seconds=LEAVE_SECONDS)
+
+
+def _describe_request(request: TuneRequest) -> dict[str, Any]:
+    return {
+        "job": "describe",
+        "device": request.device,
+        "target_batch": request.target_batch.high,
+        "least_batch": request.target_batch.low,
+        "budget": None if request.budget is None else dataclasses.asdict(request.budget),
+    }

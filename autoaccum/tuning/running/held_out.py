@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.training.data.source import is_map_style
@@ -17,6 +17,7 @@ _HELD_OUT_SHARE = 10
 """One of so many samples is held out, where the workload has no evaluation_dataset."""
 _SEED = 0
 _WAY_OUT = "define evaluation_dataset in the workload"
+_LOADED = "write dataset = loader.dataset and collate = loader.collate_fn"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def split_data(workload: Workload) -> Split:
         return _given(data, workload.evaluation_dataset)
     if not (isinstance(data, (list, tuple)) or is_map_style(data)):
         raise WorkloadError(
-            f"no samples can be held out of {kind(data)}, which does not give them by index", hint=_WAY_OUT
+            f"no samples can be held out of {kind(data)}, which does not give them by index",
+            hint=_LOADED if isinstance(data, DataLoader) else _WAY_OUT,
         )
     total = _count(data)
     if total is None or total < 2:

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from tuned_workloads import Streamed, line_data, line_workload
+from tuned_workloads import Asker, Streamed, line_data, line_workload, order_of
 
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.running.describing_job import find_facts
+from autoaccum.tuning.running.training_job import train_setting
+from autoaccum.tuning.settings import Budget
 
 
 def test_facts_are_those_of_what_is_built() -> None:
@@ -89,11 +91,29 @@ def test_what_cannot_be_tuned_is_refused(given: dict[str, Any], said: str) -> No
         find_facts(line_workload(**given), "cpu", 16)
 
 
-def test_one_cycle_that_follows_is_fine() -> None:
-    def follows(optimizer: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=100)
+def follows(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=5)
 
+
+def test_one_cycle_that_follows_is_fine() -> None:
     assert find_facts(line_workload(scheduler=follows), "cpu", 16).schedule == "OneCycleLR"
+    for budget in (Budget(72, "samples"), Budget(1000.0, "seconds")):
+        assert find_facts(line_workload(scheduler=follows), "cpu", 16, budget=budget).schedule == "OneCycleLR"
+    order = order_of(target=16, budget=Budget(72, "samples"))
+    outcome = train_setting(line_workload(scheduler=follows), order, Asker())
+    assert (outcome.state, outcome.updates) == ("complete", 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "updates"),
+    [({"least_batch": 8}, 9), ({"budget": Budget(73, "samples")}, 6)],
+    ids=["small-batches", "one-too-few"],
+)
+def test_a_schedule_that_is_over_before_a_trial_is_refused(asked: dict[str, Any], updates: int) -> None:
+    with pytest.raises(
+        WorkloadError, match=f"made for 5 updates, and a trial makes {updates}: .*total_steps={updates},"
+    ):
+        find_facts(line_workload(scheduler=follows), "cpu", 16, **asked)
 
 
 @pytest.mark.without_gpu

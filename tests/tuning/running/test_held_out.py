@@ -43,9 +43,13 @@ def test_no_dataset_is_refused() -> None:
         split_data(workload)
 
 
-@pytest.mark.parametrize("data", [Streamed(), DataLoader(line_data(), batch_size=4)], ids=["stream", "loader"])
-def test_what_gives_no_samples_by_index_needs_held_out_data_of_its_own(data: Any) -> None:
-    with pytest.raises(WorkloadError, match="which does not give them by index: define evaluation_dataset"):
+@pytest.mark.parametrize(
+    ("data", "way_out"),
+    [(Streamed(), "define evaluation_dataset"), (DataLoader(line_data()), "write dataset = loader.dataset")],
+    ids=["stream", "loader"],
+)
+def test_what_gives_no_samples_by_index_needs_held_out_data_of_its_own(data: Any, way_out: str) -> None:
+    with pytest.raises(WorkloadError, match=f"which does not give them by index: {way_out}"):
         split_data(line_workload(dataset=data))
 
 
