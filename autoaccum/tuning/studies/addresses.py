@@ -49,6 +49,8 @@ def read_address(name: str | None) -> Address:
         UsageError: It means none.
     """
     name = DEFAULT_NAME if name is None else name
+    if "\0" in name:
+        raise UsageError(f"storage is {name!r}", hint=_FORMS)
     if name.startswith(_JOURNAL_SCHEME):
         return _journal(name[len(_JOURNAL_SCHEME) :])
     if "://" in name:
@@ -58,7 +60,13 @@ def read_address(name: str | None) -> Address:
         return _sqlite(name)
     if ending in _JOURNALS:
         return _journal(name)
+    if Path(name).is_dir():
+        raise _folder(name)
     raise UsageError(f"storage is {name!r}", hint=_FORMS)
+
+
+def _folder(name: str) -> UsageError:
+    return UsageError(f"storage is the folder {name}", hint=f"give the name of a file in it: {Path(name) / 'tune.db'}")
 
 
 def _journal(name: str) -> Address:
@@ -115,6 +123,8 @@ def secrets_in(url: URL | None) -> tuple[str, ...]:
 def _file(name: str) -> Path:
     if not name.strip("/"):
         raise UsageError("storage names no file", hint=_FORMS)
+    if name.endswith("/"):
+        raise _folder(name)
     return Path(os.path.abspath(os.path.expanduser(name)))  # noqa: PTH100, PTH111 (Path keeps "..")
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from autoaccum.errors import StudyError, UsageError
 from autoaccum.tuning.studies.addresses import Address, secrets_in, sqlite_at
-from autoaccum.tuning.studies.files import lock_on_begin, look_at_file
+from autoaccum.tuning.studies.files import lock_on_begin, look_at_file, make_no_other
 from autoaccum.tuning.studies.troubles import storage_trouble
 
 _OPTUNA_TABLES = {"studies", "trials", "version_info", "alembic_version"}
@@ -46,7 +46,7 @@ def open_database(address: Address, patience_seconds: float) -> RDBStorage:
         UsageError: Its driver is not installed, or there is no such kind of database.
         StudyError: It is somebody else's, damaged, locked, out of reach, or of another version of Optuna.
     """
-    with storage_trouble(address.shown, secrets_in(address.url)):
+    with storage_trouble(address.shown, secrets_in(address.url), opening=True):
         try:
             storage = _open(address, patience_seconds)
         except RuntimeError:
@@ -58,8 +58,9 @@ def open_database(address: Address, patience_seconds: float) -> RDBStorage:
             raise UsageError(
                 f"nothing that is installed opens {address.shown} ({error})", hint="install the database's driver"
             ) from None
-    if address.kind == "sqlite":
+    if address.path is not None:
         lock_on_begin(storage.engine)
+        make_no_other(storage.engine, address.path)
     weakref.finalize(storage, storage.engine.dispose)
     return storage
 

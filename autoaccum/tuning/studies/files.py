@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +12,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from autoaccum.errors import StudyError, UsageError
-from autoaccum.tuning.studies.troubles import locked
+from autoaccum.tuning.studies.troubles import GONE, locked
 
 _MAGIC = b"SQLite format 3\x00"
 
@@ -29,6 +30,8 @@ def look_at_file(path: Path, shown: str, patience_seconds: float) -> bool:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise StudyError(f"{shown} is no SQLite database", hint="take another file by --storage")
+    if not os.access(path, os.W_OK):  # A transaction that writes nothing begins, on a file system that is read-only.
+        raise StudyError(f"{shown} cannot be written", hint="take another file by --storage")
     try:
         with closing(sqlite3.connect(path, timeout=patience_seconds, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -48,11 +51,14 @@ def check_place(path: Path, shown: str) -> None:
 
     Raises:
         UsageError: It is a folder, or lies in none.
+        StudyError: Nothing can be written there.
     """
     if path.is_dir():
         raise UsageError(f"storage is the folder {shown}", hint="give the name of a file in it")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent}", hint="make it, or take another file by --storage")
+    if not os.access(path.parent, os.W_OK):
+        raise StudyError(f"no file can be written in {path.parent}", hint="take another file by --storage")
 
 
 def lock_on_begin(engine: Engine) -> None:
@@ -64,6 +70,16 @@ def lock_on_begin(engine: Engine) -> None:
     """
     event.listen(engine, "connect", _leave_transactions_alone)
     event.listen(engine, "begin", _begin_immediate)
+
+
+def make_no_other(engine: Engine, path: Path) -> None:
+    """Let the engine fail where its file is gone: SQLite would make an empty one in its place."""
+
+    def look(dialect: Any, record: Any, arguments: Any, settings: Any) -> None:
+        if not path.exists():
+            raise sqlite3.OperationalError(GONE)
+
+    event.listen(engine, "do_connect", look)
 
 
 def _leave_transactions_alone(connection: Any, record: Any) -> None:

@@ -6,8 +6,10 @@ writing for as long: with a heartbeat below 15 s they may miss three of theirs m
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -15,7 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from autoaccum.errors import StudyError
 from autoaccum.tuning.studies.addresses import Address
 from autoaccum.tuning.studies.files import check_place
-from autoaccum.tuning.studies.troubles import storage_trouble
+from autoaccum.tuning.studies.troubles import GONE, storage_trouble
 
 _FIELDS = {"op_code", "worker_id"}
 _LONGEST_LINE = 1 << 20
@@ -30,16 +32,25 @@ def open_journal(address: Address) -> JournalStorage:
     """
     assert address.path is not None
     check_place(address.path, address.shown)
-    with storage_trouble(address.shown):
+    with storage_trouble(address.shown, opening=True):
         _check_first_line(address.path, address.shown)
         with address.path.open("ab"):
             pass
         try:
-            return JournalStorage(JournalFileBackend(str(address.path)))
+            return JournalStorage(_Journal(str(address.path)))
         except (ValueError, KeyError, TypeError, AssertionError) as error:
             raise StudyError(
                 f"the journal {address.shown} is damaged ({error})", hint="take another file by --storage"
             ) from None
+
+
+class _Journal(JournalFileBackend):
+    """Optuna's journal, which is not begun anew in the middle of a study where its file was deleted."""
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        if not Path(self._file_path).exists():
+            raise FileNotFoundError(errno.ENOENT, GONE)
+        super().append_logs(logs)
 
 
 def _check_first_line(path: Path, shown: str) -> None:

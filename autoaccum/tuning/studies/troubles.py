@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from json import JSONDecodeError
@@ -12,6 +14,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from autoaccum.errors import StudyError
 
 _LONGEST_REASON = 200
+GONE = "the file is gone"
+_SIGNS_OF_LOSS = (GONE, "no such table", os.strerror(errno.ENOENT))
 
 
 @contextmanager
@@ -26,24 +30,32 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def storage_trouble(shown: str, secrets: Sequence[str] = ()) -> Iterator[None]:
+def storage_trouble(shown: str, secrets: Sequence[str] = (), *, opening: bool = False) -> Iterator[None]:
     """Within, what a storage raises becomes a `StudyError`; nothing but reading and writing it belongs in here.
 
     Args:
         shown: What the storage is called.
         secrets: What is left out of the reason.
+        opening: Whether nothing was read or written in it before.
     """
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, OSError, JSONDecodeError) as error:
-        raise trouble(shown, error, secrets) from None
+        raise _trouble(shown, reason_of(error, secrets), opening) from None
 
 
-def trouble(shown: str, error: BaseException, secrets: Sequence[str] = ()) -> StudyError:
-    """The error for a storage that could not be read or written."""
-    reason = reason_of(error, secrets)
+def _trouble(shown: str, reason: str, opening: bool) -> StudyError:
     if "database is locked" in reason:
         return locked(shown)
+    if opening:
+        return StudyError(
+            f"the storage {shown} cannot be used ({reason})",
+            hint="see that it can be reached and written, or take another by --storage",
+        )
+    if any(sign in reason for sign in _SIGNS_OF_LOSS):
+        return StudyError(
+            f"{shown} no longer holds the study ({reason})", hint="was it deleted? The same command begins it anew"
+        )
     return StudyError(
         f"the storage {shown} cannot be used ({reason})",
         hint="what it holds is as it was; the same command goes on when it can be reached and written",
@@ -62,6 +74,8 @@ def reason_of(error: BaseException, secrets: Sequence[str] = ()) -> str:
     while isinstance(error.__cause__, BaseException):
         error = error.__cause__
     error = getattr(error, "orig", None) or error
+    if isinstance(error, OSError) and error.strerror:  # The rest of it names files, which may be ours, not a person's.
+        return error.strerror
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     for secret in secrets:
         reason = reason.replace(secret, "***")

@@ -71,7 +71,7 @@ def test_names_mean_storages(name: str, kind: str, command_url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tune", "tune.json", "journal://", "sqlite://", "sqlite:///:memory:", "nothing://x", "a?b.db"]
+    "name", ["tune", "tune.json", "journal://", "sqlite://", "sqlite:///:memory:", "nothing://x", "a?b.db", "a\0.db"]
 )
 def test_what_means_no_storage_is_bad_usage(here: Path, name: str) -> None:
     refusal(name, UsageError)
@@ -106,7 +106,12 @@ def test_a_folder_that_is_not_there_and_one_that_is_are_bad_usage(here: Path) ->
         (here / f"folder.{ending}").mkdir()
         assert "there is no folder" in refusal(f"nowhere/tune.{ending}", UsageError)
         assert "storage is the folder" in refusal(f"folder.{ending}", UsageError)
-        assert "cannot be used" in refusal(f"/proc/tune.{ending}", StudyError)
+        assert "storage is the folder" in refusal(f"new.{ending}/", UsageError)
+        said = refusal(f"/proc/tune.{ending}", StudyError)
+        # Root may write there, and cannot; to others, the folder says so.
+        assert said.startswith((f"the storage /proc/tune.{ending} cannot be used (", "no file can be written in /proc"))
+        assert "/proc/." not in said
+    assert refusal("folder.db/..", UsageError) == "storage is the folder folder.db/.."
 
 
 def make_database(path: Path, tables: tuple[str, ...]) -> None:
@@ -152,6 +157,21 @@ def test_a_locked_database_is_said_to_be_locked(here: Path) -> None:
         assert refusal("tune.db", StudyError) == "tune.db is locked by another process"
         holder.close()
     assert small_study("tune.db").finished == 0
+
+
+@pytest.mark.parametrize("ending", ["db", "journal"])
+def test_where_nothing_can_be_written_nothing_is_tried(
+    here: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is read-only says so to root, too; this one is not, and has to be made up."""
+    small_study(f"old.{ending}")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for name in ("old", "new"):
+        assert refusal(f"{name}.{ending}", StudyError) == f"no file can be written in {here}"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).is_dir())
+    if ending == "db":
+        assert refusal("old.db", StudyError) == "old.db cannot be written"
+    assert [path.name for path in here.iterdir()] == [f"old.{ending}"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anything")
@@ -203,6 +223,21 @@ def test_a_database_that_is_gone_in_the_middle_is_said_in_words(here: Path) -> N
     with pytest.raises(StudyError, match=r"the storage tune.db cannot be used \(file is not a database\)"):
         search(study, small_space(), runner, trials=5, time_limit=None, tell=lambda event: None)
     assert len(runner.runs) == 2
+
+
+@pytest.mark.parametrize("ending", ["db", "journal"])
+def test_a_file_that_is_deleted_in_the_middle_is_not_made_anew(here: Path, ending: str) -> None:
+    study = small_study(f"tune.{ending}")
+
+    def remove(run: int, setting: object, percent: int) -> None:
+        if run == 1 and percent == 0:
+            Path(f"tune.{ending}").unlink()
+
+    with pytest.raises(StudyError) as error:
+        search(study, small_space(), PureRunner(remove), trials=5, time_limit=None, tell=lambda event: None)
+    assert error.value.message == f"tune.{ending} no longer holds the study (the file is gone)"
+    assert error.value.hint == "was it deleted? The same command begins it anew"
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("ending", ["db", "journal"])
