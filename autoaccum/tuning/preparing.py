@@ -17,7 +17,7 @@ from autoaccum.tuning.records import Throughput
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.describing import describe
 from autoaccum.tuning.running.measuring import measure_throughput
-from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Setting, Space
+from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Space
 
 if TYPE_CHECKING:
     from autoaccum.tuning.studies.study import Study
@@ -147,10 +147,4 @@ def _scheduled(facts: Facts, request: TuneRequest) -> list[str]:
 def _sizes(ceiling: int, targets: BatchSpan, coupled: bool) -> tuple[int, ...]:
     """The micro-batches to look at; where a BatchNorm needs two samples, those whose every part has them."""
     least = min(_LEAST_COUPLED, ceiling) if coupled else 1
-    ladder = micro_batch_ladder(min(ceiling, targets.high), least, targets.high)
-    fitting = [size for size in ladder if all(min(_parts(size, target)) >= least for target in targets.sizes)]
-    return tuple(fitting or ladder[-1:])
-
-
-def _parts(size: int, target_batch: int) -> tuple[int, ...]:
-    return Setting(learning_rate=1.0, target_batch=target_batch, micro_batch=size).parts
+    return micro_batch_ladder(ceiling, least, targets.sizes)

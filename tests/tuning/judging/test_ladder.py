@@ -22,21 +22,36 @@ def test_it_reaches_from_the_least_size_to_the_ceiling_in_doublings(ceiling: int
     assert all(below < above <= 2 * below for below, above in zip(ladder, ladder[1:], strict=False))
 
 
-@given(ceiling=SIZES, target=SIZES, least=st.integers(1, 4))
-def test_for_a_target_each_size_cuts_it_otherwise_and_none_too_small(ceiling: int, target: int, least: int) -> None:
-    ceiling, target = max(ceiling, least), max(target, least)
-    whole = micro_batch_ladder(ceiling, least)
-    schedules = {size: make_schedule(target, size) for size in whole}
-    fitting = [size for size in whole if schedules[size].smallest_part >= least]
+@given(ceiling=SIZES, targets=st.lists(SIZES, min_size=1, max_size=4), least=st.integers(1, 4))
+def test_for_targets_each_size_cuts_the_largest_otherwise_and_none_too_small(
+    ceiling: int, targets: list[int], least: int
+) -> None:
+    targets = sorted(max(target, least) for target in targets)
+    ceiling = max(ceiling, least)
+    fitting = [
+        size for size in micro_batch_ladder(min(ceiling, targets[-1]), least) if smallest(size, targets) >= least
+    ]
     if not fitting:
-        with pytest.raises(UsageError, match="has no parts"):
-            micro_batch_ladder(ceiling, least, target)
+        with pytest.raises(UsageError, match=f"without a part below {least}"):
+            micro_batch_ladder(ceiling, least, targets)
         return
-    ladder = micro_batch_ladder(ceiling, least, target)
-    cuts = [schedules[size].iter_size for size in ladder]
+    ladder = micro_batch_ladder(ceiling, least, targets)
+    cuts = [make_schedule(targets[-1], size).iter_size for size in ladder]
     assert len(set(cuts)) == len(cuts)
-    assert set(cuts) == {schedules[size].iter_size for size in fitting}
+    assert set(cuts) == {make_schedule(targets[-1], size).iter_size for size in fitting}
     assert set(ladder) <= set(fitting)
+
+
+def smallest(size: int, targets: list[int]) -> int:
+    """The smallest part that a size leaves."""
+    return min(make_schedule(target, size).smallest_part for target in targets)
+
+
+def test_targets_that_no_size_cuts_are_refused() -> None:
+    """Rather than run with a part that a BatchNorm refuses."""
+    with pytest.raises(UsageError, match=r"of 2 to 2 samples cuts updates of 3 and 4 .*: take multiples of 2"):
+        micro_batch_ladder(2, 2, (3, 4))
+    assert micro_batch_ladder(4, 2, (3, 4)) == (4,)
 
 
 @pytest.mark.parametrize(("ceiling", "least"), [(0, 1), (3, 4), (4, 0)])
