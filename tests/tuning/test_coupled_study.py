@@ -46,7 +46,7 @@ def studied(folder: Path) -> tuple[Tuning, Space]:
     request = TuneRequest(
         reference=str(folder / "normed.py"),
         target_batch=BatchSpan(TARGET, TARGET),
-        trials=4,
+        trials=3,
         confirm=0,
         budget_samples=SAMPLES,
         storage=str(folder / "studies.db"),
@@ -66,7 +66,7 @@ def test_a_batchnorm_is_found_and_its_micro_batches_are_searched(studied: tuple[
     assert space.coupled.startswith("BatchNorm in module 1 ")
     assert space.micro_batches == (2, 4, 8)  # One sample is nothing to normalise by.
     settings = [row.setting for row in found.rows if row.setting is not None]
-    assert len(settings) == 4
+    assert len(settings) == 3
     assert {row.state for row in found.rows} <= {"complete", "pruned"}
     assert {setting.micro_batch for setting in settings} <= {2, 4, 8}
     assert len({setting.micro_batch for setting in settings}) >= 2
