@@ -36,6 +36,15 @@ def space_words(space: Space) -> str:
     return f"searching {' and '.join(words)}, in micro-batches of {space.micro_batch}"
 
 
+def pruner_words(pruner: str) -> str:
+    """What ends trials early.
+
+    >>> pruner_words("none"), pruner_words("successive halving")
+    ('no trial is pruned', 'successive halving')
+    """
+    return "no trial is pruned" if pruner == "none" else pruner
+
+
 def speed_header() -> str:
     """What stands above sizes and their speeds."""
     return _SPEED_COLUMNS.format(size="micro-batch", parts="iter_size", speed="samples/s")

@@ -14,7 +14,7 @@ from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.tune_lines import headline, space_words, speed_header, timed_line
+from autoaccum.reporting.tune_lines import headline, pruner_words, space_words, speed_header, timed_line
 from autoaccum.reporting.tune_words import TrialColumns, counted, format_loss, format_rate, remarks, setting_words
 from autoaccum.tuning import events
 from autoaccum.tuning.records import Row
@@ -96,7 +96,7 @@ class TuneProgress:
         self._best = event.best
         where = f"study {event.name} in {event.storage}"
         done = f"; going on after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
-        self._say(Text(f"{where}: {event.sampler}, {event.pruner}{done}"))
+        self._say(Text(f"{where}: {event.sampler}, {pruner_words(event.pruner)}{done}"))
         self._show("looking at what fits ...")
 
     def _measure(self, event: events.SpeedMeasured) -> None:

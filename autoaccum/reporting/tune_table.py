@@ -14,6 +14,7 @@ from autoaccum.planning.records import Plan
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.rows import path_value, row_lines
 from autoaccum.reporting.tune_found import bracket_words, loss_words, micro_batch_words, own_words
+from autoaccum.reporting.tune_lines import pruner_words
 from autoaccum.reporting.tune_lists import advice_lines, speed_lines, standing_lines, trial_lines
 from autoaccum.reporting.tune_next import next_lines
 from autoaccum.reporting.tune_words import (
@@ -91,7 +92,7 @@ def tuning_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
     yield "budget", Text(f"{budget_words(tuning.budget)} a trial; losses are of {tuning.held_out}")
     yield "searched", Text(_searched(tuning))
     yield "trials", Text(trial_words(tuning))
-    yield "sampler", Text(f"{tuning.sampler}; {tuning.pruner}; trials train with seed {tuning.seed}")
+    yield "sampler", Text(f"{tuning.sampler}; {pruner_words(tuning.pruner)}; trials train with seed {tuning.seed}")
     yield "study", path_value(f"{tuning.study} in {tuning.storage}")
     yield "time", Text(format_seconds(tuning.seconds))
     for warning in tuning.warnings:

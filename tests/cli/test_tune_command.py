@@ -164,7 +164,9 @@ def test_all_that_is_asked_is_passed_on(study: Study) -> None:
 def test_what_was_found_stands_on_stdout_and_the_progress_beside_it(study: Study) -> None:
     result = invoke("model.py", "--target-batch", "256")
     assert result.stdout.startswith("best         learning rate 0.68, of trial 6\n")
-    assert result.stderr.startswith("study digits in tune.db: TPE, none; going on after 5 of 30 trials\ntrial  outcome")
+    assert result.stderr.startswith(
+        "study digits in tune.db: TPE, no trial is pruned; going on after 5 of 30 trials\ntrial  outcome"
+    )
     assert invoke("model.py", "--target-batch", "256", "-q").stderr == ""
     assert study.asked[0] == study.asked[1]
 

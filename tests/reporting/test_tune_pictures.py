@@ -32,6 +32,8 @@ from autoaccum.reporting.pictures.tuning_trials import best_so_far
 from autoaccum.tuning.judging.scaling import LINEAR
 from autoaccum.tuning.records import Bracket, Row, Tuning
 from autoaccum.tuning.settings import BatchSpan
+from autoaccum.tuning.studies.halving import describe_pruner
+from autoaccum.tuning.studies.samplers import describe_sampler
 
 
 def many(count: int) -> tuple[Row, ...]:
@@ -134,7 +136,7 @@ def test_no_text_lies_over_another_or_outside(case: str, name: str) -> None:
         ("one trial", RATES, "best, the workload's own 0.1"),
         ("200 trials over batches", RATES, "\N{BLACK CIRCLE} batch 128 to 256"),
         ("200 trials over batches", RATES, "\N{BLACK UP-POINTING TRIANGLE} off the scale"),
-        ("usual", TRIALS, "TPE behind 10 random trials, seed 0; successive halving"),
+        ("usual", TRIALS, "TPE behind 10 random trials, seed 0"),
         ("usual", BATCHES, f"linear rule: {LINEAR.source}"),
         ("usual", BATCHES, "0.68 at 256"),
         ("200 trials over batches", BATCHES, "\N{BLACK CIRCLE} the best third of the others"),
@@ -144,6 +146,11 @@ def test_no_text_lies_over_another_or_outside(case: str, name: str) -> None:
 )
 def test_says_how_it_is(case: str, name: str, text: str) -> None:
     assert text in texts(CASES[case], name)
+
+
+def test_a_search_is_named_in_full() -> None:
+    sampler, pruner = describe_sampler("tpe", 2**31 - 1), describe_pruner("halving")
+    assert {sampler, pruner} <= set(texts(tuning(sampler=sampler, pruner=pruner), TRIALS))
 
 
 def test_what_there_is_none_of_is_not_explained() -> None:

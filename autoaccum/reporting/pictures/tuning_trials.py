@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from autoaccum.reporting.pictures.theme import colour
 from autoaccum.reporting.pictures.tuning_marks import Batches, draw_trial, loss_scale, trial_marks
 from autoaccum.reporting.pictures.tuning_page import make_panel, name_axes, scale_losses
+from autoaccum.reporting.tune_lines import pruner_words
 from autoaccum.reporting.tune_words import budget_words
 from autoaccum.tuning.records import Row, Tuning
 
@@ -26,7 +27,7 @@ def trials_figure(tuning: Tuning) -> Figure:
     rows = [row for row in tuning.rows if row.confirms is None]
     found = best_so_far(rows)
     marks = [*trial_marks(rows, losses, batches)] + [("\N{EM DASH} best so far", "room")] * bool(found)
-    figure, axes = make_panel(trials_title(tuning), marks, [f"{tuning.sampler}; {tuning.pruner}"])
+    figure, axes = make_panel(trials_title(tuning), marks, [tuning.sampler, pruner_words(tuning.pruner)])
     last = max((row.number for row in rows), default=0)
     axes.set_xlim(-0.5 - 0.01 * last, last + 0.5 + 0.01 * last)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
