@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.errors import PlanFileError, StudyError, UsageError
+from autoaccum.errors import StudyError, UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.planning.shapes import ShapeError, shape, thaw
+from autoaccum.planning.shapes import ShapeError
 from autoaccum.tuning.records import Row, Throughput
 from autoaccum.tuning.studies.attributes import MEASURED, TERMS, is_finished
 from autoaccum.tuning.studies.halving import describe_pruner, make_pruner
 from autoaccum.tuning.studies.line import Line
+from autoaccum.tuning.studies.measured import read_plan, read_throughput, write_measured
 from autoaccum.tuning.studies.rows import rows_of
 from autoaccum.tuning.studies.samplers import describe_sampler, make_sampler
 from autoaccum.tuning.studies.storage import Storage
 from autoaccum.tuning.studies.terms import Terms, check_terms
-from autoaccum.tuning.studies.troubles import quiet, storage_trouble
+from autoaccum.tuning.studies.troubles import deleted, is_of_storage, quiet, storage_trouble
+
+_T = TypeVar("_T")
 
 _PATIENCE_SECONDS = 3.0
 """How long another worker may take to write down the terms of a study that it has just made."""
@@ -105,13 +108,7 @@ class Study:
         Raises:
             StudyError: It is damaged.
         """
-        record = self._recall()
-        if record is None:
-            return None
-        try:
-            return Plan.from_json(str(record.get("plan")), source="the plan of the study")
-        except PlanFileError as error:
-            raise self._damaged(error.message) from None
+        return self._read(read_plan)
 
     def recall_throughput(self) -> Throughput | None:
         """Samples per second over micro-batches; None before they are measured.
@@ -119,15 +116,7 @@ class Study:
         Raises:
             StudyError: They are damaged.
         """
-        record = self._recall()
-        if record is None:
-            return None
-        try:
-            if not isinstance(record.get("throughput"), Mapping):
-                raise ShapeError("there is no record")
-            return Throughput(**shape(record["throughput"], Throughput))
-        except ShapeError as error:
-            raise self._damaged(f"in the throughput, {error}") from None
+        return self._read(read_throughput)
 
     def settle(self, plan: Plan, throughput: Throughput) -> tuple[Plan, Throughput]:
         """Keep a plan and what was measured by it, unless some are kept already; those that are kept.
@@ -144,8 +133,7 @@ class Study:
             time.sleep(_POLL_SECONDS)
         if self._recall() is None:
             with self.reaching():
-                record = {"plan": plan.to_json(), "throughput": thaw(throughput)}
-                self._load(self.name).set_user_attr(MEASURED, record)
+                self._load(self.name).set_user_attr(MEASURED, write_measured(plan, throughput))
             time.sleep(0.0 if self.is_maker else _SETTLING_SECONDS)
         return self.recall_plan() or plan, self.recall_throughput() or throughput
 
@@ -156,28 +144,27 @@ class Study:
             try:
                 yield
             except KeyError as error:
-                if not _is_of_storage(error):
+                if not is_of_storage(error):
                     raise
-                raise StudyError(
-                    f"{self.storage.shown} no longer holds all of the study {self.name!r} ({error.args[0]})",
-                    hint="was it deleted? The same command begins it anew",
-                ) from None
+                raise deleted(self.storage.shown, f"all of the study {self.name!r}", error.args[0]) from None
 
     def _load(self, name: str) -> optuna.Study:
         return optuna.load_study(study_name=name, storage=self.storage.backend)
 
-    def _recall(self) -> Mapping[str, Any] | None:
+    def _recall(self) -> object:
         with self.reaching():
             names = optuna.get_all_study_names(self.storage.backend)
-            kept = self._load(self.name).user_attrs.get(MEASURED) if self.name in names else None
-        if kept is not None and not isinstance(kept, Mapping):
-            raise self._damaged("plan and throughput are no record")
-        return kept
+            return self._load(self.name).user_attrs.get(MEASURED) if self.name in names else None
 
-    def _damaged(self, reason: str) -> StudyError:
-        return StudyError(
-            f"the study {self.name!r} in {self.storage.shown} is damaged: {reason}", hint="take another name by --study"
-        )
+    def _read(self, read: Callable[[object], _T]) -> _T | None:
+        kept = self._recall()
+        try:
+            return None if kept is None else read(kept)
+        except ShapeError as error:
+            raise StudyError(
+                f"the study {self.name!r} in {self.storage.shown} is damaged: {error}",
+                hint="take another name by --study",
+            ) from None
 
 
 def find_study(storage: Storage, name: str, terms: Terms) -> Study:
@@ -234,11 +221,3 @@ def _is_empty(study: optuna.Study) -> bool:
 
 def _minimises(study: optuna.Study) -> bool:
     return study.directions == [optuna.study.StudyDirection.MINIMIZE]
-
-
-def _is_of_storage(error: BaseException) -> bool:
-    """Whether it was raised by Optuna's storages, as a `KeyError` is for a record that is not there."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("optuna.storages.")

@@ -53,13 +53,26 @@ def _trouble(shown: str, reason: str, opening: bool) -> StudyError:
             hint="see that it can be reached and written, or take another by --storage",
         )
     if any(sign in reason for sign in _SIGNS_OF_LOSS):
-        return StudyError(
-            f"{shown} no longer holds the study ({reason})", hint="was it deleted? The same command begins it anew"
-        )
+        return deleted(shown, "the study", reason)
     return StudyError(
         f"the storage {shown} cannot be used ({reason})",
         hint="what it holds is as it was; the same command goes on when it can be reached and written",
     )
+
+
+def deleted(shown: str, what: str, reason: object) -> StudyError:
+    """The error for a storage that has lost what it held."""
+    return StudyError(
+        f"{shown} no longer holds {what} ({reason})", hint="was it deleted? The same command begins it anew"
+    )
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether it was raised by Optuna's storages, as a `KeyError` is for a record that is not there."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("optuna.storages.")
 
 
 def locked(shown: str) -> StudyError:

@@ -165,7 +165,7 @@ def test_plan_and_throughput_are_kept_once_and_come_back_equal(storage: Storage)
         ({"plan": '{"schema": 1'}, "is not valid JSON"),
         ({"throughput": {"target_batch": 256}}, "the plan of the study"),
         ("fast", "plan and throughput are no record"),
-        ({"plan": KEPT, "throughput": "fast"}, "there is no record"),
+        ({"plan": KEPT, "throughput": "fast"}, "the throughput is no record"),
         ({"plan": KEPT, "throughput": {"target_batch": 256}}, "'device' is missing"),
     ],
 )
