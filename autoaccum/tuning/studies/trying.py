@@ -14,7 +14,7 @@ from optuna.trial import Trial, TrialState
 from autoaccum.errors import StudyError
 from autoaccum.tuning.events import Listener, Noted, Reported, TrialBegan, TrialEnded
 from autoaccum.tuning.records import Outcome
-from autoaccum.tuning.runner import Runner
+from autoaccum.tuning.runner import END, Runner
 from autoaccum.tuning.settings import Setting
 from autoaccum.tuning.studies.heartbeat import Heartbeat
 from autoaccum.tuning.studies.line import Line
@@ -23,7 +23,6 @@ from autoaccum.tuning.studies.rows import row_of
 from autoaccum.tuning.studies.study import Study
 from autoaccum.tuning.studies.workers import Worker
 
-_END = 100
 _CONSTRAINT = "memory"
 
 
@@ -140,7 +139,7 @@ def _keep(trial: Trial, outcome: Outcome) -> None:
     else:
         loss = outcome.loss if outcome.state == "complete" and outcome.loss is not None else math.inf
         if math.isfinite(loss):
-            trial.report(loss, _END)
+            trial.report(loss, END)
         _tell(trial, TrialState.COMPLETE, loss)
 
 
