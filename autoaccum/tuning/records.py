@@ -61,6 +61,8 @@ class Row:
         own: Whether it is the workload's own setting, which the others are compared with.
         reason: As of `Outcome`.
         worker: Who ran it, as `host:pid`; None where nobody did.
+        lost: Whether it failed since its worker ended before it did: it says nothing of its setting, and counts as no
+            trial; the one that takes up its parameters does.
     """
 
     number: int
@@ -77,6 +79,7 @@ class Row:
     own: bool = False
     reason: str | None = None
     worker: str | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

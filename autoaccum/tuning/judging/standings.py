@@ -51,7 +51,7 @@ def _contenders(rows: Iterable[Row]) -> list[_Contender]:
     """Every setting with a complete trial of the search."""
     runs: dict[Setting, list[Row]] = {}
     for row in rows:
-        if row.setting is not None and (is_complete(row) or row.state in _ENDED_BADLY):
+        if row.setting is not None and not row.lost and (is_complete(row) or row.state in _ENDED_BADLY):
             runs.setdefault(row.setting, []).append(row)
     searched = ((setting, told, next(filter(_is_searched, told), None)) for setting, told in runs.items())
     return [_contend(setting, trial.number, told) for setting, told, trial in searched if trial is not None]

@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.tuning.records import Ending, Row, State
 from autoaccum.tuning.runner import MILESTONES
-from autoaccum.tuning.studies.attributes import is_superfluous, value_of
+from autoaccum.tuning.studies.attributes import is_lost, is_superfluous, value_of
 from autoaccum.tuning.studies.parameters import setting_of
 
 _STATES: dict[TrialState, State] = {
@@ -54,6 +54,7 @@ def row_of(trial: FrozenTrial, seed: int) -> Row:
         own=bool(value_of(trial, "own", bool)),
         reason=value_of(trial, "reason", str),
         worker=value_of(trial, "worker", str),
+        lost=is_lost(trial),
     )
 
 
