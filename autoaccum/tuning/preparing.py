@@ -84,7 +84,7 @@ def prepare(request: TuneRequest, tell: Listener, on_output: Callable[[str], Non
     plan, throughput = study.settle(plan, throughput)  # Another worker may have been first: one ceiling for all.
     tell(ThroughputKnown(throughput, remembered=known is not None))
     coupled, notes = find_coupling(plan, facts)
-    for note in (*notes, *_scheduled(facts, request)):
+    for note in (*notes, *_scheduled(facts, request), *_short(budget, request.target_batch)):
         tell(Noted(note))
     space = Space(
         learning_rates=rates,
@@ -99,8 +99,8 @@ def prepare(request: TuneRequest, tell: Listener, on_output: Callable[[str], Non
 
 
 def _opened(study: Study, trials: int) -> StudyOpened:
-    rows = [row for row in study.rows() if row.confirms is None]
-    losses = [row.loss for row in rows if row.state == "complete" and row.loss is not None]
+    rows = [row for row in study.rows() if row.confirms is None and row.state == "complete" and not row.shortages]
+    losses = [row.loss for row in rows if row.loss is not None]
     return StudyOpened(
         name=study.name,
         storage=study.storage.shown,
@@ -141,6 +141,15 @@ def _scheduled(facts: Facts, request: TuneRequest) -> list[str]:
     return [
         f"{facts.schedule} changes the learning rate on the way, and runs only as far as the budget: a rate that is"
         " behind early may win late, which --pruner none lets it"
+    ]
+
+
+def _short(budget: Budget, targets: BatchSpan) -> list[str]:
+    """What to say where a trial is not even one update long."""
+    if budget.unit == "seconds" or budget.amount >= targets.high:
+        return []
+    return [
+        f"the budget of {budget.amount:g} samples is less than one update of {targets.high}: such a trial makes one"
     ]
 
 

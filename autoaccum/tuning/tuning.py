@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.tuning.ceiling import plan_setting
 from autoaccum.tuning.events import Confirming, Listener, Noted, SearchBegan
 from autoaccum.tuning.judging.bracket import find_bracket
+from autoaccum.tuning.judging.cautions import cautions
 from autoaccum.tuning.judging.scaling import advise
 from autoaccum.tuning.judging.standings import own_standing, rank
 from autoaccum.tuning.preparing import Prepared, prepare
-from autoaccum.tuning.records import Row, Standing, Tuning
+from autoaccum.tuning.records import Row, Tuning
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.child_runner import ChildRunner
-from autoaccum.tuning.settings import RateSpan, Space
+from autoaccum.tuning.settings import Setting, Space
 
 if TYPE_CHECKING:
+    from autoaccum.planning.records import Plan
     from autoaccum.tuning.runner import Runner
     from autoaccum.tuning.studies.study import Study
 
-_NEAR_FACTOR = 2.0
-"""How near to an end of the range a best rate says that the range was too short."""
 _CONFIRMING_SEEDS = 2
 """With how many seeds a confirmed setting is run beside the search's own."""
+_MOST_ROUNDS = 5
+"""After so many rounds of repetitions in which settings fail, the next one is not repeated any more."""
 
 Output = Callable[[str], None]
 
@@ -63,6 +65,8 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         if study.space.coupled is None:  # Which micro-batch is a matter of speed.
             setting = dataclasses.replace(setting, micro_batch=study.throughput.knee)
         plan = plan_setting(setting, study.plan, request, study.facts, tell, on_output)
+        if plan is not None and plan.micro_batches != setting.parts:
+            tell(Noted(_other_parts(setting, plan, study.space.coupled)))
         tuning = dataclasses.replace(tuning, plan=plan)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(warnings)))
 
@@ -79,7 +83,7 @@ def _remembering(tell: Listener, warnings: list[str]) -> Listener:
 def run_trials(request: TuneRequest, study: Study, space: Space, runner: Runner, tell: Listener) -> str | None:
     """Search, then repeat the best few with other seeds.
 
-    Where the repetitions go so badly that a setting leads which was run once, that is repeated, too.
+    Where the repetitions go so badly that a setting leads which was run once, that is repeated, too, for some rounds.
 
     Args:
         request: What the study is asked to do.
@@ -100,7 +104,7 @@ def run_trials(request: TuneRequest, study: Study, space: Space, runner: Runner,
     ended = search(study, space, runner, trials=request.trials, time_limit=request.time_limit, tell=tell)
     seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
     chosen = list(rank(_searched(study.rows())))[: request.confirm]
-    for _ in range(request.confirm):
+    for _ in range(_MOST_ROUNDS):
         if not chosen:
             break
         settings = [(one.trial, one.setting) for one in chosen]
@@ -116,7 +120,7 @@ def _judge(request: TuneRequest, prepared: Prepared, ended: str | None, tell: Li
     rows = study.rows()
     standings = rank(rows)
     best = standings[0] if standings else None
-    for text in (*_edges(best, space.learning_rates), *_doubts(best)):
+    for text in cautions(standings, space.learning_rates):
         tell(Noted(text))
     return Tuning(
         study=study.name,
@@ -145,21 +149,6 @@ def _searched(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.confirms is None)
 
 
-def _edges(best: Standing | None, rates: RateSpan) -> list[str]:
-    """What to say where the optimum may lie outside of what was searched."""
-    if best is None:
-        return []
-    rate, said = best.setting.learning_rate, "the best learning rate lies near the end of the range: search"
-    if rate < rates.low * _NEAR_FACTOR < rates.high:
-        return [f"{said} below {rates.low:.3g}, too"]
-    if rate > rates.high / _NEAR_FACTOR > rates.low:
-        return [f"{said} above {rates.high:.3g}, too"]
-    return []
-
-
-def _doubts(best: Standing | None) -> list[str]:
-    """What to say of a best setting that does not always train."""
-    if best is None or not best.failed:
-        return []
-    runs = best.failed + len(best.losses)
-    return [f"of {runs} runs with the best setting {best.failed} did not train to the end, and no setting did better"]
+def _other_parts(setting: Setting, plan: Plan, coupled: str | None) -> str:
+    said = f"micro-batches of {setting.micro_batch} do not fit any more: the plan has such of {plan.micro_batch}"
+    return said if coupled is None else f"{said}, which is another training, since {coupled}"

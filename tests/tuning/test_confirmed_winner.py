@@ -44,9 +44,11 @@ def run(where: Path, runner: PureRunner, confirm: int) -> tuple[Any, list[Confir
     return study, [event for event in heard if isinstance(event, Confirming)]
 
 
-@pytest.mark.parametrize(("lucky", "rounds"), [(0, 1), (2, 1), (3, 2), (4, 3)])
-def test_settings_are_repeated_until_a_repeated_one_leads(tmp_path: Path, lucky: int, rounds: int) -> None:
-    study, told = run(tmp_path, LuckyRunner(lucky), confirm=3)
+@pytest.mark.parametrize(("lucky", "confirm", "rounds"), [(0, 3, 1), (2, 3, 1), (3, 3, 2), (4, 3, 3), (2, 1, 3)])
+def test_settings_are_repeated_until_a_repeated_one_leads(
+    tmp_path: Path, lucky: int, confirm: int, rounds: int
+) -> None:
+    study, told = run(tmp_path, LuckyRunner(lucky), confirm)
     standings = rank(study.rows())
     assert len(told) == rounds
     assert standings[0].failed == 0
@@ -55,14 +57,14 @@ def test_settings_are_repeated_until_a_repeated_one_leads(tmp_path: Path, lucky:
 
 
 def test_what_fails_with_every_other_seed_is_told_as_such(tmp_path: Path) -> None:
-    study, told = run(tmp_path, LuckyRunner(12), confirm=2)
-    assert [len(event.trials) for event in told] == [2, 1]
+    study, told = run(tmp_path, LuckyRunner(12), 2)
+    assert [len(event.trials) for event in told] == [2, 1, 1, 1, 1]
     standings = rank(study.rows())
     assert standings, "they are ranked all the same"
-    assert sum(1 for one in standings if one.failed) == 3
+    assert sum(1 for one in standings if one.failed) == 6
 
 
 def test_nothing_is_repeated_where_nobody_asked_for_it(tmp_path: Path) -> None:
-    study, told = run(tmp_path, LuckyRunner(3), confirm=0)
+    study, told = run(tmp_path, LuckyRunner(3), 0)
     assert not told
     assert all(row.confirms is None for row in study.rows())

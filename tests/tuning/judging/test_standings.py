@@ -98,3 +98,10 @@ def test_the_order_of_rows_decides_nothing(
     winning = [one.mean is not None for one in standings]
     assert winning == sorted(winning, reverse=True)
     assert all(one.setting == setting(0.1 + one.trial) for one in standings)
+
+
+def test_a_repetition_that_was_lost_says_nothing_of_its_setting() -> None:
+    best, second = trial(0, 0.1, 0.1), trial(1, 0.2, 0.2)
+    lost = Row(number=0, state="failed", setting=best.setting, seed=SEED + 1, confirms=0, lost=True)
+    assert [standing.trial for standing in rank([best, second, lost])] == [0, 1]
+    assert [one.trial for one in rank([best, second, lost, *repeats(best, 0.12, 0.13)])] == [0, 1]
