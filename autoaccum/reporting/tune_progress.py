@@ -157,12 +157,15 @@ class TuneProgress:
         return line
 
     def _lose(self, event: events.WorkerLost) -> None:
-        self._say(Text(f"trial {event.number} is lost with its worker {event.worker}: it is run again", "yellow"))
+        which = events.name_run(event.number, event.confirms, event.seed)
+        again = ": it is run again" if event.again else ", and is not run again"
+        self._say(Text(f"{which} is lost with its worker {event.worker}{again}", "yellow"))
 
     def _wait(self, event: events.WaitingForOthers) -> None:
-        running = ", ".join(map(str, event.running))
-        trials = "trial" if len(event.running) == 1 else "trials"
-        self._say(Text(f"waiting for {trials} {running} of other workers", "dim"))
+        numbers = event.running if event.confirms is None else event.confirms
+        trials = f"{'trial' if len(numbers) == 1 else 'trials'} {', '.join(map(str, numbers))}"
+        what = f"{trials} of other workers" if event.confirms is None else f"other workers, which repeat {trials}"
+        self._say(Text(f"waiting for {what}", "dim"))
         self._show("waiting for other workers ...")
 
     def _confirm(self, event: events.Confirming) -> None:

@@ -93,17 +93,34 @@ class TrialEnded:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A trial's worker has died; its parameters wait to be taken up again."""
+    """A run's worker has died.
+
+    Attributes:
+        number: Of the run; where it repeats a trial, in the study of confirmations.
+        worker: Who ran it.
+        confirms: As in `Row`.
+        seed: That of the repetition; None where it is none.
+        again: Whether its parameters wait to be taken up again: not where it had none, or too many died of them.
+    """
 
     number: int
     worker: str
+    confirms: int | None = None
+    seed: int | None = None
+    again: bool = True
 
 
 @dataclass(frozen=True)
 class WaitingForOthers:
-    """Nothing is left to begin, and other workers still run trials."""
+    """Nothing is left to begin, and other workers still run trials.
+
+    Attributes:
+        running: Their numbers; where they repeat trials, in the study of confirmations.
+        confirms: The trials of the search that they repeat; None: they are of the search.
+    """
 
     running: tuple[int, ...]
+    confirms: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,3 +148,12 @@ class Noted:
 
 Listener = Callable[[Any], Any]
 """Given every event, and the planner's while it plans."""
+
+
+def name_run(number: int, confirms: int | None, seed: int | None) -> str:
+    """What a run is called: repetitions have numbers of their own, which nobody sees elsewhere.
+
+    >>> name_run(3, None, 0), name_run(3, 8, 1)
+    ('trial 3', 'the repetition of trial 8 with seed 1')
+    """
+    return f"trial {number}" if confirms is None else f"the repetition of trial {confirms} with seed {seed}"

@@ -74,6 +74,23 @@ def test_what_is_remembered_and_who_is_lost() -> None:
     ]
 
 
+def test_repetitions_are_called_by_the_trials_they_repeat() -> None:
+    told = [
+        events.WorkerLost(3, "host:7", confirms=8, seed=1),
+        events.WorkerLost(4, "host:7", again=False),
+        events.WaitingForOthers((0, 2), (8,)),
+        events.WaitingForOthers((0, 2, 3), (7, 8)),
+        events.TrialEnded(row(3, confirms=8, seed=1, repeats=2)),
+    ]
+    assert draw(told)[:4] == [
+        "the repetition of trial 8 with seed 1 is lost with its worker host:7: it is run again",
+        "trial 4 is lost with its worker host:7, and is not run again",
+        "waiting for other workers, which repeat trial 8",
+        "waiting for other workers, which repeat trials 7, 8",
+    ]
+    assert draw(told)[-1].endswith("again, with seed 1; in place of a run that was lost")
+
+
 def test_a_schedule_and_a_card_are_named() -> None:
     (line,) = draw([events.Described(replace(FACTS, schedule="OneCycleLR", card="NVIDIA H100", device="cuda:0"))])
     assert "SGD at a learning rate of 0.1 with OneCycleLR; on NVIDIA H100; " in line

@@ -12,9 +12,9 @@ from autoaccum.tuning.events import Listener, WaitingForOthers, WorkerLost
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.runner import Runner
 from autoaccum.tuning.settings import Space
-from autoaccum.tuning.studies.attributes import is_finished
+from autoaccum.tuning.studies.attributes import is_finished, is_given_up, value_of
 from autoaccum.tuning.studies.line import Line, count_begun
-from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, own_parameters
+from autoaccum.tuning.studies.parameters import distributions_of, draw_setting, is_drawn, own_parameters
 from autoaccum.tuning.studies.study import Study
 from autoaccum.tuning.studies.trying import Trying
 
@@ -72,8 +72,19 @@ def look(study: Study, line: Line, tell: Listener) -> list[FrozenTrial]:
         lost = line.put_lost_back()
         trials = line.trials()
     for trial in lost:
-        tell(WorkerLost(trial.number, str(trial.user_attrs.get("worker", "unknown"))))
+        tell(_loss_of(trials[trial.number]))
     return trials
+
+
+def _loss_of(trial: FrozenTrial) -> WorkerLost:
+    confirms = value_of(trial, "confirms", int)
+    return WorkerLost(
+        trial.number,
+        str(trial.user_attrs.get("worker", "unknown")),
+        confirms=confirms,
+        seed=None if confirms is None else value_of(trial, "seed", int),
+        again=is_drawn(trial) and not is_given_up(trial),
+    )
 
 
 class Pause:
@@ -90,8 +101,10 @@ class Pause:
 
     def wait(self, known: list[FrozenTrial], deadline: float | None = None) -> None:
         """Wait a moment, not beyond the deadline."""
-        if self._tell is not None:
-            self._tell(WaitingForOthers(tuple(trial.number for trial in known if trial.state == TrialState.RUNNING)))
+        running = [trial for trial in known if trial.state == TrialState.RUNNING]
+        if running and self._tell is not None:
+            confirms = {trial.user_attrs["confirms"] for trial in running if "confirms" in trial.user_attrs}
+            self._tell(WaitingForOthers(tuple(trial.number for trial in running), tuple(sorted(confirms)) or None))
             self._tell = None
         left = self._seconds if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(self._seconds, left)))

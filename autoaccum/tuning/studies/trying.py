@@ -12,7 +12,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
 from autoaccum.errors import StudyError
-from autoaccum.tuning.events import Listener, Noted, Reported, TrialBegan, TrialEnded
+from autoaccum.tuning.events import Listener, Noted, Reported, TrialBegan, TrialEnded, name_run
 from autoaccum.tuning.records import Outcome
 from autoaccum.tuning.runner import END, Runner
 from autoaccum.tuning.settings import Setting
@@ -65,7 +65,7 @@ class Trying:
             with self.study.reaching():
                 _keep(trial, outcome)
         except UpdateFinishedTrialError:
-            self.tell(Noted(f"trial {trial.number} was taken for lost, and is run again: its result is dropped"))
+            self.tell(Noted(f"{_name(trial, seed)} was taken for lost, and is run again: its result is dropped"))
             return None
         except BaseException as error:
             with suppress(StudyError), self.study.reaching():
@@ -104,10 +104,14 @@ class Trying:
 
     def _tell_end(self, trial: Trial, seed: int, outcome: Outcome) -> None:
         for text in outcome.warnings:
-            self.tell(Noted(f"trial {trial.number}: {text}"))
+            self.tell(Noted(f"{_name(trial, seed)}: {text}"))
         with self.study.reaching():
             kept = self.study.storage.backend.get_trial(trial._trial_id)
         self.tell(TrialEnded(row_of(kept, seed)))
+
+
+def _name(trial: Trial, seed: int) -> str:
+    return name_run(trial.number, trial.user_attrs.get("confirms"), seed)
 
 
 def _note(trial: Trial, attributes: Mapping[str, Any]) -> None:
