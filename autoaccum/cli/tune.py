@@ -69,7 +69,12 @@ _CODE_INTERRUPTED = 130
 @click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
 @click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option("--time-limit", type=seconds, metavar="SECONDS", help="No trial of the search begins later than that.")
+@click.option(
+    "--time-limit",
+    type=seconds,
+    metavar="SECONDS",
+    help="No trial begins that many seconds after the search began; repetitions still run.",
+)
 @click.option("--trial-limit", type=seconds, metavar="SECONDS", help="When a trial is given up.")
 @click.option(
     "--heartbeat",

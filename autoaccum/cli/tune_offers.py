@@ -33,7 +33,7 @@ def offers(tuning: Tuning) -> dict[str, Any]:
 
 
 def _more_trials(tuning: Tuning) -> list[str]:
-    searched = sum(row.confirms is None for row in tuning.rows)
+    searched = sum(row.confirms is None and not row.lost for row in tuning.rows)
     trials = 2 * max(searched, click.get_current_context().params["trials"])
     return [*_own_words(*_OUTPUTS, "trials"), "--trials", str(trials)]
 

@@ -35,7 +35,7 @@ class Seen:
         """One line on stderr: what is kept, and how to go on."""
         from autoaccum.reporting.tune_words import counted
 
-        text = f"{how} before the first trial: there is nothing to lose, and the same command begins again"
+        text = f"{how} before the first trial: the same command begins again"
         if self._opened is not None and self._is_kept:
             done = f"after {self._finished} of {counted(self._opened.trials, 'trial')}"
             text = f"{how} {done}: the study is in {self._opened.storage}; the same command goes on"

@@ -9,6 +9,17 @@ from autoaccum.tuning.settings import Setting, Space
 from autoaccum.units import percent
 
 
+def tolerance_words(tuning: Tuning, bracket: Bracket) -> str:
+    """Which rates cannot be told from the best, and at which effective batch: rates at others were not compared."""
+    setting, space = None if tuning.best is None else tuning.best.setting, tuning.space
+    where = []
+    if setting is not None and not space.target_batches.single:
+        where.append(f"effective batch {setting.target_batch}")
+    if setting is not None and space.coupled is not None and len(space.micro_batches) > 1:
+        where.append(f"micro-batch {setting.micro_batch}")
+    return f"at {', '.join(where)}: {bracket_words(bracket)}" if where else bracket_words(bracket)
+
+
 def bracket_words(bracket: Bracket) -> str:
     """Which rates the study cannot tell from the best, and under what premise."""
     low, high = bracket.low, bracket.high
@@ -49,7 +60,9 @@ def own_words(tuning: Tuning, best: Standing) -> str:
     own = tuning.own
     rate = format_rate(tuning.space.own_rate)
     if own is None:
-        ran = next((row for row in tuning.rows if row.own and row.confirms is None), None)
+        # The last one: it takes up the parameters of those whose workers were lost.
+        tried = [row for row in tuning.rows if row.own and row.confirms is None and not row.lost]
+        ran = tried[-1] if tried else None
         why = f"its trial is {LABELS[ran.state]}" if ran is not None else "it was not run"
         return f"{rate}: {why}"
     if own.trial == best.trial:

@@ -13,12 +13,13 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.rows import path_value, row_lines
-from autoaccum.reporting.tune_found import bracket_words, loss_words, micro_batch_words, own_words
+from autoaccum.reporting.tune_found import loss_words, micro_batch_words, own_words, tolerance_words
 from autoaccum.reporting.tune_lines import pruner_words
 from autoaccum.reporting.tune_lists import advice_lines, speed_lines, standing_lines, trial_lines
 from autoaccum.reporting.tune_next import next_lines
 from autoaccum.reporting.tune_words import (
     LABELS,
+    LOST,
     batch_words,
     budget_words,
     counted,
@@ -85,7 +86,7 @@ def tuning_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
         yield "loss", Text(loss_words(best), "bold green")
         yield "own rate", Text(own_words(tuning, best))
     if tuning.bracket is not None:
-        yield "tolerance", Text(bracket_words(tuning.bracket))
+        yield "tolerance", Text(tolerance_words(tuning, tuning.bracket))
     yield "micro-batch", Text(micro_batch_words(tuning))
     if tuning.plan is not None:
         yield "plan", Text(_plan(tuning.plan))
@@ -122,18 +123,26 @@ def _searched(tuning: Tuning) -> str:
 def trial_words(tuning: Tuning) -> str:
     """How many trials there are, and what they came to."""
     searched, confirming = split_rows(tuning.rows)
-    words = f"{len(searched)}: {state_words(searched)}" if searched else "none"
+    count = _count_kept(searched)
+    words = (f"{count}: " if count else "none") + state_words(searched)
     if confirming:
-        words += f"; {counted(len(confirming), 'run')} of the best with other seeds: {state_words(confirming)}"
+        runs = counted(_count_kept(confirming), "run")
+        words += f"; {runs} of the best with other seeds: {state_words(confirming)}"
     if tuning.ended is not None:
         words += f"; ended early: {tuning.ended}"
     return words
 
 
 def state_words(rows: Sequence[Row]) -> str:
-    """How many of each state."""
-    counts = Counter(row.state for row in rows)
-    return ", ".join(f"{counts[state]} {label}" for state, label in LABELS.items() if counts[state])
+    """How many of each state; those that were lost are in no count but their own."""
+    counts = Counter(row.state for row in rows if not row.lost)
+    words = ", ".join(f"{counts[state]} {label}" for state, label in LABELS.items() if counts[state])
+    lost = len(rows) - _count_kept(rows)
+    return f"{words} ({lost} more {LOST} and put back)" if lost else words
+
+
+def _count_kept(rows: Sequence[Row]) -> int:
+    return sum(not row.lost for row in rows)
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

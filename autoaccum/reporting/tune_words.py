@@ -23,6 +23,8 @@ LABELS: dict[State, str] = {
     "waiting": "waiting",
 }
 """What a person reads for a state; the best ending first."""
+LOST = "lost"
+"""What a person reads for a run that is put back, whose state is `failed`."""
 STYLES: dict[State, str] = {
     "complete": "green",
     "pruned": "",
@@ -59,7 +61,8 @@ class TrialColumns:
 
     def row(self, row: Row) -> Text:
         """One trial: number (where it repeats another one, that one's), outcome, setting, loss, time."""
-        label = f"{LABELS[row.state]:<{_LABEL_WIDTH}}"
+        outcome = LOST if row.lost else LABELS[row.state]
+        label = f"{outcome:<{_LABEL_WIDTH}}"
         line = Text(
             self._line(
                 str(row.number if row.confirms is None else row.confirms),
@@ -70,7 +73,7 @@ class TrialColumns:
             )
         )
         at = line.plain.index(label, 5)
-        line.stylize(STYLES[row.state], at, at + len(LABELS[row.state]))
+        line.stylize("yellow" if row.lost else STYLES[row.state], at, at + len(outcome))
         return line
 
     def _line(self, number: str, outcome: str, setting: Sequence[str], loss: str, seconds: str) -> str:
@@ -99,7 +102,9 @@ def remarks(row: Row) -> Iterator[str]:
     if row.state == "pruned" and row.losses:
         yield f"loss after {row.losses[-1][0]} %"
     if row.repeats is not None:
-        yield f"again, for trial {row.repeats}, which was lost"
+        # A repetition's number is not that of a trial of the search.
+        is_trial = row.confirms is None
+        yield f"again, for trial {row.repeats}, which was lost" if is_trial else "in place of a run that was lost"
     if row.shortages:
         yield "memory ran out " + {1: "once", 2: "twice"}.get(row.shortages, f"{row.shortages} times")
     if row.reason is not None:

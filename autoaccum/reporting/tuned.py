@@ -59,9 +59,11 @@ def tune(
     two other seeds each, and the lowest mean wins.
 
     The study is kept in `storage`: the same call goes on where an interrupted one ended, several may work on one study
-    at once, and a trial whose worker died is run again. With a budget in samples on the CPU, the same seed, threads
-    and one worker give the same study: trials run with the plan's own micro-batch then, and with the one that was the
-    fastest only where the budget is in seconds.
+    at once, and a trial whose worker died is run again. The ceiling is that of a worker which has its device to itself:
+    several on one card need each its share as `memory`, from the first call on. With a budget in samples on the CPU,
+    one worker, the same seed, threads and plan give the same study: trials run with the plan's own micro-batch then,
+    and with the one that was the fastest only where the budget is in seconds. Where the largest batch does not fit at
+    once, the plan depends on the memory that is free, unless `plan` is given.
 
     Args:
         workload: The file of a workload: `model.py`, `model.py:name` or `package.module:name`.
@@ -86,7 +88,8 @@ def tune(
         precision: `fp32`, `bf16` or `fp16`, instead of the workload's.
         batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
         optimizer: One of `torch.optim`, instead of the workload's.
-        time_limit: Seconds after which no further trial of the search begins.
+        time_limit: Seconds from the beginning of the search after which no further trial of it begins; one that runs
+            is trained to its end, and the best are still repeated.
         trial_limit: Seconds after which a trial is given up as failed.
         heartbeat: Seconds between the signs of life by which other machines know that a worker is there. In a journal
             15 or more: the lock of a worker that was killed is taken over after 30 seconds only.

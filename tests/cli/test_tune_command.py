@@ -49,7 +49,7 @@ def batch(size):
     return dataset[torch.arange(size) % 160]
 """
 WORDS = ("model.py", "--target-batch", "4", "--confirm", "0", "--budget-samples", "96", "--device", "cpu")
-BEGINS_AGAIN = ": there is nothing to lose, and the same command begins again"
+BEGINS_AGAIN = ": the same command begins again"
 GOES_ON = ": the study is in tune.db; the same command goes on"
 OPENED = events.StudyOpened(name="digits", storage="tune.db", sampler="TPE", pruner="none", finished=5, trials=30)
 
@@ -188,6 +188,18 @@ def test_commands_that_are_offered_are_ones_that_there_are(study: Study, folder:
         found = main.get_command(main.make_context("autoaccum", words[1:2]), words[1])
         assert found is not None
         found.make_context(words[1], words[2:])
+
+
+def test_lost_trials_are_not_offered_twice_over(study: Study) -> None:
+    lost = row(0, 0.1, None, state="failed", lost=True)
+    study.answer = tuning((lost, *(row(number, 0.1, 0.5) for number in range(1, 13))))
+    result = invoke("model.py", "--target-batch", "256", "--trials", "12")
+    assert "--trials 24\n" in result.stdout
+
+
+def test_a_time_limit_says_what_it_limits() -> None:
+    words = " ".join(invoke("--help").stdout.split())
+    assert "No trial begins that many seconds after the search began; repetitions still run." in words
 
 
 def test_files_and_pictures_are_written_and_said(study: Study, folder: Path) -> None:

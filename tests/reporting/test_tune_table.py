@@ -12,11 +12,11 @@ from small_tunings import COUPLED, SEARCHED, THROUGHPUT, plan, row, setting, spe
 
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.tune_found import bracket_words
+from autoaccum.reporting.tune_found import bracket_words, own_words
 from autoaccum.reporting.tune_record import tuning_record
 from autoaccum.reporting.tune_table import print_tuning
 from autoaccum.tuning.judging.scaling import advise
-from autoaccum.tuning.records import Bracket, Tuning
+from autoaccum.tuning.records import Bracket, Row, Tuning
 from autoaccum.tuning.settings import BatchSpan
 
 COMMANDS = {
@@ -201,6 +201,52 @@ def test_both_that_were_repeated_are_compared_by_their_means() -> None:
 )
 def test_rates_that_cannot_be_told_apart(low: float | None, high: float | None, noise: float | None, says: str) -> None:
     assert says in bracket_words(Bracket(low=low, best=0.2, high=high, noise=noise))
+
+
+def test_a_tolerance_is_that_of_the_best_batch_where_several_were_searched() -> None:
+    """Rates at other batches are not compared with it, and may be clearly worse."""
+    alone = Bracket(low=None, best=0.2, high=None, noise=None)
+    rows = (row(0, 0.1, 0.5, own=True, micro_batch=8), row(1, 0.2, 0.4, target_batch=512, micro_batch=4))
+    untold = "no rate that was tried is clearly worse: "
+    assert f"tolerance at effective batch 512: {untold}" in in_one_line(
+        draw(tuning(rows, space=SEARCHED, bracket=alone))
+    )
+    both = replace(SEARCHED, coupled="it is", micro_batches=(4, 8))
+    text = in_one_line(draw(tuning(rows, space=both, bracket=alone)))
+    assert f"tolerance at effective batch 512, micro-batch 4: {untold}" in text
+    assert f"tolerance {untold}" in in_one_line(draw(tuning(rows, bracket=alone)))
+
+
+LOST = row(0, 0.1, None, own=True, state="failed", lost=True, reason="interrupted")
+
+
+def test_runs_that_were_lost_are_none_that_were_asked_for() -> None:
+    again = row(2, 0.1, 0.6, own=True, repeats=0)
+    failed = row(3, 0.3, None, state="failed", reason="it raised")
+    found = tuning((LOST, row(1, 0.2, 0.4), again, failed), confirmed=False)
+    text = draw(found)
+    assert "trials       3: 2 complete, 1 failed (1 more lost and put back)\n" in text
+    assert "    0  lost                 0.1          -     2.1 s  the workload's own rate; interrupted\n" in text
+    confirming = [row(number, 0.2, 0.4, confirms=1, seed=1) for number in (0, 1)]
+    confirming[0] = replace(confirming[0], state="failed", loss=None, lost=True)
+    text = in_one_line(draw(replace(found, rows=(*found.rows, *confirming))))
+    assert "; 1 run of the best with other seeds: 1 complete (1 more lost and put back)" in text
+    assert "trials       none (1 more lost and put back)\n" in draw(tuning((LOST,), confirmed=False))
+
+
+@pytest.mark.parametrize(
+    ("again", "says"),
+    [
+        (row(2, 0.1, None, own=True, repeats=0), "0.1: its trial is diverged"),
+        (row(2, 0.1, None, own=True, repeats=0, state="out_of_memory"), "0.1: its trial is out of memory"),
+        (row(2, 0.3, None), "0.1: it was not run"),
+    ],
+    ids=["diverged", "out of memory", "not yet"],
+)
+def test_the_own_rate_is_told_by_what_took_its_lost_trial_up(again: Row, says: str) -> None:
+    found = tuning((LOST, row(1, 0.2, 0.4), again), confirmed=False)
+    assert found.best is not None
+    assert own_words(found, found.best) == says
 
 
 def test_commands_that_go_on_from_there() -> None:
