@@ -246,3 +246,10 @@ def test_an_svg_is_for_light_and_dark_and_has_a_title() -> None:
         assert "@media (prefers-color-scheme: dark)" in text
         assert "<title>" in text
         assert len(text) < 250_000
+
+
+def test_a_lost_trial_is_not_drawn() -> None:
+    lost = replace(row(1, 0.2, None, state="failed"), lost=True)
+    rows = (row(0, 0.1, 0.5, own=True), row(2, 0.2, 0.4, repeats=1))
+    for name in (RATES, TRIALS):
+        assert draw_tuning(tuning((rows[0], lost, rows[1])))[name] == draw_tuning(tuning(rows))[name]

@@ -71,7 +71,7 @@ def draw_trial(axes: Axes, x: float, row: Row, losses: Losses, batches: Batches)
         return
     role = "muted" if row.state == "pruned" or row.setting is None else batches.role(row.setting.target_batch)
     beyond = loss > losses.high
-    style |= {"marker": "^" if beyond else "o", "color": colour(role), "markersize": 4 if row.confirms else 5.5}
+    style |= {"marker": "^" if beyond else "o", "color": colour(role), "markersize": 5.5}
     if row.state == "pruned":
         style |= {"markerfacecolor": colour("panel")}
     if row.confirms is not None:

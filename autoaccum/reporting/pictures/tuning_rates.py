@@ -24,7 +24,7 @@ def rates_title(tuning: Tuning) -> str:
 def rates_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it."""
     losses, batches = loss_scale(tuning), Batches(tuning.space.target_batches)
-    rows = [row for row in tuning.rows if row.setting is not None]
+    rows = [row for row in tuning.rows if row.setting is not None and not row.lost]
     figure, axes = make_panel(rates_title(tuning), list(trial_marks(rows, losses, batches)), _below(tuning), names=2)
     tried = [row.setting.learning_rate for row in rows if row.setting is not None]
     span = tuning.space.learning_rates

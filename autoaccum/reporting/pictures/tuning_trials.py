@@ -24,7 +24,7 @@ def trials_title(tuning: Tuning) -> str:
 def trials_figure(tuning: Tuning) -> Figure:
     """The picture as matplotlib has it."""
     losses, batches = loss_scale(tuning), Batches(tuning.space.target_batches)
-    rows = [row for row in tuning.rows if row.confirms is None]
+    rows = [row for row in tuning.rows if row.confirms is None and not row.lost]
     found = best_so_far(rows)
     marks = [*trial_marks(rows, losses, batches)] + [("\N{EM DASH} best so far", "room")] * bool(found)
     figure, axes = make_panel(trials_title(tuning), marks, [tuning.sampler, pruner_words(tuning.pruner)])
