@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.tuning.ceiling import check_plan, load_plan, make_ceiling_plan
+from autoaccum.tuning.ceiling import Output, check_plan, load_plan, make_ceiling_plan
 from autoaccum.tuning.events import Described, Listener, Noted, StudyOpened, ThroughputKnown
 from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.judging.coupled import find_coupling
@@ -49,7 +48,7 @@ class Prepared:
     space: Space
 
 
-def prepare(request: TuneRequest, tell: Listener, on_output: Callable[[str], None] | None) -> Prepared:
+def prepare(request: TuneRequest, tell: Listener, on_output: Output | None) -> Prepared:
     """Find out what is not known yet; what cannot be used is refused before anything is made.
 
     Args:

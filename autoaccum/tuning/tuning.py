@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.tuning.ceiling import plan_setting
+from autoaccum.tuning.ceiling import Output, plan_setting
 from autoaccum.tuning.events import Confirming, Listener, Noted, SearchBegan
 from autoaccum.tuning.judging.bracket import find_bracket
 from autoaccum.tuning.judging.cautions import cautions
 from autoaccum.tuning.judging.scaling import advise
 from autoaccum.tuning.judging.standings import own_standing, rank
 from autoaccum.tuning.preparing import Prepared, prepare
-from autoaccum.tuning.records import Row, Tuning
+from autoaccum.tuning.records import Tuning
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.child_runner import ChildRunner
 from autoaccum.tuning.settings import Setting, Space
@@ -28,8 +27,6 @@ _CONFIRMING_SEEDS = 2
 """With how many seeds a confirmed setting is run beside the search's own."""
 _MOST_ROUNDS = 5
 """After so many rounds of repetitions in which settings fail, the next one is not repeated any more."""
-
-Output = Callable[[str], None]
 
 
 def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: Output | None = None) -> Tuning:
@@ -61,12 +58,12 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         ended = run_trials(request, prepared.study, prepared.space, runner, tell)
     tuning = _judge(request, prepared, ended, tell)
     if tuning.best is not None:
-        setting, study = tuning.best.setting, prepared
-        if study.space.coupled is None:  # Which micro-batch is a matter of speed.
-            setting = dataclasses.replace(setting, micro_batch=study.throughput.knee)
-        plan = plan_setting(setting, study.plan, request, study.facts, tell, on_output)
+        setting, coupled = tuning.best.setting, prepared.space.coupled
+        if coupled is None:  # Which micro-batch is a matter of speed.
+            setting = dataclasses.replace(setting, micro_batch=prepared.throughput.knee)
+        plan = plan_setting(setting, prepared.plan, request, prepared.facts, tell, on_output)
         if plan is not None and plan.micro_batches != setting.parts:
-            tell(Noted(_other_parts(setting, plan, study.space.coupled)))
+            tell(Noted(_other_parts(setting, plan, coupled)))
         tuning = dataclasses.replace(tuning, plan=plan)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(warnings)))
 
@@ -103,7 +100,7 @@ def run_trials(request: TuneRequest, study: Study, space: Space, runner: Runner,
 
     ended = search(study, space, runner, trials=request.trials, time_limit=request.time_limit, tell=tell)
     seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
-    chosen = list(rank(_searched(study.rows())))[: request.confirm]
+    chosen = list(rank([row for row in study.rows() if row.confirms is None])[: request.confirm])
     for _ in range(_MOST_ROUNDS):
         if not chosen:
             break
@@ -143,10 +140,6 @@ def _judge(request: TuneRequest, prepared: Prepared, ended: str | None, tell: Li
         plan=None,
         ended=ended,
     )
-
-
-def _searched(rows: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(row for row in rows if row.confirms is None)
 
 
 def _other_parts(setting: Setting, plan: Plan, coupled: str | None) -> str:
