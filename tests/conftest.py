@@ -10,6 +10,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if count:
         terminalreporter.write_line(
             f"gpu: {count} tests deselected, no CUDA card here: see tests/gpu/README.md", yellow=True
+        )
+    if find_spec("timm") is None:
+        terminalreporter.write_line(
+            "timm: tests/libraries/test_timm.py left out, timm is not installed: pip install -e '.[timm]'", yellow=True
         )
     if not any(_MEASURED.glob("*.json")):
         terminalreporter.write_line(
