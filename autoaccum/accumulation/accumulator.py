@@ -42,6 +42,7 @@ from autoaccum.accumulation.validation import (
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.tracebacks import kernel_error
 
 
 class Accumulator:
@@ -172,7 +173,7 @@ class Accumulator:
         Raises:
             DoesNotFitError: Not even one sample at a time fits; the state is as before.
             UpdateInterrupted: The update failed half-way, now or earlier.
-            WorkloadError: The batch cannot be split, or the loss is not usable.
+            WorkloadError: The batch cannot be split, the loss is not usable, or the processor lacks its kernels.
             NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
             UsageError: The mode of BatchNorm could not be kept; the state is as before.
         """
@@ -231,6 +232,9 @@ class Accumulator:
     def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
         try:
+            lacking = kernel_error(error, self.phase)
+            if lacking is not None:
+                raise lacking from error
             shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
             if shortage is None or not self._recover:
                 raise error

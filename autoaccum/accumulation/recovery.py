@@ -77,7 +77,12 @@ _TABLE = (
     _row("unable to find an engine", r"\b(?:GET|FIND) was unable to find an engine\b", certain=False),
     _row("UR_RESULT_ERROR_OUT_OF_RESOURCES", r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b", certain=False),
     _row("MPS: Invalid buffer size", r"^Invalid buffer size: ", certain=False),
-    _row("oneDNN: could not create a primitive", r"\bcould not create a (?:primitive|memory)\b", certain=False),
+    # A descriptor is made before any memory is asked for: without one, the processor lacks the kernel.
+    _row(
+        "oneDNN: could not create a primitive",
+        r"\bcould not create a (?:primitive(?! descriptor)|memory)\b",
+        certain=False,
+    ),
     _row("oneDNN: could not execute a primitive", r"\bcould not execute a primitive\b", certain=False),
 )
 

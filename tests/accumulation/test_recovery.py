@@ -55,11 +55,11 @@ UNCERTAIN = [
     "Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)",
     "Invalid buffer size: 24.00 GB",
     "could not create a primitive",
-    "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable",
     "could not create a memory object",
     "could not execute a primitive",
 ]
 NOT_A_SHORTAGE = [
+    "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable",
     "out of memory budget in my code",
     "CUDA out of memory budget of this cluster",
     "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
