@@ -230,7 +230,7 @@ def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
     weights = options.get("weight")
     if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
         return
-    classes = (weights == 0).nonzero().flatten().tolist() if weights.ndim == 1 else []
+    classes = (weights.cpu() == 0).nonzero().flatten().tolist() if weights.ndim == 1 else []
     if classes:
         raise WorkloadError(
             f"{name} smooths the labels of class {classes[0]}, whose weight is 0: a part with no other target has the"

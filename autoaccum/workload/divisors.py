@@ -97,8 +97,9 @@ def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
     class_weights = options.get("weight")
     if class_weights is None:
         return float(kept.numel())
-    # On the CPU, since MPS has no float64; counted by class, since a sum of float32 weights would round.
-    wide = class_weights.detach().cpu().to(torch.float64)
+    # On the CPU, where those of a simulated card are known, and since MPS has no float64; counted by class, since a
+    # sum of float32 weights would round.
+    wide = class_weights.cpu().detach().to(torch.float64)
     classes = kept.flatten().long().cpu()
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < len(wide):
         raise WorkloadError(

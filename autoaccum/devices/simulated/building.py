@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,15 @@ T = TypeVar("T")
 def on_the_host(workload: Workload) -> Workload:
     """`workload`, whose batches are checked to be where their weights can be counted: on the CPU."""
     return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
+
+
+def with_own_criterion(workload: Workload) -> Workload:
+    """`workload`, whose criterion is a copy: what one rehearsal puts on the card is not there in the next."""
+    given = {name: getattr(workload, name) for name in ("loss", "criterion")}
+    copies: dict[str, Any] = {
+        name: copy.deepcopy(value) for name, value in given.items() if isinstance(value, nn.Module)
+    }
+    return dataclasses.replace(workload, **copies) if copies else workload
 
 
 def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.host_copies import recall_host, remember_host
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
@@ -103,9 +104,12 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return answer_scalar(args[0])
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
+        if func is _COPIES and (held := recall_host(args[0], kwargs)) is not None:
+            return held
         self.recorder.op = func
         if func is _COPIES and _only_moves(args[0], kwargs):
             moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            remember_host(moved, args[0])
             self.recorder.see(moved)
             return moved
         key = self._repetitions.key(func, args, kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum.devices.rehearsal import place_model, seed_everything
 from autoaccum.devices.replies import failure_reply, load_asked, look_where
-from autoaccum.devices.simulated.building import built_lazily, on_the_host
+from autoaccum.devices.simulated.building import built_lazily, on_the_host, with_own_criterion
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
@@ -135,7 +135,8 @@ class SimulatedChild:
         assert self._mode is not None
         failure: BaseException | None = None
         try:
-            return job(built_lazily(self._workload, self._mode) if self._lazy else self._workload, self._mode)
+            workload = with_own_criterion(self._workload)
+            return job(built_lazily(workload, self._mode) if self._lazy else workload, self._mode)
         except BaseException as error:
             failure = error
         if self._lazy and reads_host(failure):
