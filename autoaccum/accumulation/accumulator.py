@@ -26,6 +26,7 @@ from autoaccum.accumulation.planned import (
     choose_objective,
     choose_precision,
 )
+from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.results import StepResult as StepResult
 from autoaccum.accumulation.scaling import choose_scaler
@@ -175,7 +176,8 @@ class Accumulator:
             UpdateInterrupted: The update failed half-way, now or earlier.
             WorkloadError: The batch cannot be split, the loss is not usable, or the processor lacks its kernels.
             NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
-            UsageError: The mode of BatchNorm could not be kept; the state is as before.
+            UsageError: The mode of BatchNorm could not be kept, or there are several ranks by now; the state is as
+                before.
         """
         with self._attempt.interrupts:
             return self._run([batch])
@@ -201,6 +203,7 @@ class Accumulator:
 
     def _run(self, batches: list[Any]) -> StepResult:
         self._attempt.check()
+        check_group()
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)

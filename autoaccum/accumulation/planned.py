@@ -19,7 +19,7 @@ from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 _T = TypeVar("_T", str, int)
-_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+_WRAPPERS = ("OptimizedModule", "DataParallel")
 """What a plan of a wrapped model records as its name; the model within, which is compared here, it does not know."""
 
 _DRIVERS = 0.02
@@ -234,10 +234,9 @@ def _known_bytes(parameters: Sequence[Tensor]) -> int | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that torch.compile, DataParallel or DistributedDataParallel was given."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    """The module that torch.compile or DataParallel was given."""
     while True:
-        inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autoaccum.accumulation.ranks import check_group, check_unsharded
 from autoaccum.accumulation.wrappers import check_wrapper
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import needs_closure
@@ -19,13 +20,15 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, and parameters that do not exist yet.
+    """Refuse what is no module, one of several ranks, and parameters that do not exist yet.
 
     Raises:
-        UsageError: Either is so.
+        UsageError: One of these is so.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
+    check_group()
+    check_unsharded(model)
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")

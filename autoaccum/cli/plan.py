@@ -85,12 +85,14 @@ def command(
 
     Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
     """
+    from autoaccum.accumulation.ranks import check_launch
     from autoaccum.planning.planner import plan
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.plan_table import print_plan
     from autoaccum.reporting.progress import Progress
 
+    check_launch()
     request["keeps"] = request["keeps"] or None  # Instead of the workload's, where anything is said.
     outputs = Outputs(output, emit, plot, force=force)
     outputs.check(workload, request["world_size"])

@@ -15,7 +15,6 @@ from autoaccum.training.evaluation.evaluation_data import EvaluationData
 from autoaccum.training.events import Noted
 from autoaccum.training.loop import Loop
 from autoaccum.training.progress import Goal, Progress
-from autoaccum.training.ranks import OneRank
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder.run_folder import RunFolder
 from autoaccum.training.seeds import mix
@@ -69,7 +68,6 @@ def assemble(
         clip_norm=request.clip_norm,
         skip_nonfinite=request.skip_nonfinite,
         noise_scale=request.noise_scale,
-        ranks=OneRank(),
         check=stopping.check,
         tell=teller.tell,
     )

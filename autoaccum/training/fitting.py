@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.randomness import RandomState, seeded_devices
+from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.assembly import assemble
@@ -54,6 +55,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         Exception: What the user's code raised, as it came, after a last checkpoint.
     """
     began = time.monotonic()
+    check_launch()
     teller = Teller([] if on_event is None else [on_event], request.callbacks)
     with ExitStack() as stack:
         stack.callback(RandomState(seeded_devices()).restore)

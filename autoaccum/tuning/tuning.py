@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.accumulation.ranks import check_launch
 from autoaccum.tuning.ceiling import Output, plan_setting
 from autoaccum.tuning.events import Confirming, Listener, Noted, SearchBegan
 from autoaccum.tuning.judging.bracket import find_bracket
@@ -48,6 +49,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         NotMeasuredError: No plan could be made, or no process started.
         KeyboardInterrupt: The trial that ran is put back.
     """
+    check_launch()
     began = time.monotonic()
     warnings: list[str] = []
     tell = _remembering(on_event or (lambda event: None), warnings)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.accumulation.ranks import check_launch
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.failures import failure_error
 from autoaccum.devices.host_memory import read_host_memory
@@ -82,6 +83,7 @@ def verify(
         WorkloadError: The workload is not usable as it stands.
         NotMeasuredError: Memory ran out, or something could not be put back.
     """
+    check_launch()
     began = time.monotonic()
     named = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     request = VerifyRequest(

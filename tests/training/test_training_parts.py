@@ -19,7 +19,6 @@ from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.evaluation.evaluation import Evaluation
 from autoaccum.training.events import CheckpointFailed, CheckpointWritten, Evaluated, Noted
 from autoaccum.training.progress import Goal, Progress
-from autoaccum.training.ranks import OneRank
 from autoaccum.training.telling import Teller
 from autoaccum.training.updates.peaks import PeakMeter
 
@@ -155,11 +154,6 @@ def test_it_is_evaluated_when_it_is_due_and_in_the_end(every: int | None, expect
     assert progress.evaluation == {"loss": 5.0}
     evaluator.restore({"micro_batch": 3})
     assert evaluator.state() == {"micro_batch": 3}
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    ranks = OneRank()
-    assert ranks.least(3) == 3
 
 
 def test_the_peak_of_the_process_never_falls() -> None:

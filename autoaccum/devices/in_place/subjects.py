@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.devices.in_place.sample_batches import make_batches
@@ -56,11 +56,8 @@ class LiveObjects:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        if isinstance(self.model, (DistributedDataParallel, DataParallel)):
-            wrapper = type(self.model).__name__
-            raise UsageError(
-                f"the model is wrapped in {wrapper}", hint="give the module in it: model=wrapped.module, world_size=N"
-            )
+        if isinstance(self.model, nn.DataParallel):
+            raise UsageError("the model is wrapped in DataParallel", hint="give the module in it: model=wrapped.module")
         find_device(self.model)
         if isinstance(self.optimizer, Optimizer):
             check_optimizer(self.optimizer, self.model)
@@ -132,8 +129,9 @@ def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
         device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto` or where they are.
 
     Raises:
-        UsageError: Live objects are elsewhere.
+        UsageError: Live objects are elsewhere, or this process is one of several ranks.
     """
+    check_group()
     model: Any
     functions: tuple[Any, ...]
     if isinstance(subject, LiveObjects):

@@ -16,7 +16,6 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.progress import Progress
-from autoaccum.training.ranks import Ranks
 from autoaccum.training.results import NoiseScale
 from autoaccum.training.subjects.trainee import Trainee
 from autoaccum.training.updates.ceiling import Ceiling
@@ -39,7 +38,6 @@ class Stepper:
         clip_norm: As the Accumulator's; None measures the norm only, for the log and to see that it is finite.
         skip_nonfinite: Pass over windows whose loss or gradient is not finite, instead of ending there.
         noise_scale: Estimate the gradient noise scale.
-        ranks: Who trains along.
         check: Called as each phase of a step begins; what it raises rolls the step back.
         tell: Told of shortages, raises of the ceiling and skipped windows.
 
@@ -60,7 +58,6 @@ class Stepper:
         clip_norm: float | None,
         skip_nonfinite: bool,
         noise_scale: bool,
-        ranks: Ranks,
         check: Callable[[], None],
         tell: Callable[[Any], None],
     ) -> None:
@@ -69,7 +66,7 @@ class Stepper:
         if noise_scale:
             trained = optimizer_parameters(trainee.optimizer)
             self._noise = NoiseObserver(trained, trainee.objective.reduction)
-        self._ranks, self._tell, self._skips = ranks, tell, skip_nonfinite
+        self._tell, self._skips = tell, skip_nonfinite
         self._optimizer, self._scheduler, self._progress = trainee.optimizer, trainee.scheduler, progress
         self._overflows = 0
         self._passed_over: str | None = None
@@ -186,9 +183,8 @@ class Stepper:
             )
 
     def _follow_ceiling(self, result: StepResult) -> None:
-        """Keep to the ceiling of whoever has the least, and try more after a calm stretch."""
-        largest = self._ranks.least(self._accumulator.micro_batch)
-        changed = self.ceiling.after(result.retries, largest)
+        """Keep to what fits by now, and try more after a calm stretch."""
+        changed = self.ceiling.after(result.retries, self._accumulator.micro_batch)
         self._accumulator.micro_batch = self.ceiling.largest
         if changed is not None and not result.retries:
             self._tell(CeilingRaised(self._progress.update, changed))

@@ -18,6 +18,7 @@ from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws.host_draws import of_host
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.randomness import generator_rewind, own_generators
+from autoaccum.accumulation.ranks import check_unsharded
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.laboratory.chance import named_generators
 from autoaccum.verification.laboratory.doubles import double_module, in_double, widened
@@ -90,7 +91,9 @@ class Specimen:
         self.device = torch.device(device)
         self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
         self._objective = workload.objective
-        model = unwrapped(workload.build_model())
+        model = workload.build_model()
+        check_unsharded(model)
+        model = unwrapped(model)
         self._surroundings = surroundings_of(workload, model)
         memo: dict[int, Any] = {}
         self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
