@@ -33,7 +33,7 @@ _CODE_INTERRUPTED = 130
     "--run-dir",
     metavar="FOLDER",
     required=True,
-    help="Where checkpoints, metrics.jsonl, plan.json and in the end model.pt go.",
+    help="Where checkpoints, metrics.jsonl, plan.json and in the end model.pt (and ema.pt) go.",
 )
 @click.option("--epochs", type=count, metavar="N", help="How often to go through the dataset.")
 @click.option("--steps", type=count, metavar="N", help="Updates to make; with --epochs, whichever is reached first.")
@@ -49,6 +49,14 @@ _CODE_INTERRUPTED = 130
     help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
 )
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
+@click.option(
+    "--keeps",
+    multiple=True,
+    metavar="ema|outputs",
+    help="ema: keep an average of the weights, too; outputs: plan for those that it logs.  [default: the workload's]",
+)
+@click.option("--ema-decay", type=positive, metavar="DECAY", help="Of the average of the weights.  [default: 0.999]")
+@click.option("--worst-of", type=count, metavar="N", help="Plan for the longest of N samples of the dataset.")
 @click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
 @click.option(
     "--learning-rate",
@@ -90,6 +98,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     3 could not be planned or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all three after a checkpoint.
     """
     _check_length(asked)
+    asked["keeps"] = asked["keeps"] or None  # Instead of the workload's, where anything is said.
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     try:
         result = _train(workload, asked, seen, quiet=quiet)

@@ -22,6 +22,9 @@ from autoaccum.workload.experiments import users_code
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
+EMA_DECAY = 0.999
+"""As torch has it by itself."""
+
 _average: Any = swa_utils.get_ema_multi_avg_fn
 _PASSES = 2
 """What the first one leaves is still named while the second runs."""
@@ -88,15 +91,17 @@ class Averages:
 
     Args:
         model: The model, on its device.
+        decay: What is left of the average at each update.
 
     Raises:
         WorkloadError: It cannot be copied.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, decay: float = EMA_DECAY) -> None:
+        self.decay = decay
         self._model = unwrapped(model)
         try:
-            self._averaged = swa_utils.AveragedModel(self._model, multi_avg_fn=_average())
+            self._averaged = swa_utils.AveragedModel(self._model, multi_avg_fn=_average(decay))
         except (TypeError, RuntimeError, AttributeError) as error:
             if find_shortage(error) is not None:
                 raise
@@ -106,9 +111,23 @@ class Averages:
             ) from error
 
     @property
+    def model(self) -> nn.Module:
+        """The copy, whose weights are the averages."""
+        return self._averaged.module
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The copies."""
-        return [*self._averaged.module.parameters(), *self._averaged.module.buffers()]
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @property
+    def updates(self) -> int:
+        """How many were taken in; the first one is copied."""
+        return int(self._averaged.n_averaged)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._averaged.n_averaged.fill_(value)
 
     def update(self) -> None:
         """Take the weights in, as they are after an update.
@@ -118,7 +137,9 @@ class Averages:
         """
         try:
             self._averaged.update_parameters(self._model)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
+            if find_shortage(error) is not None:
+                raise
             raise WorkloadError(
                 f"torch.optim.swa_utils.AveragedModel cannot follow the model ({error})",
                 hint='register no parameters or buffers in forward, or leave "ema" out of keeps (--keeps)',

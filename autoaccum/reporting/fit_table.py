@@ -65,6 +65,8 @@ def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> I
         yield "checkpoint", path_value(near_path(result.checkpoint))
     if result.model_path is not None:
         yield "weights", path_value(near_path(result.model_path))
+    if result.ema_path is not None:
+        yield "average", path_value(near_path(result.ema_path))
     if result.stopped is not None:
         yield "ended by", Text(f"a {result.stopped}")
 
@@ -84,8 +86,8 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
     `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `shortages`;
     `skipped`; `seconds`; `stopped`; `noise_scale` with `value`, `low`, `high`, `updates`, `reason`; `run_dir`,
-    `checkpoint`, `weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk; `warnings`. What there is
-    none of is null, and so is a number that is not finite.
+    `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
+    `warnings`. What there is none of is null, and so is a number that is not finite.
     """
     return {
         "schema": SCHEMA,
@@ -108,6 +110,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
         "run_dir": _path(result.run_dir),
         "checkpoint": _path(result.checkpoint),
         "weights": _path(result.model_path),
+        "ema_weights": _path(result.ema_path),
         "resumed_from": _path(result.resumed_from),
         "unsaved": result.unsaved,
         "warnings": list(result.warnings),

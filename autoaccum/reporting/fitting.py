@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ def fit(
     reserve: str | MemorySize | None = None,
     precision: str | None = None,
     batchnorm: str | None = None,
+    keeps: str | Iterable[str] | None = None,
+    ema_decay: float | None = None,
+    worst_of: int | None = None,
     clip_norm: float | None = None,
     learning_rate: float | None = None,
     scheduler: Any = None,
@@ -96,6 +99,12 @@ def fit(
         precision: `fp32`, `bf16` or `fp16` by autocast; the plan's or the workload's when None.
         batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
             or `frozen`; the plan's or the workload's when None.
+        keeps: `ema`: keep an average of the weights on their device, as `torch.optim.swa_utils.AveragedModel` makes it,
+            updated once per update; it is in every checkpoint, evaluated beside the weights (`ema_loss`), and in the
+            end `ema.pt` and `FitResult.ema_model`. `outputs`: plan for what a loop that logs them holds. The
+            workload's when None.
+        ema_decay: What is left of that average at each update; 0.999 when None.
+        worst_of: Plan for batches of the longest of so many samples of the data, by `collate`.
         clip_norm: The largest 2-norm of an update's gradient.
         learning_rate: Of the first parameter group; the others keep their ratio to it, and a schedule begins there.
             The plan's, where it was tuned, else the optimizer's own when None.
@@ -105,8 +114,8 @@ def fit(
         eval_every: Updates between evaluations; after each epoch when None.
         evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
         evaluation_batch: The most samples to evaluate at once; the micro-batch when None.
-        run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, TensorBoard's files
-            where it is installed. None: nothing is written.
+        run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and
+            TensorBoard's files where it is installed. None: nothing is written.
         resume: `auto`: go on where the folder has a checkpoint; `must`: only that; `never`: refuse such a folder.
         checkpoint_every: Updates between checkpoints.
         keep: How many are kept.
@@ -145,6 +154,9 @@ def fit(
         reserve=reserve,
         precision=precision,
         batchnorm=batchnorm,
+        keeps=keeps,
+        ema_decay=ema_decay,
+        worst_of=worst_of,
         clip_norm=clip_norm,
         learning_rate=learning_rate,
         scheduler=scheduler,

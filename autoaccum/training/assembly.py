@@ -72,7 +72,10 @@ def assemble(
         tell=teller.tell,
     )
     evaluation = _evaluation(request, subject, trainee, choice, stopping, teller)
-    evaluator = Evaluator(evaluation, trainee.model, progress, request.eval_every, teller.tell, request.eval_due)
+    averaged = None if trainee.averages is None else trainee.averages.model
+    evaluator = Evaluator(
+        evaluation, trainee.model, progress, request.eval_every, teller.tell, request.eval_due, averaged
+    )
     state = WholeState(
         run=run,
         digest=subject.digest,

@@ -137,7 +137,8 @@ class Evaluated:
 
     Attributes:
         update: After which update.
-        values: By name: `loss`, or what the workload's own `evaluate` returned, averaged over samples.
+        values: By name: `loss`, or what the workload's own `evaluate` returned, averaged over samples; the same of the
+            averaged weights, where they are kept, as `ema_loss`.
         samples: Samples it went over.
         seconds: What it took.
     """

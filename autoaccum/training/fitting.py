@@ -29,8 +29,10 @@ from autoaccum.training.stopping import StopAsked, Stopping
 from autoaccum.training.subjects.learning_rate import choose_learning_rate, tell_of_schedule
 from autoaccum.training.subjects.micro_batches import Choice, choose_micro_batch
 from autoaccum.training.subjects.subject import Subject, find_subject
+from autoaccum.training.subjects.trainee import Trainee
 from autoaccum.training.telling import Teller
 from autoaccum.training.whole_state import WholeState
+from autoaccum.units import format_bytes
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -74,6 +76,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         learning_rate = choose_learning_rate(request, choice.plan, teller.tell)
         trainee = subject.build(choice.plan, learning_rate)
         tell_of_schedule(learning_rate, subject, trainee, teller.tell)
+        _tell_of_average(trainee, choice, teller)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)
@@ -158,6 +161,15 @@ def _seed(seed: int) -> None:
     torch.cuda.manual_seed_all(own)
 
 
+def _tell_of_average(trainee: Trainee, choice: Choice, teller: Teller) -> None:
+    """A plan that was made without the average of the weights has no room for it."""
+    if trainee.averages is None or choice.plan is None or "ema" in (choice.plan.workload.get("keeps") or ()):
+        return
+    size = format_bytes(sum(tensor.nbytes for tensor in trainee.averages.tensors))
+    hint = 'should memory run out, plan again with keeps="ema" (--keeps ema)'
+    teller.tell(Noted(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
+
+
 def _open_logs(folder: RunFolder, progress: Progress, teller: Teller) -> Logs:
     return Logs(folder, progress.update, progress.evaluated_at, teller.tell)
 
@@ -195,10 +207,12 @@ def _result(
     if progress.update and not progress.made:
         teller.tell(Noted(f"of {progress.update} updates none was made: the weights are those it began with"))
     unsaved = loop.keeper.failure
-    model_path = None
+    averages = state.trainee.averages
+    model_path = ema_path = None
     if folder is not None:
         try:
             model_path = folder.write_model(state.trainee.model)
+            ema_path = None if averages is None else folder.write_model(averages.model, folder.ema_path)
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
     return FitResult(
@@ -218,6 +232,8 @@ def _result(
         run_dir=None if folder is None else folder.path,
         checkpoint=loop.keeper.newest,
         model_path=model_path,
+        ema_model=None if averages is None else averages.model,
+        ema_path=ema_path,
         unsaved=unsaved,
         resumed_from=resumed_from,
         warnings=tuple(teller.warnings),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import parse_size
+from autoaccum.workload.companions import read_keeps
 
 if TYPE_CHECKING:
     from autoaccum.planning.records import Plan
@@ -55,6 +56,9 @@ class FitRequest:
     reserve: str | MemorySize | None = None
     precision: str | None = None
     batchnorm: str | None = None
+    keeps: Any = None
+    ema_decay: float | None = None
+    worst_of: int | None = None
     clip_norm: float | None = None
     learning_rate: float | None = None
     scheduler: Any = None
@@ -77,7 +81,7 @@ class FitRequest:
     def __post_init__(self) -> None:
         for name in ("target_batch", "checkpoint_every", "keep"):
             self._check_count(name)
-        for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch"):
+        for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch", "worst_of"):
             if getattr(self, name) is not None:
                 self._check_count(name)
         for name in ("seed", "workers"):
@@ -113,10 +117,19 @@ class FitRequest:
             if not _is_positive(self.learning_rate) or math.isinf(self.learning_rate):
                 raise UsageError(f"learning_rate is {self.learning_rate!r}", hint="give a finite number above 0")
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
+        if self.ema_decay is not None and not (_is_positive(self.ema_decay) and self.ema_decay < 1):
+            raise UsageError(f"ema_decay is {self.ema_decay!r}", hint="give a number between 0 and 1, such as 0.999")
+        self._settle_keeps()
         given = list(self.callbacks) if hasattr(self.callbacks, "__iter__") else [self.callbacks]
         if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
         object.__setattr__(self, "callbacks", tuple(given))
+
+    def _settle_keeps(self) -> None:
+        try:
+            object.__setattr__(self, "keeps", None if self.keeps is None else read_keeps(self.keeps))
+        except WorkloadError as error:
+            raise UsageError(error.message, hint=error.hint) from None
 
     def _settle_paths(self) -> None:
         """What is relative is so to the folder the request was made in: a workload may go to another."""

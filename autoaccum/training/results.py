@@ -54,6 +54,8 @@ class FitResult:
         run_dir: The folder of the run; None without one.
         checkpoint: The newest checkpoint; None without a folder.
         model_path: The weights as a plain `state_dict`; None without a folder, or where they could not be written.
+        ema_model: A copy of the model whose weights are the averages; None where none are kept.
+        ema_path: Those, as `model_path`.
         unsaved: Why the end of this training is not on disk although there is a folder; None when it is.
         resumed_from: The checkpoint it went on from.
         warnings: What went wrong on the way without ending it, as sentences.
@@ -75,6 +77,8 @@ class FitResult:
     run_dir: Path | None = None
     checkpoint: Path | None = None
     model_path: Path | None = None
+    ema_model: nn.Module | None = None
+    ema_path: Path | None = None
     unsaved: str | None = None
     resumed_from: Path | None = None
     warnings: tuple[str, ...] = ()

@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.randomness import Generator
+from autoaccum.devices.companions import Averages
 from autoaccum.training.checkpoints import random_states
+from autoaccum.training.checkpoints.module_state import capture_module, restore_module
 from autoaccum.training.checkpoints.state import capture_training, restore_training
 from autoaccum.training.data.source import Source
 from autoaccum.training.evaluation.evaluating import Evaluator
@@ -27,7 +32,7 @@ class WholeState:
         digest: Of the workload's source files; empty where there are none.
         choice: The micro-batch it was planned with.
         progress: How far it is.
-        trainee: Model, its companions, optimizer, scheduler and scaler.
+        trainee: Model, its companions, optimizer, scheduler, scaler, and the average of its weights.
         source: Its place in the data.
         stepper: The ceiling, its calm counter, and the noise scale's estimate.
         evaluator: The micro-batch of evaluations.
@@ -63,6 +68,7 @@ class WholeState:
                 trainee.scaler,
                 trainee.settings,
             ),
+            "ema": _captured(trainee.averages),
             "random": random_states.capture(trainee.devices, self._generators()),
         }
 
@@ -85,6 +91,8 @@ class WholeState:
             trainee.settings,
         ):
             tell(Noted(f"in the resumed run, {sentence}"))
+        if trainee.averages is not None and not _put_back(record.get("ema"), trainee.averages, trainee.model):
+            tell(Noted("the average of the weights begins anew: the checkpoint has none"))
         self.progress.restore(record["progress"])
         if record["micro_batch"] == self.choice.micro_batch:
             self.stepper.restore_ceiling(record["ceiling"])
@@ -101,3 +109,14 @@ class WholeState:
 
     def _generators(self) -> dict[str, Generator]:
         return random_states.named_generators(self.trainee.model, self.trainee.companions)
+
+
+def _captured(averages: Averages | None) -> dict[str, Any] | None:
+    return None if averages is None else {"updates": averages.updates, "model": capture_module(averages.model)}
+
+
+def _put_back(record: Mapping[str, Any] | None, averages: Averages, model: nn.Module) -> bool:
+    """Whether the checkpoint has an average; without one it begins at the weights as they are now."""
+    restore_module(capture_module(unwrapped(model)) if record is None else record["model"], averages.model)
+    averages.updates = 0 if record is None else record["updates"]
+    return record is not None

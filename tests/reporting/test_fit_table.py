@@ -151,8 +151,9 @@ def test_every_key_of_the_record_is_explained_and_nothing_of_the_result_is_left_
     record = fit_record(RESULT, target_batch=256, last=None)
     text = fit_record.__doc__ or ""
     assert all(f"`{key}`" in text for key in record)
-    live = {"model", "optimizer", "plan"}
+    live = {"model", "ema_model", "optimizer", "plan"}
     assert set(RESULT.__dataclass_fields__) - live == (
-        set(record) - {"schema", "target_batch", "micro_batch", "iter_size", "planned_micro_batch", "weights"}
-    ) | {"model_path"}
+        set(record)
+        - {"schema", "target_batch", "micro_batch", "iter_size", "planned_micro_batch", "weights", "ema_weights"}
+    ) | {"model_path", "ema_path"}
     assert record["micro_batch"] is None

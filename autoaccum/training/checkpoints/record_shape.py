@@ -98,6 +98,12 @@ class _Training:
 
 
 @dataclass(frozen=True)
+class _Average:
+    updates: int
+    model: _Module
+
+
+@dataclass(frozen=True)
 class _Card:
     device: str
 
@@ -121,6 +127,7 @@ class _Record:
     data: dict[str, Any]
     training: _Training
     random: _Random
+    ema: _Average | None = None
 
 
 def check_record(record: Mapping[str, Any], path: Path) -> None:

@@ -21,8 +21,17 @@ class BatchesSource(StreamSource):
         super().__init__(reading, **options)
         self._held = HeldParts(reading.name)
 
-    def planning_batch(self) -> Any:
-        """The first batch."""
+    def planning_batch(self, worst_of: int | None = None) -> Any:
+        """The first batch.
+
+        Raises:
+            UsageError: `worst_of` is given: of batches, no sample is looked at.
+        """
+        if worst_of is not None:
+            raise UsageError(
+                f"worst_of is {worst_of}, and {self._reading.name} gives no single samples to look at",
+                hint="give a Dataset or a DataLoader over one, or begin with the longest batch",
+            )
         batches = self._reading.look_ahead(1)
         if not batches:
             check_first_window(0, self._target_batch, self._reading.name)

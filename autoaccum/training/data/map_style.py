@@ -12,7 +12,7 @@ from autoaccum.training.data.counts import check_first_window, check_size
 from autoaccum.training.data.fetching import PartFetcher, PartRequest
 from autoaccum.training.data.held_parts import HeldParts
 from autoaccum.training.data.indices import Order
-from autoaccum.training.data.planning_batch import longest_of_dataset
+from autoaccum.training.data.planning_batch import LOOKED_AT, longest_of_dataset
 from autoaccum.training.data.regrouping import regroup
 from autoaccum.training.data.sampler_generators import capture_generators, restore_generators
 from autoaccum.training.data.window import Window
@@ -72,9 +72,9 @@ class MapStyleSource:
         """What must be the same when a run goes on."""
         return {"kind": "map-style", "samples": self.samples_per_epoch, "order": self._order.kind}
 
-    def planning_batch(self) -> Any:
+    def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size: batches of the longest of some samples."""
-        return longest_of_dataset(self._dataset, self._order.some, self._collate)
+        return longest_of_dataset(self._dataset, self._order.some, self._collate, worst_of or LOOKED_AT)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch; the one that `restore` went to goes on where it was."""

@@ -24,7 +24,10 @@ class PlanningBatches(LongestBatches):
 
 
 def longest_of_dataset(
-    dataset: Any, choose: Callable[[int], Sequence[Any]], collate: Callable[[list[Any]], Any] | None
+    dataset: Any,
+    choose: Callable[[int], Sequence[Any]],
+    collate: Callable[[list[Any]], Any] | None,
+    count: int = LOOKED_AT,
 ) -> PlanningBatches:
     """Batches of the longest of some samples of `dataset`.
 
@@ -32,9 +35,10 @@ def longest_of_dataset(
         dataset: Read now; random states are put back.
         choose: From a number to at most as many of its indices.
         collate: As training's own.
+        count: Samples to look at.
     """
     with own_randomness(), kept_states(find_generators(dataset)):
-        return longest_of([item(dataset, index) for index in choose(LOOKED_AT)], collate)
+        return longest_of([item(dataset, index) for index in choose(count)], collate)
 
 
 def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> PlanningBatches:

@@ -43,9 +43,9 @@ class SamplesSource(StreamSource):
         self._seed = seed
         self._card, self._pins = card, card is not None and torch.accelerator.is_available()
 
-    def planning_batch(self) -> Any:
+    def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size: batches of the longest of the first samples."""
-        samples = self._reading.look_ahead(LOOKED_AT)
+        samples = self._reading.look_ahead(worst_of or LOOKED_AT)
         if not samples:
             check_first_window(0, self._target_batch, self._reading.name)
         return longest_of(samples, self._collate)

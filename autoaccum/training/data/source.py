@@ -47,8 +47,15 @@ class Source(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that must be the same when a run goes on: kind, length."""
 
-    def planning_batch(self) -> Any:
-        """What to plan with: a function of a size, or one batch; nothing that is read for it is lost."""
+    def planning_batch(self, worst_of: int | None = None) -> Any:
+        """What to plan with: a function of a size, or one batch; nothing that is read for it is lost.
+
+        Args:
+            worst_of: Of how many samples the longest are looked for; None: of a few.
+
+        Raises:
+            UsageError: `worst_of` is given, and there are no samples to be looked at.
+        """
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, counted from 0; the one that `restore` went to goes on where it was."""

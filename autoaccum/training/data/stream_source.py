@@ -77,7 +77,7 @@ class StreamSource(abc.ABC):
         return {"kind": self._unit, "length": self._length, **self._reading.reads_by}
 
     @abc.abstractmethod
-    def planning_batch(self) -> Any:
+    def planning_batch(self, worst_of: int | None = None) -> Any:
         """What to plan with; it stays to be trained on."""
 
     def start_epoch(self, epoch: int) -> None:

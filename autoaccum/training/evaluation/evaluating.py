@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from autoaccum.training.evaluation.evaluation import Evaluation
-from autoaccum.training.events import Evaluated
+from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.progress import Progress
 
 
@@ -24,6 +24,8 @@ class Evaluator:
         every: Updates from one to the next; None: after each epoch, unless `due` is given.
         tell: Told of each, done or failed.
         due: Whether one comes next, asked with the samples trained on so far.
+        averaged: The model whose weights are the averages, evaluated too (`ema_loss` beside `loss`); None: there is
+            none.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Evaluator:
         every: int | None,
         tell: Callable[[Any], Any],
         due: Callable[[int], bool] | None = None,
+        averaged: nn.Module | None = None,
     ) -> None:
         self._evaluation, self._model, self._progress = evaluation, model, progress
-        self._every, self._tell, self._due = every, tell, due
+        self._every, self._tell, self._due, self._averaged = every, tell, due, averaged
 
     def run_if_due(self) -> None:
         """After an update."""
@@ -66,6 +69,8 @@ class Evaluator:
         if self._evaluation is None or progress.update in (0, progress.evaluated_at):
             return
         done = self._evaluation.run(self._model, progress.update)
+        if isinstance(done, Evaluated) and self._averaged is not None:
+            done = _joined(done, self._evaluation.run(self._averaged, progress.update))
         progress.evaluated_at = progress.update
         if isinstance(done, Evaluated):
             progress.evaluation = dict(done.values)
@@ -79,3 +84,10 @@ class Evaluator:
         """Go on with the micro-batch that fitted."""
         if self._evaluation is not None and "micro_batch" in state:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
+
+
+def _joined(done: Evaluated, averaged: Evaluated | EvaluationFailed) -> Evaluated | EvaluationFailed:
+    if isinstance(averaged, EvaluationFailed):
+        return averaged
+    values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
+    return Evaluated(done.update, values, done.samples, done.seconds + averaged.seconds)

@@ -20,7 +20,7 @@ from autoaccum.training.checkpoints.verified_files import remove_leftovers, writ
 
 _ANOTHER = "give another folder"
 _LOCK = "autoaccum.lock"
-_WRITTEN = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard")
+_WRITTEN = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard", "ema.pt")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -33,6 +33,7 @@ class RunFolder:
         metrics_path: One line of JSON for each update.
         plan_path: The plan it is trained by.
         model_path: The weights in the end.
+        ema_path: Their average, where one is kept.
         tensorboard_dir: For TensorBoard's files.
         note: A sentence where its file system (some NFS) has no locks, so that nothing keeps a second run away.
     """
@@ -44,6 +45,7 @@ class RunFolder:
         self.plan_path = path / _WRITTEN[1]
         self.model_path = path / _WRITTEN[2]
         self.tensorboard_dir = path / _WRITTEN[3]
+        self.ema_path = path / _WRITTEN[4]
         self.note = None if lock.holds else f"the file system of {path} has no locks: start no second run in it"
         self._lock = lock
 
@@ -79,17 +81,18 @@ class RunFolder:
             lock.release()
             raise
 
-    def write_model(self, model: nn.Module) -> Path:
-        """Write the weights as a plain `state_dict`, whole and read back, or not at all; gives `model_path`.
+    def write_model(self, model: nn.Module, path: Path | None = None) -> Path:
+        """Write the weights as a plain `state_dict`, whole and read back, or not at all; gives where: `model_path`.
 
         Raises:
             NotPortableError: A module's own extra state could be loaded only by running code; says where.
             CheckpointError: It cannot be written.
         """
-        content = portable(dict(unwrapped(model).state_dict()), str(self.model_path))
+        path = path or self.model_path
+        content = portable(dict(unwrapped(model).state_dict()), str(path))
         found = digest(content)
-        write_verified(self.model_path, content, lambda read: digest(read) == found)
-        return self.model_path
+        write_verified(path, content, lambda read: digest(read) == found)
+        return path
 
     def close(self) -> None:
         """Let others open it."""

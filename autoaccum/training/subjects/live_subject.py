@@ -16,7 +16,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
 from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects.trainee import Trainee, find_device, make_trainee
+from autoaccum.training.subjects.trainee import Trainee, choose_ema_decay, find_device, make_trainee
 from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.optimizers import make_optimizer
 
@@ -63,13 +63,13 @@ class LiveSubject:
         """Where the model is."""
         return model_device(self._model)
 
-    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """By trials in place: everything is put back after each."""
         request = self._request
         return plan(
             target_batch=request.target_batch,
             model=self._model,
-            batch=planning_batch(),
+            batch=planning_batch(request.worst_of),
             loss=request.loss,
             criterion=request.criterion,
             weight=request.weight,
@@ -77,6 +77,7 @@ class LiveSubject:
             optimizer=request.optimizer,
             precision=request.precision,
             batchnorm=request.batchnorm,
+            keeps=request.keeps,
             memory=request.memory,
             reserve=request.reserve,
             on_event=on_event,
@@ -100,6 +101,7 @@ class LiveSubject:
             precision=request.precision or planned.get("precision") or "fp32",
             batchnorm=request.batchnorm or planned.get("batchnorm") or "micro",
             evaluate=request.evaluate,
+            ema_decay=choose_ema_decay(request, request.keeps or ()),
         )
 
     def make_scheduler(self, optimizer: Optimizer) -> Any:

@@ -38,9 +38,13 @@ def choose_micro_batch(
     """
     found = _without_trials(request, subject, saved, tell)
     if found is not None:
-        if request.memory is not None or request.reserve is not None:
+        given = {"memory and reserve": (request.memory, request.reserve), "worst_of": (request.worst_of,)}
+        unused = [name for name, values in given.items() if any(value is not None for value in values)]
+        if unused:
             whence = "was given" if saved is None or found.micro_batch != saved.micro_batch else "of this run is kept"
-            tell(Noted(f"memory and reserve are for planning, and the micro-batch {whence}: they are not used"))
+            verb, they = ("is", "it is") if unused == ["worst_of"] else ("are", "they are")
+            what = " and ".join(unused)
+            tell(Noted(f"{what} {verb} for planning, and the micro-batch {whence}: {they} not used"))
         return found
     tell(Planning(subject.name))
     try:

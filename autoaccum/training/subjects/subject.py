@@ -44,11 +44,12 @@ class Subject(Protocol):
     def device(self) -> torch.device:
         """Where it will be trained."""
 
-    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """Find the micro-batch by trials that leave no trace.
 
         Args:
-            planning_batch: Gives `batch(size)` of the data, or one batch of it, for what has no `batch` of its own.
+            planning_batch: Gives `batch(size)` of the data, or one batch of it, for what has no `batch` of its own;
+                `Source.planning_batch`.
             on_event: Told of the planner's steps.
         """
 

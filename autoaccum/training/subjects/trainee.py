@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from autoaccum.accumulation.norms.modes import checked_batchnorm
 from autoaccum.accumulation.scaling import choose_scaler
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
+from autoaccum.devices.companions import EMA_DECAY, Averages
 from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.checkpoints.settings import Settings
+from autoaccum.training.request import FitRequest
 from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective
 
@@ -38,6 +40,7 @@ class Trainee:
         batchnorm: `micro`, `running` or `frozen`.
         evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
         settings: What optimizer and scheduler are set to, before any update.
+        averages: The average of its weights; None: none is kept.
     """
 
     model: nn.Module
@@ -49,6 +52,7 @@ class Trainee:
     batchnorm: BatchNormMode
     evaluate: Callable[..., Any] | None
     settings: Settings
+    averages: Averages | None = None
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +79,7 @@ def make_trainee(
     precision: str,
     batchnorm: str,
     evaluate: Callable[..., Any] | None,
+    ema_decay: float | None = None,
 ) -> Trainee:
     """What is trained, of a model that is in place.
 
@@ -86,9 +91,11 @@ def make_trainee(
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running` or `frozen`.
         evaluate: As in `Trainee`.
+        ema_decay: Of the average of its weights; None: none is kept.
 
     Raises:
         UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
+        WorkloadError: The model cannot be copied for an average.
     """
     check_precision(precision)
     check_scheduler(scheduler, optimizer)
@@ -108,7 +115,24 @@ def make_trainee(
         batchnorm=checked_batchnorm(batchnorm, model),
         evaluate=evaluate,
         settings=Settings.of(optimizer, scheduler),
+        averages=None if ema_decay is None else Averages(model, ema_decay),
     )
+
+
+def choose_ema_decay(request: FitRequest, keeps: Sequence[str]) -> float | None:
+    """The decay of an average of the weights that is asked for; None: none is kept.
+
+    Raises:
+        UsageError: There is a decay, and nothing asks for an average.
+    """
+    if "ema" in keeps:
+        return EMA_DECAY if request.ema_decay is None else request.ema_decay
+    if request.ema_decay is not None:
+        raise UsageError(
+            f"ema_decay is {request.ema_decay:g}, and no average of the weights is kept",
+            hint='ask for one: keeps="ema" (--keeps ema)',
+        )
+    return None
 
 
 def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from autoaccum.planning.records import Plan
 from autoaccum.training.data.planning_batch import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects.trainee import Trainee, find_device, make_trainee
+from autoaccum.training.subjects.trainee import Trainee, choose_ema_decay, find_device, make_trainee
 from autoaccum.workload.adaptation import replace_given
 from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.spec import Workload, no_batch
@@ -49,6 +49,7 @@ class WorkloadSubject:
             collate=request.collate,
             evaluate=request.evaluate,
             evaluation_batch=request.evaluation_batch,
+            keeps=request.keeps,
         )
         self._workload = workload
         self.data = _samples(workload.dataset) if request.data is None else request.data
@@ -65,7 +66,7 @@ class WorkloadSubject:
         """What was asked for; `auto` is the first card, where there is one."""
         return self._device
 
-    def plan(self, planning_batch: Callable[[], Any], on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """In processes of their own for a file whose code all of it is, in place otherwise."""
         request, workload = self._request, self._workload
         in_code = (request.collate, request.evaluate, request.data)
@@ -77,7 +78,8 @@ class WorkloadSubject:
                 "batchnorm": request.batchnorm,
                 "optimizer": request.optimizer,
                 "evaluation_batch": request.evaluation_batch,
-                "worst_of": LOOKED_AT if workload.batch is no_batch else None,
+                "keeps": request.keeps,
+                "worst_of": request.worst_of or (LOOKED_AT if workload.batch is no_batch else None),
             }
             on_output = None if on_event is None else lambda line: on_event(Printed(line))
             return plan(
@@ -87,8 +89,9 @@ class WorkloadSubject:
                 on_output=on_output,
                 **asked,
             )
-        if workload.batch is no_batch:
-            workload = replace_given(workload, batch=make_batches(planning_batch()))
+        if workload.batch is no_batch or request.worst_of is not None:
+            batches = make_batches(planning_batch(request.worst_of))
+            workload = replace_given(workload, batch=batches, worst_of=request.worst_of)
         return plan(workload, target_batch=request.target_batch, on_event=on_event, **asked)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
@@ -106,6 +109,7 @@ class WorkloadSubject:
             precision=self._planned("precision", "fp32", plan),
             batchnorm=self._planned("batchnorm", "micro", plan),
             evaluate=workload.evaluate,
+            ema_decay=choose_ema_decay(self._request, workload.keeps),
         )
 
     def make_scheduler(self, optimizer: Optimizer) -> Any:

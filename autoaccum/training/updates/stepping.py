@@ -70,7 +70,7 @@ class Stepper:
         self._optimizer, self._scheduler, self._progress = trainee.optimizer, trainee.scheduler, progress
         self._overflows = 0
         self._passed_over: str | None = None
-        self._scales = trainee.scaler is not None
+        self._scales, self._averages = trainee.scaler is not None, trainee.averages
         self._watch = _Watch(progress, check, tell, self._noise)
         self._accumulator = Accumulator(
             trainee.model,
@@ -130,12 +130,15 @@ class Stepper:
             return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._watch.retries, False, {})
 
     def follow(self, result: StepResult) -> None:
-        """What comes after an update that is counted: schedule, ceiling, noise scale.
+        """What comes after an update that is counted: average of the weights, schedule, ceiling, noise scale.
 
         Raises:
+            WorkloadError: The model has other parameters or buffers than when its average began.
             NonFiniteError: The gradient overflows at every loss scale.
             Exception: What the scheduler or a callback raises.
         """
+        if self._averages is not None and result.updated:
+            self._averages.update()
         if self._noise is not None:
             self._noise.take(result)
         self._follow_ceiling(result)

@@ -1,0 +1,199 @@
+"""`fit` keeps an average of the weights: torch's own, exact when resumed, evaluated, planned and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.accumulation.digest import Hasher
+from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints.checkpoints import read_checkpoint
+from autoaccum.training.events import Evaluated, Updated
+from autoaccum.workload.spec import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
+EMA: Any = swa_utils.get_ema_multi_avg_fn
+X = torch.randn(48, 5, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X.sum(1).gt(0).long())
+
+
+class Enough(Exception):
+    """What a user's own code may raise."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+
+def fit(subject: Any = None, *listeners: Callable[[Any], Any], **options: Any) -> autoaccum.FitResult:
+    settings: dict[str, Any] = {
+        "target_batch": 12,
+        "micro_batch": 5,
+        "epochs": 2,
+        "keeps": "ema",
+        "ema_decay": 0.9,
+        "progress": False,
+        "callbacks": listeners,
+    }
+    if subject is None:
+        settings |= {"loss": nn.CrossEntropyLoss(), "data": DATA}
+    given = settings | options
+    return autoaccum.fit(build() if subject is None else subject, given.pop("data", None), **given)
+
+
+def digest(result: autoaccum.FitResult) -> str:
+    assert result.ema_model is not None
+    return Hasher().hash([result.model.state_dict(), result.ema_model.state_dict(), result.optimizer.state_dict()])
+
+
+def test_it_is_torch_s_average_of_the_weights_after_each_update() -> None:
+    expected: list[AveragedModel] = []
+    model = build()
+
+    def follow(event: Any) -> None:
+        if isinstance(event, Updated):
+            if not expected:
+                expected.append(AveragedModel(model, multi_avg_fn=EMA(0.9)))
+            expected[0].update_parameters(model)
+
+    result = fit(model, follow, loss=nn.CrossEntropyLoss(), data=DATA)
+    assert result.updates == 8
+    assert result.ema_model is not None
+    mine, theirs = result.ema_model.state_dict(), expected[0].module.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not torch.equal(mine["0.weight"], result.model.state_dict()["0.weight"])
+
+
+def test_training_itself_is_the_same_with_and_without_it() -> None:
+    with_it, without = fit(), fit(keeps=None, ema_decay=None)
+    assert without.ema_model is None
+    theirs = without.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in with_it.model.state_dict().items())
+
+
+def test_it_goes_on_bit_for_bit_and_is_saved_beside_the_weights(tmp_path: Path) -> None:
+    def stop(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 3:
+            raise Enough
+
+    whole = fit(run_dir=tmp_path / "whole")
+    with pytest.raises(Enough):
+        fit(None, stop, run_dir=tmp_path / "cut")
+    resumed = fit(run_dir=tmp_path / "cut")
+    assert resumed.resumed_from is not None
+    assert digest(resumed) == digest(whole)
+    assert resumed.ema_path == tmp_path / "cut" / "ema.pt"
+    saved = torch.load(resumed.ema_path, weights_only=True)
+    assert resumed.ema_model is not None
+    assert Hasher().hash(saved) == Hasher().hash(dict(resumed.ema_model.state_dict()))
+    assert whole.checkpoint is not None
+    assert read_checkpoint(whole.checkpoint)["ema"]["updates"] == 8
+    for other in ({"ema_decay": 0.99}, {"keeps": None, "ema_decay": None}):
+        with pytest.raises(UsageError, match=r"ema_decay was 0\.9, is"):
+            fit(run_dir=tmp_path / "cut", epochs=3, **other)
+
+
+def test_weights_and_average_are_both_evaluated() -> None:
+    heard: list[Evaluated] = []
+    result = fit(None, lambda event: heard.append(event) if isinstance(event, Evaluated) else None, eval_data=DATA)
+    assert len(heard) == 2
+    assert result.ema_model is not None
+    for name, model in (("loss", result.model), ("ema_loss", result.ema_model)):
+        model.eval()
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1])
+        assert heard[-1].values[name] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_workload_names_it_and_it_is_planned() -> None:
+    workload = Workload(
+        model=build,
+        batch=lambda size: (torch.randn(size, 5), torch.zeros(size, dtype=torch.long)),
+        criterion=nn.CrossEntropyLoss(),
+        dataset=DATA,
+        keeps="ema",
+    )
+    result = fit(workload, keeps=None, ema_decay=None, micro_batch=None, steps=1)
+    assert result.plan is not None
+    assert result.plan.workload["keeps"] == ("ema",)
+    assert result.ema_model is not None
+    assert result.warnings == ()
+    assert fit(workload, keeps=(), ema_decay=None, steps=1).ema_model is None
+
+
+def test_what_a_plan_does_not_count_is_told(tmp_path: Path) -> None:
+    plan = autoaccum.plan(model=build(), batch=DATA[:4], loss=nn.CrossEntropyLoss(), target_batch=12)
+    (said,) = [text for text in fit(micro_batch=None, plan=plan, steps=1).warnings if "average" in text]
+    assert 'plan again with keeps="ema"' in said
+
+
+def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
+    with pytest.raises(UsageError, match="ema_decay is 0.9, and no average of the weights is kept: ask for one"):
+        fit(keeps=None)
+    with pytest.raises(UsageError, match="ema_decay is 1.5: give a number between 0 and 1"):
+        fit(ema_decay=1.5)
+    with pytest.raises(UsageError, match="nothing is known to be kept as 'swa'"):
+        fit(keeps="swa")
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Row 700 of a thousand is long."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(64 if index == 700 else 4), torch.tensor(0)
+
+
+def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    return rows, torch.stack([label for _, label in samples])
+
+
+class Widths(nn.Module):
+    """Tells how wide its batches are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        WIDTHS.append(x.shape[1])
+        return torch.as_tensor(self.layer(x.mean(1, keepdim=True)))
+
+
+WIDTHS: list[int] = []
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_it_is_planned_for_the_longest_of_as_many_samples_as_asked(live: bool) -> None:
+    WIDTHS.clear()
+    asked: dict[str, Any] = {"keeps": None, "ema_decay": None, "micro_batch": None, "steps": 1, "worst_of": 1000}
+    workload = Workload(model=Widths, loss=loss, dataset=Rows(), collate=collate)
+    given = {"data": Rows(), "loss": loss, "collate": collate} if live else {}
+    result = fit(Widths() if live else workload, **asked | given)
+    assert result.plan is not None
+    assert max(WIDTHS) == 64
+    assert result.plan.workload["worst_of"] == (None if live else 1000)
+    (said,) = fit(Widths() if live else workload, **asked | given | {"micro_batch": 3}).warnings
+    assert said == "worst_of is for planning, and the micro-batch was given: it is not used"
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_batches_have_no_single_samples_to_look_at() -> None:
+    with pytest.raises(UsageError, match="worst_of is 9, and a list of 4 batches gives no single samples"):
+        fit(data=[DATA[:12]] * 4, micro_batch=None, worst_of=9)
