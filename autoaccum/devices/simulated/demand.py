@@ -32,8 +32,9 @@ class Demand:
 
     def phase_at(self, event: int) -> Phase:
         """Where the step is at an event; of an update that is repeated, where it was the first time."""
-        if event >= len(self.trace.events):
-            event -= len(self.trace.events) - self.trace.last_update
+        last, end = self.trace.last_update, len(self.trace.events)
+        if event >= end:
+            event = last + (event - last) % (end - last)
         index = bisect_right(self.trace.phases, event, key=lambda phase: phase[0]) - 1
         return self.trace.phases[max(index, 0)][1]
 

@@ -22,8 +22,8 @@ class Replay:
         peak_allocated_bytes: The most that blocks held, each as large as it is.
         peak_reserved_bytes: The most that segments held.
         retries: PyTorch's `num_alloc_retries`.
-        repeat_retries: How often an update that is like the one before had to give cached memory back first, so that
-            every update is slow. PyTorch counts only some of these among its retries.
+        repeat_retries: How often updates that are like the one before still had to give cached memory back first when
+            the replay ended, so that training is slow for good. PyTorch counts only some of these among its retries.
         failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
         asked_bytes: What that event asked for; 0 when none failed.
         like_from_bytes: The same comes of any capacity from here
@@ -52,6 +52,7 @@ def replay(
     capacity: int | None = None,
     settings: AllocatorSettings | None = None,
     repeat_from: int | None = None,
+    repeats: int = 1,
     optional: Mapping[int, Hashable] = _NOTHING,
 ) -> Replay:
     """Replay a trace.
@@ -61,9 +62,11 @@ def replay(
         sizes: Of each block, in bytes; those of 0 are never allocated, as PyTorch does.
         capacity: Bytes of the card there are for segments; None: any number.
         settings: Of the allocator.
-        repeat_from: Where the last update begins. It is replayed once more if it leaves what it found (`find_heirs`).
+        repeat_from: Where the last update begins. It is replayed again if it leaves what it found (`find_heirs`).
             That tells what every further update needs; of one that leaves something else, it is taken to be what
             itself needs.
+        repeats: How often, at most: what one update needs to give back, the next may find in place, and some lay
+            blocks worse from one to the next. Two in a row that give nothing back end it.
         optional: Blocks that are done without where there is no memory for them, and what each is for: once one was
             refused, none is asked for again that is for the same.
 
@@ -73,12 +76,13 @@ def replay(
     allocator = Allocator(capacity, settings)
     last = len(events) if repeat_from is None else repeat_from
     heirs = find_heirs(events, sizes, last)
-    updates = [events[:last], events[last:]] + [events[last:]] * (heirs is not None and bool(events[last:]))
+    again = repeats if heirs is not None and events[last:] else 0
     replayer = Replayer(allocator, sizes, optional)
-    releases = number = 0
+    number = released = quiet = 0
     failed: tuple[int, int] | None = None
-    for index, update in enumerate(updates):
-        releases = allocator.releases
+    for index in range(2 + again):
+        update = events[last:] if index else events[:last]
+        before, earlier = allocator.releases, released
         if index > 1 and heirs:
             replayer.hand_over(heirs)
         failed = replayer.run(update)
@@ -86,12 +90,17 @@ def replay(
             failed = failed[0] + number, failed[1]
             break
         number += len(update)
+        released = allocator.releases - before
+        quiet = 0 if released else quiet + 1
+        if index > 1 and quiet > 1:
+            break
+    is_slow = repeat_from is not None and quiet < max(1, min(again, 2))
     failed_at, asked_bytes = (None, 0) if failed is None else failed
     return Replay(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         retries=allocator.retries,
-        repeat_retries=0 if repeat_from is None else allocator.releases - releases,
+        repeat_retries=max(released, earlier) if is_slow else 0,
         failed_at=failed_at,
         asked_bytes=asked_bytes,
         like_from_bytes=allocator.peak_reserved_bytes,

@@ -16,6 +16,8 @@ from autoaccum.devices.simulated.trace import Trace
 from autoaccum.units import format_bytes
 
 _WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
+_SETTLED_BY = 8
+"""After so many updates an allocator has found its way, or never does: few of those looked at took longer."""
 
 
 class Replays:
@@ -107,11 +109,13 @@ class Replays:
         return roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)
 
     def _replay(self, demand: Demand, capacity: int | None) -> Replay:
+        """What nothing limits is settled by the third update; what has to give back is asked for longer."""
         return replay(
             demand.trace.events,
             demand.sizes,
             capacity=capacity,
             settings=self._settings,
             repeat_from=demand.trace.last_update,
+            repeats=1 if capacity is None else _SETTLED_BY,
             optional=demand.optional,
         )

@@ -102,6 +102,31 @@ def test_releases_at_the_start_only_are_no_matter() -> None:
     assert (done.fits, done.retries, done.repeat_retries) == (True, 1, 0), "40 MiB serve both from then on"
 
 
+def test_releases_that_end_with_the_third_update_are_no_matter() -> None:
+    # 0 is kept until its heir 1 is there; the segment 2 wants is freed once more, and from then on is there.
+    events, sizes = (0, 1, ~0, 2, ~2), (21 * MIB, 21 * MIB, 30 * MIB)
+    once = replay(events, sizes, capacity=60 * MIB, repeat_from=1)
+    assert (once.fits, once.retries, once.repeat_retries) == (True, 2, 1)
+    settled = replay(events, sizes, capacity=60 * MIB, repeat_from=1, repeats=8)
+    assert (settled.fits, settled.retries, settled.repeat_retries) == (True, 2, 0)
+
+
+def test_releases_that_go_on_are_told_however_often_it_is_repeated() -> None:
+    events, sizes = turns(30)
+    for repeats in (1, 2, 8):
+        done = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2, repeats=repeats)
+        assert (done.retries, done.repeat_retries) == (3 + 2 * repeats, 2)
+
+
+def test_an_update_that_fails_only_after_some_others_is_found() -> None:
+    # 2 takes the place of 0, and lies elsewhere each time.
+    events, sizes = (0, 1, 2, ~0, ~1, 3, ~3), (30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB)
+    first = replay(events, sizes, capacity=100 * MIB, repeat_from=1)
+    assert (first.fits, first.retries, first.repeat_retries) == (True, 1, 0)
+    later = replay(events, sizes, capacity=100 * MIB, repeat_from=1, repeats=8)
+    assert later.failed_at == 20, "in the fifth update"
+
+
 def test_releases_that_are_no_retries_to_torch_are_told() -> None:
     kind = AllocatorSettings(max_split_bytes=20 * MIB)
     events, sizes = (0, 1, ~0, ~1, 2, ~2), (60 * MIB, 40 * MIB, 80 * MIB)

@@ -35,3 +35,29 @@ def test_the_cache_is_given_back_within_a_limit(replays: Replays) -> None:
     assert replays.peak_bytes(known) == 100 * MIB
     assert replays.held_bytes(known, 99 * MIB) == 60 * MIB
     assert replays.trial(known, 99 * MIB).peak_reserved_bytes == 100 * MIB
+
+
+def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
+    def update(*sizes: int, events: tuple[int, ...]) -> Trace:
+        phases = ((0, "forward"), (2, "backward"), (3, "update"))
+        return Trace(parts=(1,), events=events, sizes=sizes, phases=phases, last_update=1)
+
+    once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
+    assert (replays.trial(once, 60 * MIB).outcome, replays.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
+    always = update(2 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, ~1, 2, ~2))
+    assert replays.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
+    later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
+    failed = replays.trial(later, 100 * MIB)
+    assert (failed.outcome, failed.phase) == ("oom", "backward")
+
+
+def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replays: Replays) -> None:
+    small = range(1, 31)
+    events = (0, *small, *(~block for block in small), 31, ~31)
+    known = Trace(
+        parts=(1,), events=events, sizes=(MIB, *[MIB] * 30, 30 * MIB), phases=((0, "forward"),), last_update=1
+    )
+    assert replays.peak_bytes(known) > 40 * MIB
+    trial = replays.trial(known, 40 * MIB)
+    assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
+    assert replays.trial(known, replays.peak_bytes(known)).outcome == "ok"
