@@ -23,6 +23,7 @@ from autoaccum.accumulation.planned import (
     check_plan,
     choose_batchnorm,
     choose_ceiling,
+    choose_multiple,
     choose_objective,
     choose_precision,
 )
@@ -30,7 +31,7 @@ from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.results import StepResult as StepResult
 from autoaccum.accumulation.scaling import choose_scaler
-from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import (
     check_clip_norm,
@@ -93,6 +94,8 @@ class Accumulator:
             `running`: it normalises by the micro-batch, and updates its running statistics once, as the full batch
             would. `frozen`: it normalises by its running statistics, which stay as they are, so that the gradient is
             exactly the full batch's; its weight and bias train.
+        multiple_of: Every micro-batch is a multiple of so many samples, as is every batch of a step; the plan's, or 1,
+            when None.
         observer: Told of each step from within, and of an out-of-memory in place of the warning.
 
     Raises:
@@ -118,12 +121,14 @@ class Accumulator:
         recover: bool = True,
         check_finite: bool = False,
         batchnorm: BatchNormMode | None = None,
+        multiple_of: int | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
+        self._each = choose_multiple(plan, multiple_of)
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_precision(plan, precision)
         check_precision(chosen)
@@ -161,7 +166,7 @@ class Accumulator:
 
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
-        self._micro_batch = checked_micro_batch(value)
+        self._micro_batch = checked_micro_batch(value, self._each)
 
     @property
     def is_interrupted(self) -> bool:
@@ -207,9 +212,11 @@ class Accumulator:
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
+        for size in sizes:
+            check_multiple(size, self._each, "a batch's size")
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
-            cuts = [split_evenly(size, ceiling) for size in sizes]
+            cuts = [split_evenly(size, ceiling, self._each) for size in sizes]
             outcome = self._attempt.run(batches, cuts, retries=len(failed_in))
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
@@ -220,7 +227,7 @@ class Accumulator:
             forget(outcome)
             del outcome
             release_memory(model_device(self._model))
-            ceiling = shrink(largest, len(failed_in) - 1)
+            ceiling = shrink(largest, len(failed_in) - 1, self._each)
             self._tell_shortage(largest, ceiling)
 
     def _tell_shortage(self, largest: int, ceiling: int) -> None:
@@ -246,7 +253,7 @@ class Accumulator:
                 raise error
             # What an update needs does not depend on the micro-batch: twice is enough, once may be fragmentation.
             is_update = failed_in[-2:] == ["update", "update"]
-            if largest > 1 and not is_update:
+            if largest > self._each and not is_update:
                 return
             if not shortage.certain:
                 raise error
@@ -254,10 +261,14 @@ class Accumulator:
             raise DoesNotFitError(
                 "the update runs out of memory, whatever the micro-batch"
                 if is_update
-                else f"not even one sample at a time fits: out of memory ({self.phase})",
+                else f"not even {_samples(self._each)} at a time fits: out of memory ({self.phase})",
                 hint="free memory on the device, or use an optimizer with less state"
                 if is_update
                 else "free memory on the device, shorten the samples, or lower the precision",
             ) from error
         finally:
             del error  # the traceback holds this frame
+
+
+def _samples(count: int) -> str:
+    return "one sample" if count == 1 else f"{count} samples"

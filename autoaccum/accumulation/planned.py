@@ -91,6 +91,17 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     return checked_micro_batch(micro_batch)
 
 
+def choose_multiple(plan: PlanLike | None, multiple_of: int | None) -> int:
+    """What is given, or else the plan's, or else 1.
+
+    Raises:
+        UsageError: It is no whole number of at least 1.
+    """
+    if multiple_of is None:
+        return int(getattr(plan, "multiple_of", 1))
+    return checked_micro_batch(multiple_of, what="multiple_of")
+
+
 def choose_precision(plan: PlanLike | None, precision: str | None) -> str:
     """The precision that is given, or else the plan's, or else fp32."""
     planned = None if plan is None else plan.workload.get("precision")

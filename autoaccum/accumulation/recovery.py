@@ -126,17 +126,21 @@ def release_memory(device: torch.device | None = None) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def shrink(micro_batch: int, retries: int) -> int:
+def shrink(micro_batch: int, retries: int, multiple_of: int = 1) -> int:
     """The ceiling to try after `micro_batch` samples did not fit and `retries` attempts were repeated before.
 
     Gentle at first, since a size that was found to fit mostly misses by little: 7/8, 3/4, 2/3, then halves. From 256
     that is 224, 168, 112, 56, ... 1: at most nine retries, and never less than half of a size that might have fitted.
+    Of sizes that are multiples, it is the next one below.
 
     >>> [shrink(256, 0), shrink(224, 1), shrink(168, 2), shrink(112, 3), shrink(2, 4)]
     [224, 168, 112, 56, 1]
+    >>> shrink(256, 0, 64), shrink(16, 3, 8)
+    (192, 8)
     """
     factor = (7 / 8, 3 / 4, 2 / 3)[retries] if retries < 3 else 1 / 2
-    return max(1, min(micro_batch - 1, int(micro_batch * factor)))
+    smaller = min(micro_batch - 1, int(micro_batch * factor))
+    return max(multiple_of, smaller - smaller % multiple_of)
 
 
 def forget(error: BaseException) -> None:

@@ -94,7 +94,9 @@ class Schedule:
         return (largest, largest, smallest) if follows_itself else (largest, smallest)
 
 
-def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal: bool = False) -> Schedule:
+def make_schedule(
+    target_batch: int, ceiling: int, *, world_size: int = 1, equal: bool = False, multiple_of: int = 1
+) -> Schedule:
     """Cut `target_batch` samples into the fewest micro-batches of at most `ceiling` samples.
 
     Args:
@@ -102,10 +104,11 @@ def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal
         ceiling: The largest micro-batch that fits, in samples.
         world_size: Ranks that share the target; their shares differ by at most one sample.
         equal: All parts of all ranks alike: the largest divisor of the share that fits.
+        multiple_of: Every part is a multiple of this.
 
     Raises:
-        UsageError: An argument is not a whole number of at least 1, or `equal` is asked for and the target is not
-            divisible by the number of ranks.
+        UsageError: An argument is not a whole number of at least 1, the target is no multiple of `multiple_of` or the
+            ceiling is below it, or `equal` is asked for and the target is not divisible by the number of ranks.
 
     >>> make_schedule(256, 100).ranks
     ((86, 85, 85),)
@@ -113,10 +116,17 @@ def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal
     (64, 64, 64, 64)
     >>> make_schedule(7, 2, world_size=2).ranks
     ((2, 2), (2, 1))
+    >>> make_schedule(12, 5, multiple_of=2).micro_batches
+    (4, 4, 4)
     """
     target_batch = _count("target batch", target_batch)
     ceiling = _count("ceiling", ceiling)
     world_size = _count("world size", world_size)
+    if _count("multiple", multiple_of) > 1:
+        check_multiple(target_batch, multiple_of, "the target batch")
+        whole = _whole_ceiling(ceiling, multiple_of)
+        counted = make_schedule(target_batch // multiple_of, whole, world_size=world_size, equal=equal)
+        return Schedule(tuple(tuple(part * multiple_of for part in parts) for parts in counted.ranks))
     if equal:
         return _equal_schedule(target_batch, ceiling, world_size)
     shares = even_parts(target_batch, world_size)
@@ -124,18 +134,40 @@ def make_schedule(target_batch: int, ceiling: int, *, world_size: int = 1, equal
     return Schedule(tuple(even_parts(share, iter_size) for share in shares))
 
 
-def split_evenly(samples: int, ceiling: int) -> tuple[int, ...]:
-    """The parts of one rank's `samples`: the fewest of at most `ceiling` samples each, as even as can be.
+def check_multiple(samples: int, multiple_of: int, what: str) -> None:
+    """See that `samples`, which messages call `what`, can be cut into multiples.
 
     Raises:
-        UsageError: An argument is not a whole number of at least 1.
+        UsageError: They cannot.
+    """
+    if samples % multiple_of:
+        below = samples - samples % multiple_of
+        near = f"{below} or {below + multiple_of}" if below else f"{multiple_of}"
+        raise UsageError(
+            f"{what} is {samples}, and micro-batches are to be multiples of {multiple_of}", hint=f"take {near}"
+        )
+
+
+def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """The parts of one rank's `samples`: the fewest of at most `ceiling` samples each, as even as can be.
+
+    Every part is a multiple of `multiple_of`, except that what is left over is a last part of its own.
+
+    Raises:
+        UsageError: An argument is not a whole number of at least 1, or the ceiling is below `multiple_of`.
 
     >>> split_evenly(256, 100)
     (86, 85, 85)
     >>> split_evenly(5, 8)
     (5,)
+    >>> split_evenly(15, 6, multiple_of=2)
+    (6, 4, 4, 1)
     """
     samples, ceiling = _count("number of samples", samples), _count("ceiling", ceiling)
+    if _count("multiple", multiple_of) > 1:
+        whole, rest = divmod(samples, multiple_of)
+        counted = split_evenly(whole, _whole_ceiling(ceiling, multiple_of)) if whole else ()
+        return (*(part * multiple_of for part in counted), *((rest,) if rest else ()))
     return even_parts(samples, _least_count(samples, ceiling))
 
 
@@ -174,14 +206,14 @@ def format_parts(parts: Sequence[int]) -> str:
     return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
 
 
-def equal_parts_cost(schedule: Schedule, ceiling: int) -> str | None:
+def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> str | None:
     """What equal parts cost against uneven ones, as a sentence; None when that is less than twice the micro-batches.
 
     >>> equal_parts_cost(make_schedule(257, 100, equal=True), 100)
     'equal parts of 257 take 257 micro-batches per update where uneven ones take 3: without --equal it is 86 + 86 + 85'
     >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
     """
-    uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size)
+    uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size, multiple_of=multiple_of)
     if schedule.iter_size < _FAR_MORE * uneven.iter_size:
         return None
     return (
@@ -201,6 +233,15 @@ def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedul
     small = [n for n in range(1, isqrt(share) + 1) if share % n == 0]
     count = min(n for divisor in small for n in (divisor, share // divisor) if n >= _least_count(share, ceiling))
     return Schedule(((share // count,) * count,) * world_size)
+
+
+def _whole_ceiling(ceiling: int, multiple_of: int) -> int:
+    if ceiling < multiple_of:
+        raise UsageError(
+            f"micro-batches of at most {ceiling} are to be multiples of {multiple_of}",
+            hint=f"allow {multiple_of} or more",
+        )
+    return ceiling // multiple_of
 
 
 def _least_count(samples: int, ceiling: int) -> int:

@@ -102,16 +102,21 @@ def check_clip_norm(clip_norm: Any) -> None:
         )
 
 
-def checked_micro_batch(micro_batch: Any) -> int:
-    """The ceiling as an int.
+def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "micro_batch") -> int:
+    """The ceiling, or what messages call `what`, as an int.
 
     Raises:
-        UsageError: It is not a whole number of at least 1.
+        UsageError: It is not a whole number of at least 1, or is less than what micro-batches are multiples of.
     """
     try:
         number = index(micro_batch)
     except TypeError:
         number = 0
     if isinstance(micro_batch, bool) or number < 1:
-        raise UsageError(f"micro_batch is {micro_batch!r}", hint="use a whole number of samples, at least 1")
+        raise UsageError(f"{what} is {micro_batch!r}", hint="use a whole number of samples, at least 1")
+    if number < multiple_of:
+        raise UsageError(
+            f"{what} is {number}, and micro-batches are to be multiples of {multiple_of}",
+            hint=f"allow {multiple_of} or more",
+        )
     return number

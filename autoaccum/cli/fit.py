@@ -48,6 +48,7 @@ _CODE_INTERRUPTED = 130
     metavar="micro|running|frozen",
     help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
 )
+@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option(
     "--keeps",

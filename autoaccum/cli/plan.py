@@ -45,6 +45,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
 @click.option(
     "--world-size", type=count, metavar="N", default=1, show_default=True, help="Ranks that share the target."
 )
+@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
 @click.option("--equal", is_flag=True, help="Equal micro-batches only.")
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger one.")
 @click.option("--max-trials", type=count, metavar="N", help="The search ends after so many; what ran is confirmed.")

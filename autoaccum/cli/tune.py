@@ -68,6 +68,7 @@ _CODE_INTERRUPTED = 130
 @click.option("--reserve", metavar="SIZE", help="Kept free of it.")
 @click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
 @click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
+@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option(
     "--time-limit",

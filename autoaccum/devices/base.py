@@ -83,6 +83,7 @@ class TrialSettings:
         evaluation_batch: Overrides the samples of a pass of its evaluation.
         worst_of: Batches are made of the longest of so many samples of its dataset.
         batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
+        multiple_of: Overrides what its micro-batches are multiples of.
         is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
         checkout: Where its modules lie; None: where this process finds them.
     """
@@ -96,6 +97,7 @@ class TrialSettings:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str | None = None
+    multiple_of: int | None = None
     is_stopped: Callable[[], bool] | None = None
     checkout: Checkout | None = None
 
@@ -109,6 +111,7 @@ class TrialSettings:
             "evaluation_batch": self.evaluation_batch,
             "worst_of": self.worst_of,
             "batchnorm": self.batchnorm,
+            "multiple_of": self.multiple_of,
         }
 
 
@@ -127,6 +130,8 @@ class Inspection:
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
+        multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
+        found_multiple: The sentence on that where it was found out.
         coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
         warnings: Sentences for the plan.
         accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
@@ -152,6 +157,8 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
+    multiple_of: int = 1
+    found_multiple: str | None = None
     coupling: Coupling | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()

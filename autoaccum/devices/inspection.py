@@ -1,7 +1,8 @@
-"""What is known of a workload before any trial: run in the child, on two samples, without a limit on memory."""
+"""What is known of a workload before any trial: run in the child, on a few samples, without a limit on memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,13 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.company.check import check_workload
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
+from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.activations import count_sample_bytes
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
@@ -56,7 +58,7 @@ def inspect_workload(
     origin = model_device(model)
     model = place_model(model, meter.device)
     made = workload.build_optimizer(model, optimizer)
-    size = min(SAMPLES, share)
+    size = few_samples(workload, SAMPLES, share)
     batch = workload.build_batch(size)
     accumulator = make_accumulator(workload, model, made, size)
     with collected_warnings() as said:
@@ -64,13 +66,14 @@ def inspect_workload(
         _check_finite(first.loss, size)
         update_bytes = meter.read().peak_reserved_bytes
         accumulator.step_parts([batch, batch])
+    workload, found_multiple = with_multiple(workload, model, share)
     sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
-    least_size = 2 if needs_two(workload, model) else 1
+    least_size = find_least_size(workload, model)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
         workload.objective.move_criterion(origin)
-    subject = describe_subject(workload, model, made, min(FORM_SAMPLES, share), first.terms)
+    subject = describe_subject(workload, model, made, few_samples(workload, FORM_SAMPLES, share), first.terms)
     coupling = check_workload(workload, model)
     coupled = coupling.warnings(told=batchnorms)
     return Inspection(
@@ -80,6 +83,7 @@ def inspect_workload(
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
+        found_multiple=found_multiple,
         coupling=coupling,
         warnings=tuple(check_weighting(workload, coupled=bool(coupled))),
         accumulation_warnings=(*said, *coupled),
@@ -115,7 +119,38 @@ def describe_subject(
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
         "batchnorm": workload.batchnorm,
+        "multiple_of": workload.multiple_of or 1,
     }
+
+
+def few_samples(workload: Workload, count: int, share: int) -> int:
+    """`count` samples, or the least more that can be run; no more than `share`."""
+    each = workload.multiple_of or 1
+    return min(-(-count // each) * each, share)
+
+
+def with_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, str | None]:
+    """`workload` as one of even micro-batches where 2 samples ran and 1 and 3 raise, and the sentence on that.
+
+    Only where it does not say itself; BatchNorm, which refuses one sample, runs three.
+    """
+    if workload.multiple_of is not None or share < 2 or _run(workload, model, 3) is None:
+        return workload, None
+    raised = _run(workload, model, 1)
+    if raised is None or _run(workload, model, 4) is not None:
+        return workload, None
+    return dataclasses.replace(workload, multiple_of=2), (
+        f"micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({first_line(raised)})"
+    )
+
+
+def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
+    """What a forward of `size` samples raises by the user's fault; None where it runs, or memory is out."""
+    try:
+        workload.objective.terms(model, move_batch(workload.build_batch(size), model_device(model)))
+    except Exception as error:
+        return None if find_shortage(error) is not None else error
+    return None
 
 
 @contextmanager
@@ -130,6 +165,12 @@ def collected_warnings() -> Iterator[list[str]]:
             said.append(str(warning.message))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def find_least_size(workload: Workload, model: nn.Module) -> int:
+    """The smallest micro-batch that can be trained at all, in samples."""
+    each = workload.multiple_of or 1
+    return 2 if each == 1 and needs_two(workload, model) else each
 
 
 def needs_two(workload: Workload, model: nn.Module) -> bool:

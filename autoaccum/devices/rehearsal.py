@@ -54,7 +54,8 @@ class Rehearsal:
         beside_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
         self._workload = workload
-        self._share = self._size = share
+        each = workload.multiple_of or 1
+        self._share = self._size = -(-share // each) * each
         self._optimizer = optimizer
         self._device = device
         self._before_update = before_update
@@ -171,6 +172,7 @@ def make_accumulator(
         precision=workload.precision,
         batchnorm=workload.batchnorm,
         scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
+        multiple_of=workload.multiple_of,
         recover=False,
     )
 

@@ -32,7 +32,8 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
     from autoaccum.workload.adaptation import adapt
     from autoaccum.workload.loading import load_workload
 
-    asked = {name: request.get(name) for name in ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm")}
+    names = ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm", "multiple_of")
+    asked = {name: request.get(name) for name in names}
     return adapt(load_workload(request["reference"]), most=request.get("share"), **asked)
 
 

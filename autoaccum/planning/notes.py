@@ -34,12 +34,14 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
 def plan_notes(schedule: Schedule, request: Request, ceiling: int, inspection: Inspection) -> list[str]:
     """What is good to know of a schedule, as sentences."""
     notes = [learning_rate_note(schedule, inspection.reduction)]
-    if request.equal and (cost := equal_parts_cost(schedule, ceiling)):
+    if request.equal and (cost := equal_parts_cost(schedule, ceiling, request.each)):
         notes.append(cost)
     if schedule.iter_size > 1 and inspection.coupling is None:
         notes.append(
             "whether samples are coupled was not looked at, since nothing was computed: `autoaccum verify` tells"
         )
+    if inspection.found_multiple is not None:
+        notes.append(inspection.found_multiple)
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:
         notes.append(

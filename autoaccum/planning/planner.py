@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -54,6 +55,7 @@ def plan(
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     worst_of: int | None = None,
     batchnorm: str | None = None,
+    multiple_of: int | None = None,
     device: str = "auto",
     gpu: str | None = None,
     memory: str | MemorySize | None = None,
@@ -98,6 +100,8 @@ def plan(
         worst_of: Make the batches of the longest of so many samples of the workload's dataset, by its `collate`.
         batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
             or `frozen`, instead of the workload's; a live model's is `micro` when None.
+        multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
+            None where neither says: 2 where the workload runs 2 samples and raises with 1 and with 3, else 1.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
         gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
             nothing runs on any card, and the plan is of kind `predicted`. In place of `device`; files only.
@@ -136,6 +140,7 @@ def plan(
         least=least,
         explain=explain,
         picture=picture,
+        multiple_of=multiple_of,
     )
     subject = find_subject(
         workload,
@@ -161,6 +166,7 @@ def plan(
             evaluation_batch=evaluation_batch,
             worst_of=worst_of,
             batchnorm=batchnorm,
+            multiple_of=multiple_of,
             on_output=on_output,
         ),
     )
@@ -185,12 +191,14 @@ def plan_on(
     check_explaining(subject, request)
     device, tell = subject.device, on_event or (lambda event: None)
     allowance = Allowance(request.max_trials, request.time_limit, began=began)
-    runner = Runner(device, request, tell, allowance)
     tell(Loading(subject.reference))
     asked = time.monotonic()
     limit = request.time_limit
     inspection = device.inspect(limit_seconds=None if limit is None else max(limit, _LEAST_CHECK_SECONDS))
+    if inspection.multiple_of != request.each:
+        request = dataclasses.replace(request, multiple_of=inspection.multiple_of)
     predicts = isinstance(device, Predicting)
+    runner = Runner(device, request, tell, allowance)
     if not predicts:  # One that predicts starts no process for its confirmation.
         runner.proof_seconds = time.monotonic() - asked
     tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
@@ -202,6 +210,7 @@ def plan_on(
         limit_bytes=device.limit_bytes,
         need=inspection_need(inspection, predicts),
         least_size=inspection.least_size,
+        multiple_of=inspection.multiple_of,
         fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
     )
     prove = partial(confirm, runner, request, inspection=inspection, limit_bytes=device.limit_bytes, tell=tell)
@@ -231,6 +240,7 @@ def plan_on(
         micro_batch=found.schedule.micro_batch,
         iter_size=found.schedule.iter_size,
         micro_batches=found.schedule.micro_batches,
+        multiple_of=inspection.multiple_of,
         world_size=found.schedule.world_size,
         ranks=found.schedule.ranks if found.schedule.world_size > 1 else None,
         largest_fit=found.largest_fit,

@@ -33,6 +33,7 @@ class Plan:
         micro_batch: The largest part of any rank, in samples.
         iter_size: Micro-batches per update, the same on every rank.
         micro_batches: The parts of the rank with the longest share, in order; with one rank, of all there is.
+        multiple_of: What every part is a multiple of.
         world_size: Number of ranks.
         ranks: The parts of every rank; None when there is one.
         largest_fit: The largest micro-batch that ran, or that is predicted to.
@@ -67,6 +68,7 @@ class Plan:
     micro_batch: int
     iter_size: int
     micro_batches: tuple[int, ...]
+    multiple_of: int = 1
     world_size: int
     ranks: tuple[tuple[int, ...], ...] | None = None
     largest_fit: int
@@ -122,6 +124,8 @@ class Plan:
         record = _record(self)
         if self.learning_rate is None:
             del record["learning_rate"]
+        if self.multiple_of == 1:
+            del record["multiple_of"]
         for name in ("coupling", "explanation", "notes", "warnings"):
             del record[name]
         for trial in record["trials"]:
@@ -194,6 +198,8 @@ class Plan:
             for name, value in same.items()
             if getattr(self, name) != value
         ]
+        if self.multiple_of < 1 or any(part % self.multiple_of for parts in schedule.ranks for part in parts):
+            found.append(f"multiple_of is {self.multiple_of}, and not every part is a multiple of that")
         if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
             found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
         found += self._unproved()

@@ -28,6 +28,7 @@ class Request:
         least: Measure the least budget at which the schedule still runs.
         explain: Tell where the memory goes, and what would change that.
         picture: Tell what a picture of it needs, where the device can.
+        multiple_of: Every micro-batch is a multiple of so many samples; None: as the workload says or needs it.
 
     Raises:
         UsageError: A number is not a whole one of at least 1, or beyond all use (a schedule lists all its parts), or
@@ -43,6 +44,7 @@ class Request:
     least: bool = False
     explain: bool = False
     picture: bool = False
+    multiple_of: int | None = None
 
     def __post_init__(self) -> None:
         for what, number, most in (
@@ -51,7 +53,9 @@ class Request:
         ):
             if isinstance(number, int) and number > most:
                 raise UsageError(f"the {what} is beyond {most:,}", hint="take a smaller one")
-        self.schedule(1 if self.max_micro_batch is None else self.max_micro_batch)
+        if self.multiple_of is not None and not _is_count(self.multiple_of):
+            raise UsageError(f"multiple_of is {self.multiple_of!r}", hint="give a whole number of at least 1")
+        self.schedule(self.each if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None and not _is_count(self.max_trials):
             raise UsageError(f"the most trials are {self.max_trials!r}", hint="give a whole number of at least 1")
         if self.time_limit is not None:
@@ -63,7 +67,12 @@ class Request:
     @property
     def share(self) -> int:
         """Samples per update on the rank with the longest share."""
-        return even_parts(self.target_batch, self.world_size)[0]
+        return even_parts(self.target_batch // self.each, self.world_size)[0] * self.each
+
+    @property
+    def each(self) -> int:
+        """What every micro-batch is a multiple of, as far as that is known."""
+        return self.multiple_of or 1
 
     @property
     def limited(self) -> bool:
@@ -73,11 +82,14 @@ class Request:
     @property
     def cap(self) -> int:
         """The largest size worth trying."""
-        return min(self.share, self.max_micro_batch or self.share)
+        most = min(self.share, self.max_micro_batch or self.share)
+        return most - most % self.each
 
     def schedule(self, ceiling: int) -> Schedule:
         """How the target is cut when the largest size that fits is `ceiling`."""
-        return make_schedule(self.target_batch, ceiling, world_size=self.world_size, equal=self.equal)
+        return make_schedule(
+            self.target_batch, ceiling, world_size=self.world_size, equal=self.equal, multiple_of=self.each
+        )
 
 
 def check_seconds(seconds: float, what: str, hint: str) -> float:

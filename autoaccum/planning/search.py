@@ -62,6 +62,7 @@ def search(
     limit_bytes: int,
     need: Need | None = None,
     least_size: int = 1,
+    multiple_of: int = 1,
     fresh_trial: Callable[[int], Trial] | None = None,
     predict: Predict | None = None,
 ) -> SearchResult:
@@ -78,6 +79,7 @@ def search(
         limit_bytes: The budget of every trial.
         need: What is known of the memory any size needs, for the message and for the first steps.
         least_size: The smallest size that can be trained at all, in samples.
+        multiple_of: Only multiples of so many samples are tried; `cap` and `least_size` are some.
         fresh_trial: The same in a process that has run no trial, for what leftovers may have decided. None where all
             trials share one process: a doubtful failure then counts once a smaller size has run after it.
         predict: The peak in bytes that somebody predicts for a size of at least 2 samples. It decides where the search
@@ -96,13 +98,14 @@ def search(
             hint="give a larger one",
         )
     tried = Tried(trial, fresh_trial, least_size)
-    goal = _Goal(cap, limit_bytes, need, None if predict is None else Forecast(predict, limit_bytes, cap))
+    forecast = None if predict is None else Forecast(predict, limit_bytes, cap)
+    goal = _Goal(cap, limit_bytes, need, forecast, multiple_of)
     stop: SearchStopped | None = None
     try:
         _begin(tried, goal, least_size)
         _close_in(tried, goal)
         while tried.first_fail_is_stale:
-            tried.run(tried.largest_fit + 1, fresh=True)
+            tried.run(tried.largest_fit + multiple_of, fresh=True)
             _close_in(tried, goal)
         tried.settle_doubts()
     except SearchStopped as raised:
@@ -134,12 +137,18 @@ def _warnings(tried: Tried, stop: SearchStopped | None, need: Need | None) -> It
 
 @dataclass(frozen=True)
 class _Goal:
-    """Up to where sizes are tried, in how much memory, and what is known beforehand."""
+    """Up to where which sizes are tried, in how much memory, and what is known beforehand."""
 
     cap: int
     limit_bytes: int
     need: Need | None
     forecast: Forecast | None
+    step: int
+
+    def whole(self, size: int, tried: Tried) -> int:
+        """The multiple at or below `size`, or what is next to it between what fits and what does not."""
+        first_fail = self.cap + self.step if tried.first_fail is None else tried.first_fail
+        return max(tried.largest_fit + self.step, min(size - size % self.step, first_fail - self.step))
 
 
 def _begin(tried: Tried, goal: _Goal, least_size: int) -> None:
@@ -150,7 +159,7 @@ def _begin(tried: Tried, goal: _Goal, least_size: int) -> None:
     """
     while goal.forecast is not None and len(tried.trials) < _FORECAST_FAILS:
         guess = goal.forecast.guess({}, 0, tried.least_fail, surprise=1.0, tried=0)
-        size = 0 if guess is None else min(guess.size, goal.cap)
+        size = 0 if guess is None else min(guess.size, goal.cap) // goal.step * goal.step
         if size <= least_size:
             break
         if tried.run(size).ran:
@@ -162,16 +171,16 @@ def _begin(tried: Tried, goal: _Goal, least_size: int) -> None:
 def _close_in(tried: Tried, goal: _Goal) -> None:
     """Run trials until the largest that ran is the cap, or has a failure right above it."""
     surprise = 1.0
-    while tried.largest_fit < goal.cap and tried.first_fail != tried.largest_fit + 1:
+    while tried.largest_fit < goal.cap and tried.first_fail != tried.largest_fit + goal.step:
         guess = None
         if goal.forecast is not None:
             guess = goal.forecast.guess(
                 tried.peaks, tried.largest_fit, tried.first_fail, surprise=surprise, tried=len(tried.trials)
             )
         # What will probably end the search is to count at once: a failure in a used process is tried again.
-        ends_it = guess is not None and guess.size == tried.largest_fit + 1
+        ends_it = guess is not None and goal.whole(guess.size, tried) == tried.largest_fit + goal.step
         guess = guess or _extrapolate(tried, goal, surprise)
-        size = min(guess.size, goal.cap)
+        size = goal.whole(guess.size, tried)
         tried.run(size, fresh=ends_it or tried.leftovers_matter)
         surprise = guess.surprise(size <= tried.largest_fit, surprise)
 

@@ -59,6 +59,7 @@ class Settings:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: Any = None
+    multiple_of: int | None = None
     on_output: Callable[[str], None] | None = None
     verb: str = "plan"
     is_stopped: Callable[[], bool] | None = None
@@ -97,6 +98,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         evaluation_batch=settings.evaluation_batch,
         worst_of=settings.worst_of,
         batchnorm=settings.batchnorm,
+        multiple_of=settings.multiple_of,
         is_stopped=settings.is_stopped,
         checkout=settings.checkout,
     )
@@ -208,6 +210,7 @@ def _live_objects(
         evaluation_batch=settings.evaluation_batch,
         evaluate=parts.get("evaluate"),
         batchnorm=settings.batchnorm or "micro",
+        multiple_of=settings.multiple_of,
         name=type(parts["model"]).__name__,
     )
 
@@ -219,7 +222,7 @@ def _adapted(workload: Any, settings: Settings) -> Workload:
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is {_kind(workload)}", hint=_ways(settings))
-    names = ("precision", "optimizer", "keeps", "evaluation_batch", "batchnorm")
+    names = ("precision", "optimizer", "keeps", "evaluation_batch", "batchnorm", "multiple_of")
     asked = {name: getattr(settings, name) for name in names}
     return adapt(workload, most=settings.share, worst_of=settings.worst_of, **asked)
 
@@ -231,7 +234,7 @@ def _checked(settings: Settings) -> Settings:
         UsageError: A word, a mode or a number of samples is none.
     """
     try:
-        for name in ("evaluation_batch", "worst_of"):
+        for name in ("evaluation_batch", "worst_of", "multiple_of"):
             read_count(getattr(settings, name), name)
         if settings.batchnorm is not None:
             read_mode(settings.batchnorm)

@@ -104,7 +104,7 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         recipe=recipe,
         freezes=batchnorm == "frozen",
     )
-    functions = [cut_lines(choices), move_lines(choices), step_lines(choices)]
+    functions = [cut_lines(choices, multiple_of=plan.multiple_of), move_lines(choices), step_lines(choices)]
     blocks = [_docstring(plan, choices, module), _imports(choices), _constants(plan, choices)]
     text = "\n\n".join("\n".join(block) for block in blocks)
     for function in functions:
@@ -127,6 +127,8 @@ def _docstring(plan: Plan, choices: Choices, module: str) -> Iterator[str]:
     if choices.divisor == "class weights":
         yield "    criterion.to(device)  # its class weights are used on the model's device"
     short = "" if plan.target_batch == 1 else "; the last one may be short"
+    if plan.multiple_of > 1:
+        short = f"; a short last one has a multiple of {plan.multiple_of}, or leave it out by drop_last=True"
     yield f"    for batch in loader:  # of {plan.target_batch} samples{short}"
     yield f"        value = train_step({', '.join(_arguments(plan, choices))})"
     if companions := describe_companions(plan):
@@ -211,6 +213,8 @@ def _imports(choices: Choices) -> Iterator[str]:
 def _constants(plan: Plan, choices: Choices) -> Iterator[str]:
     proved = "the most samples at once, which ran" if plan.kind == "measured" else "the most samples at once"
     yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
+    if plan.multiple_of > 1:
+        yield f"MULTIPLE_OF = {plan.multiple_of}  # every micro-batch is one, as every batch has to be"
     if choices.ignore_index is not None:
         yield f"IGNORE_INDEX = {choices.ignore_index}  # of the criterion: its mean is over the other targets"
     if choices.freezes:

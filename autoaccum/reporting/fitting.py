@@ -44,6 +44,7 @@ def fit(
     keeps: str | Iterable[str] | None = None,
     ema_decay: float | None = None,
     worst_of: int | None = None,
+    multiple_of: int | None = None,
     clip_norm: float | None = None,
     learning_rate: float | None = None,
     scheduler: Any = None,
@@ -105,6 +106,8 @@ def fit(
             workload's when None.
         ema_decay: What is left of that average at each update; 0.999 when None.
         worst_of: Plan for batches of the longest of so many samples of the data, by `collate`.
+        multiple_of: Every micro-batch is a multiple of so many samples, as is the target: the plan's or the workload's
+            when None. What makes no multiple at the end of an epoch is left out, and said.
         clip_norm: The largest 2-norm of an update's gradient.
         learning_rate: Of the first parameter group; the others keep their ratio to it, and a schedule begins there.
             The plan's, where it was tuned, else the optimizer's own when None.
@@ -157,6 +160,7 @@ def fit(
         keeps=keeps,
         ema_decay=ema_decay,
         worst_of=worst_of,
+        multiple_of=multiple_of,
         clip_norm=clip_norm,
         learning_rate=learning_rate,
         scheduler=scheduler,

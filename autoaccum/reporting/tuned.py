@@ -37,6 +37,7 @@ def tune(
     reserve: str | MemorySize | None = None,
     precision: str | None = None,
     batchnorm: str | None = None,
+    multiple_of: int | None = None,
     optimizer: str | None = None,
     time_limit: float | None = None,
     trial_limit: float | None = None,
@@ -87,6 +88,8 @@ def tune(
         reserve: Kept free of it.
         precision: `fp32`, `bf16` or `fp16`, instead of the workload's.
         batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
+        multiple_of: Every micro-batch is a multiple of so many samples, as are the target batches: the workload's, or
+            what a plan finds out, when None.
         optimizer: One of `torch.optim`, instead of the workload's.
         time_limit: Seconds from the beginning of the search after which no further trial of it begins; one that runs
             is trained to its end, and the best are still repeated.
@@ -124,6 +127,7 @@ def tune(
         reserve=reserve,
         precision=precision,
         batchnorm=batchnorm,
+        multiple_of=multiple_of,
         optimizer=optimizer,
         time_limit=time_limit,
         trial_limit=trial_limit,

@@ -57,7 +57,7 @@ def assemble(
         UsageError: The plan is for something else, or the evaluation data cannot be used.
     """
     progress = Progress()
-    source.part_size = choice.micro_batch
+    source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
     source.interruptible = stopping.interruptible
     source.keeps_place = folder is not None
     stepper = Stepper(
@@ -67,6 +67,7 @@ def assemble(
         micro_batch=choice.micro_batch,
         clip_norm=request.clip_norm,
         skip_nonfinite=request.skip_nonfinite,
+        multiple_of=choice.multiple_of,
         noise_scale=request.noise_scale,
         check=stopping.check,
         tell=teller.tell,
@@ -135,4 +136,4 @@ def _evaluation(
 
 def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
     samples = source.samples_per_epoch
-    return None if samples is None else -(-samples // target_batch)
+    return None if samples is None else -(-(samples - samples % source.multiple_of) // target_batch)

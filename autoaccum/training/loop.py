@@ -11,7 +11,7 @@ from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.window import Window
 from autoaccum.training.evaluation.evaluating import Evaluator
-from autoaccum.training.events import EpochEnded, Updated
+from autoaccum.training.events import EpochEnded, Noted, Updated
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.stopping import Stopping
 from autoaccum.training.telling import Teller
@@ -34,6 +34,7 @@ class Loop:
         peaks: The memory each update takes.
         company: Looks whether samples are coupled.
         teller: Told of every event; a callback may end training through it.
+        has_left_out: Whether it was told that samples are left out.
     """
 
     source: Source
@@ -46,6 +47,7 @@ class Loop:
     peaks: PeakMeter
     company: CompanyCheck
     teller: Teller
+    has_left_out: bool = False
 
     def run(self) -> None:
         """Train to the goal, or until a callback ends it.
@@ -64,9 +66,11 @@ class Loop:
             began = time.perf_counter()
             self.source.start_workers()
             window = self.source.next_window()
+            if window is not None and window.samples % self.source.multiple_of:
+                window = self._whole(window)
             if window is None:
                 self._end_epoch()
-            else:
+            elif window.samples:
                 self.company.look(window.parts)
                 self._update(window, began)
                 del window  # A whole effective batch: not to be held while the next one is read.
@@ -74,6 +78,23 @@ class Loop:
                 self.keeper.keep_if_due()
         self.evaluator.run()
         self.keeper.keep()
+
+    def _whole(self, window: Window) -> Window:
+        """The window without what is left over at the end of an epoch, which is told once."""
+        each = self.source.multiple_of
+        if not self.has_left_out:
+            self.has_left_out = True
+            self.teller.tell(
+                Noted(
+                    f"the last {window.samples % each} samples of an epoch are left out: micro-batches are to be"
+                    f" multiples of {each}",
+                    warns=False,
+                )
+            )
+        whole = window.whole(each)
+        if not whole.samples:
+            self.source.commit()
+        return whole
 
     def _update(self, window: Window, began: float) -> None:
         self.peaks.start()

@@ -59,6 +59,7 @@ class FitRequest:
     keeps: Any = None
     ema_decay: float | None = None
     worst_of: int | None = None
+    multiple_of: int | None = None
     clip_norm: float | None = None
     learning_rate: float | None = None
     scheduler: Any = None
@@ -81,7 +82,7 @@ class FitRequest:
     def __post_init__(self) -> None:
         for name in ("target_batch", "checkpoint_every", "keep"):
             self._check_count(name)
-        for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch", "worst_of"):
+        for name in ("epochs", "steps", "micro_batch", "eval_every", "evaluation_batch", "worst_of", "multiple_of"):
             if getattr(self, name) is not None:
                 self._check_count(name)
         for name in ("seed", "workers"):

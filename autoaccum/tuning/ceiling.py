@@ -85,6 +85,7 @@ def make_ceiling_plan(
         reserve=request.reserve,
         precision=request.precision,
         batchnorm=request.batchnorm,
+        multiple_of=request.multiple_of,
         optimizer=request.optimizer,
         worst_of=None if facts.has_batch else LOOKED_AT,
         max_micro_batch=most,
@@ -109,8 +110,9 @@ def plan_setting(
         on_output: Given what the workload prints.
     """
     same = plan.kind == "measured" and plan.target_batch == setting.target_batch
-    if not (same and plan.micro_batches == setting.parts):
-        most: int = max(setting.parts)
+    parts = setting.cut(plan.multiple_of)
+    if not (same and plan.micro_batches == parts):
+        most: int = max(parts)
         try:
             plan = make_ceiling_plan(request, facts, setting.target_batch, tell, on_output, most)
         except AutoaccumError as error:

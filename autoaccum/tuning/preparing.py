@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,9 @@ def prepare(request: TuneRequest, tell: Listener, on_output: Output | None) -> P
     tell(_opened(study, request.trials))
     plan = _known_plan(study, given, request, tell)
     plan = plan or make_ceiling_plan(request, facts, request.target_batch.high, tell, on_output)
+    request = with_multiple(request, plan)
     known = study.recall_throughput()
-    sizes = _sizes(plan.largest_fit, request.target_batch, find_coupling(plan, facts)[0] is not None)
+    sizes = _sizes(plan, request.target_batch, find_coupling(plan, facts)[0] is not None)
     throughput = known or measure_throughput(request, facts, sizes, tell=tell, on_output=on_output)
     study = open_study(storage, study.name, terms)
     plan, throughput = study.settle(plan, throughput)  # Another worker may have been first: one ceiling for all.
@@ -95,6 +97,11 @@ def prepare(request: TuneRequest, tell: Listener, on_output: Output | None) -> P
         own_rate=facts.learning_rate,
     )
     return Prepared(study=study, facts=facts, budget=budget, plan=plan, throughput=throughput, space=space)
+
+
+def with_multiple(request: TuneRequest, plan: Plan) -> TuneRequest:
+    """What is asked for, with what the plan found out that micro-batches have to be multiples of."""
+    return dataclasses.replace(request, multiple_of=plan.multiple_of) if plan.multiple_of > 1 else request
 
 
 def _opened(study: Study, trials: int) -> StudyOpened:
@@ -152,7 +159,8 @@ def _short(budget: Budget, targets: BatchSpan) -> list[str]:
     ]
 
 
-def _sizes(ceiling: int, targets: BatchSpan, coupled: bool) -> tuple[int, ...]:
+def _sizes(plan: Plan, targets: BatchSpan, coupled: bool) -> tuple[int, ...]:
     """The micro-batches to look at; where a BatchNorm needs two samples, those whose every part has them."""
-    least = min(_LEAST_COUPLED, ceiling) if coupled else 1
-    return micro_batch_ladder(ceiling, least, targets.sizes)
+    ceiling, each = plan.largest_fit, plan.multiple_of
+    least = min(-(-_LEAST_COUPLED // each) * each, ceiling) if coupled else each
+    return micro_batch_ladder(ceiling, least, targets.sizes, each)

@@ -53,13 +53,15 @@ class TuneRequest:
     precision: str | None = None
     batchnorm: str | None = None
     optimizer: str | None = None
+    multiple_of: int | None = None
 
     def __post_init__(self) -> None:
         self._check_reference()
         for name, least in (("trials", 1), ("confirm", 0), ("seed", 0)):
             self._check_count(name, least)
-        if self.budget_samples is not None:
-            self._check_count("budget_samples", 1)
+        for name in ("budget_samples", "multiple_of"):
+            if getattr(self, name) is not None:
+                self._check_count(name, 1)
         for name in ("budget_seconds", "heartbeat", "time_limit", "trial_limit"):
             self._check_seconds(name)
         if self.budget_samples is not None and self.budget_seconds is not None:

@@ -33,7 +33,15 @@ class Setting:
         >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).parts
         (86, 85, 85)
         """
-        return make_schedule(self.target_batch, self.micro_batch).micro_batches
+        return self.cut()
+
+    def cut(self, multiple_of: int = 1) -> tuple[int, ...]:
+        """Those that are multiples of so many samples.
+
+        >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).cut(4)
+        (88, 84, 84)
+        """
+        return make_schedule(self.target_batch, self.micro_batch, multiple_of=multiple_of).micro_batches
 
 
 @dataclass(frozen=True)

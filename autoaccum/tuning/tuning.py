@@ -13,7 +13,7 @@ from autoaccum.tuning.judging.bracket import find_bracket
 from autoaccum.tuning.judging.cautions import cautions
 from autoaccum.tuning.judging.scaling import advise
 from autoaccum.tuning.judging.standings import own_standing, rank
-from autoaccum.tuning.preparing import Prepared, prepare
+from autoaccum.tuning.preparing import Prepared, prepare, with_multiple
 from autoaccum.tuning.records import Tuning
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.running.child_runner import ChildRunner
@@ -54,6 +54,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     warnings: list[str] = []
     tell = _remembering(on_event or (lambda event: None), warnings)
     prepared = prepare(request, tell, on_output)
+    request = with_multiple(request, prepared.plan)
     tell(SearchBegan(prepared.space))
     ceiling, digest = prepared.plan.largest_fit, prepared.facts.digest
     with ChildRunner(request, prepared.budget, ceiling, on_output=on_output, digest=digest) as runner:
@@ -64,7 +65,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         if coupled is None:  # Which micro-batch is a matter of speed.
             setting = dataclasses.replace(setting, micro_batch=prepared.throughput.knee)
         plan = plan_setting(setting, prepared.plan, request, prepared.facts, tell, on_output)
-        if plan is not None and plan.micro_batches != setting.parts:
+        if plan is not None and plan.micro_batches != setting.cut(plan.multiple_of):
             tell(Noted(_other_parts(setting, plan, coupled)))
         tuning = dataclasses.replace(tuning, plan=plan)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(warnings)))

@@ -39,6 +39,7 @@ class VerifyRequest:
     precision: str | None = None
     device: str = "cpu"
     batchnorm: str | None = None
+    multiple_of: int | None = None
     worst_of: int | None = None
     on_event: Callable[[Any], Any] | None = None
 
@@ -55,8 +56,9 @@ class VerifyRequest:
         object.__setattr__(self, "target_batch", target)
         object.__setattr__(self, "micro_batch", micro)
         self._check_words()
-        if self.worst_of is not None:
-            _count(self.worst_of, "worst_of")
+        for name in ("worst_of", "multiple_of"):
+            if getattr(self, name) is not None:
+                _count(getattr(self, name), name)
         if self.on_event is not None and not callable(self.on_event):
             raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
 
@@ -82,21 +84,26 @@ class VerifyRequest:
         check_device(self.device)
 
 
-def whole_window(target: int, micro: int) -> tuple[int, ...]:
+def whole_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...]:
     """The parts of a whole window, as the Accumulator cuts it.
 
     >>> whole_window(16, 6)
     (6, 5, 5)
     """
-    return tuple(split_evenly(target, micro))
+    return tuple(split_evenly(target, micro, multiple_of))
 
 
-def last_window(target: int, micro: int) -> tuple[int, ...] | None:
+def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
     """The parts of a shorter window, as at the end of an epoch, uneven where that is possible.
 
     >>> last_window(16, 4), last_window(16, 1), last_window(5, 4)
     ((4, 3), (1, 1), None)
+    >>> last_window(16, 4, 2)
+    (4, 2)
     """
+    if multiple_of > 1:
+        counted = last_window(target // multiple_of, micro // multiple_of)
+        return None if counted is None else tuple(part * multiple_of for part in counted)
     cut = [whole_window(samples, micro) for samples in range(min(2 * micro, target) - 1, micro, -1)]
     if micro == 1 and target > 2:
         return (1, 1)

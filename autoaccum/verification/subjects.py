@@ -57,10 +57,11 @@ def find_subject(request: VerifyRequest) -> Subject:
     given: Any = way
     if isinstance(way, str):
         loaded = load_workload(way)
-        asked: dict[str, Any] = {"worst_of": _looked_at(loaded, request), "optimizer": request.optimizer}
-        given = adapt(loaded, most=request.target_batch, **asked)
+        worst_of = _looked_at(loaded, request)
+        given = adapt(loaded, most=request.target_batch, worst_of=worst_of, optimizer=request.optimizer)
     tried = prepare(given, "auto" if isinstance(given, LiveObjects) else "cpu")
-    workload = replace_given(tried.workload, accumulate=request.accumulate, batchnorm=request.batchnorm)
+    asked = {name: getattr(request, name) for name in ("accumulate", "batchnorm", "multiple_of")}
+    workload = replace_given(tried.workload, **asked)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     check_accumulate(workload)
     return Subject(workload, tried.optimizer, dataclasses.replace(tried, workload=workload), reference)

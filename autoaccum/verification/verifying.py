@@ -48,6 +48,7 @@ def verify(
     precision: str | None = None,
     device: str = "cpu",
     batchnorm: str | None = None,
+    multiple_of: int | None = None,
     worst_of: int | None = None,
     on_event: Callable[[Event], Any] | None = None,
 ) -> Verification:
@@ -75,6 +76,7 @@ def verify(
             where that does not run, which is said.
         device: `cpu`, `cuda` or `cuda:N`.
         batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
+        multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
         worst_of: Make the batch of the longest of so many samples of the workload's dataset.
         on_event: Told of every step, with a record of `autoaccum.verification.events`.
 
@@ -97,6 +99,7 @@ def verify(
         precision=precision,
         device=device,
         batchnorm=batchnorm,
+        multiple_of=multiple_of,
         worst_of=worst_of,
         on_event=on_event,
     )

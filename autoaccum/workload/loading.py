@@ -19,7 +19,16 @@ from autoaccum.workload.references import split_reference
 from autoaccum.workload.spec import Workload
 
 _OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
-_BESIDE = ("collate", "keeps", "evaluation_batch", "evaluate", "scheduler", "evaluation_dataset", "accumulate")
+_BESIDE = (
+    "collate",
+    "keeps",
+    "evaluation_batch",
+    "evaluate",
+    "scheduler",
+    "evaluation_dataset",
+    "accumulate",
+    "multiple_of",
+)
 """Optional too; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
 
 
@@ -28,9 +37,9 @@ def load_workload(reference: str) -> Workload:
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `batchnorm`. A
-    `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the other names as
-    they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a `batchnorm` that is no word (a layer,
+    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `multiple_of`,
+    `batchnorm`. A `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the
+    other names as they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a `batchnorm` that is no word (a layer,
     a function) is the file's own business.
 
     Raises:

@@ -60,6 +60,8 @@ class Workload:
             micro-batches of one update forward and backward and leaves the gradient in `.grad`.
         name: What reports call it.
         path: The file it came from; None when made in code.
+        multiple_of: Every micro-batch is a multiple of so many samples, as timm's Mixup or fixed shapes need it; None:
+            1, unless a plan finds out that odd sizes do not run.
         digest: SHA-256 over that file and the local modules it imported; empty when made in code.
         worst_of: Of how many samples of the dataset `batch` gives the longest; None where it is the author's own.
 
@@ -84,6 +86,7 @@ class Workload:
     scheduler: Callable[[Optimizer], Any] | None = None
     evaluation_dataset: Any = None
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
+    multiple_of: int | None = None
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
@@ -109,6 +112,7 @@ class Workload:
             )
         object.__setattr__(self, "keeps", read_keeps(self.keeps))
         read_count(self.evaluation_batch, "evaluation_batch")
+        read_count(self.multiple_of, "multiple_of")
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_evaluate(self.evaluate)
         criterion = self.objective.criterion

@@ -40,13 +40,15 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     Raises:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
     """
+    each = workload.multiple_of or 1
+    splits = [[each * size for size in sizes] for sizes in _SPLITS]
     with own_randomness():
-        batch = take_small_batch(workload, _SAMPLES)
-        return _compare(Experiment(workload, batch), batch, coupled)
+        batch = take_small_batch(workload, each * _SAMPLES)
+        return _compare(Experiment(workload, batch), batch, splits, coupled)
 
 
-def _compare(experiment: Experiment, batch: Any, coupled: bool) -> list[str]:
-    parts = split_batch(batch, _SPLITS[0])
+def _compare(experiment: Experiment, batch: Any, splits: list[list[int]], coupled: bool) -> list[str]:
+    parts = split_batch(batch, splits[0])
     seen = Comparison(experiment.objective, experiment.whole, parts, [experiment.losses(part) for part in parts])
     seen.refuse_nan()
     if not seen.mismatched(experiment.tolerance):
@@ -60,7 +62,8 @@ def _compare(experiment: Experiment, batch: Any, coupled: bool) -> list[str]:
     wrong = seen.mismatched(experiment.tolerance)
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
         return ["The weighting could not be checked: the loss of a small batch is infinite."]
-    return _explain(experiment, batch, seen, wrong, coupled) if wrong else []
+    others = split_batch(batch, splits[1])
+    return _explain(experiment, batch, others, seen, wrong, coupled) if wrong else []
 
 
 def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
@@ -72,8 +75,9 @@ def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
     )
 
 
-def _explain(experiment: Experiment, batch: Any, seen: Comparison, wrong: list[str], coupled: bool) -> list[str]:
-    others = split_batch(batch, _SPLITS[1])
+def _explain(
+    experiment: Experiment, batch: Any, others: list[Any], seen: Comparison, wrong: list[str], coupled: bool
+) -> list[str]:
     candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others])]
     fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):

@@ -66,18 +66,18 @@ def test_properties(target: int, ceiling: int, world_size: int) -> None:
     check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
 
 
-def check_schedule(schedule: Schedule, target: int, ceiling: int, world_size: int) -> None:
+def check_schedule(schedule: Schedule, target: int, ceiling: int, world_size: int, step: int = 1) -> None:
     parts = [part for rank in schedule.ranks for part in rank]
     shares = [sum(rank) for rank in schedule.ranks]
     assert sum(parts) == schedule.target_batch == target
     assert schedule.world_size == world_size == len(shares)
     assert max(parts) <= ceiling
     assert {len(rank) for rank in schedule.ranks} == {schedule.iter_size}
-    assert max(shares) - min(shares) <= 1
-    assert all(max(rank) - min(rank) <= 1 for rank in schedule.ranks)
+    assert max(shares) - min(shares) <= step
+    assert all(max(rank) - min(rank) <= step for rank in schedule.ranks)
     assert sum(schedule.micro_batches) == max(shares)
     # One micro-batch fewer could not hold the longest share.
-    assert (schedule.iter_size - 1) * ceiling < max(shares)
+    assert (schedule.iter_size - 1) * (ceiling - ceiling % step) < max(shares)
 
 
 @settings(deadline=None)
@@ -167,3 +167,27 @@ def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
     assert (
         sum(int(a) * int(b) for a, _, b in (t.partition(" x ") if " x " in t else (t, "", 1) for t in terms)) == samples
     )
+
+
+@given(st.integers(1, 400), st.integers(1, 500), st.integers(1, 9), world_sizes, st.integers(0, 8))
+def test_every_part_is_a_multiple(units: int, most: int, each: int, world: int, extra: int) -> None:
+    ceiling = most * each + extra % each
+    schedule = make_schedule(units * each, ceiling, world_size=world, multiple_of=each)
+    check_schedule(schedule, units * each, ceiling, world, step=each)
+    assert all(part % each == 0 for parts in schedule.ranks for part in parts)
+    equal = make_schedule(units * each * world, ceiling, world_size=world, equal=True, multiple_of=each)
+    assert len({part for parts in equal.ranks for part in parts}) == 1
+    assert equal.micro_batch % each == 0
+    samples = units * each + extra % each
+    parts = split_evenly(samples, ceiling, each)
+    assert sum(parts) == samples
+    assert max(parts) <= max(ceiling, each)
+    assert [part for part in parts if part % each] == ([samples % each] if samples % each else [])
+
+
+def test_refuses_what_is_no_multiple() -> None:
+    with pytest.raises(UsageError, match="the target batch is 7, and micro-batches are to be multiples of 2") as error:
+        make_schedule(7, 4, multiple_of=2)
+    assert error.value.hint == "take 6 or 8"
+    with pytest.raises(UsageError, match="micro-batches of at most 3 are to be multiples of 4"):
+        make_schedule(8, 3, multiple_of=4)

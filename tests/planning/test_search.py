@@ -435,3 +435,30 @@ def test_warns_of_a_falling_peak() -> None:
 def test_small_ripples_are_no_warning() -> None:
     rng = random.Random(0)
     assert not search(simulated("1 % noise", 300, 0.9, rng), NO_CAP, limit_bytes=LIMIT).warnings
+
+
+@given(
+    ceiling=st.integers(1, 900),
+    each=st.integers(2, 8),
+    cap=st.integers(1, 200),
+    peaks=st.booleans(),
+    foreseen=st.booleans(),
+)
+def test_tries_multiples_only(ceiling: int, each: int, cap: int, peaks: bool, foreseen: bool) -> None:
+    trial = linear(ceiling) if peaks else scripted(lambda n: "ok" if n <= ceiling else "oom")
+    slope = 0.7 * LIMIT / (ceiling + 0.5)
+    asked = {
+        "limit_bytes": LIMIT,
+        "least_size": each,
+        "multiple_of": each,
+        "predict": (lambda n: int(0.3 * LIMIT + slope * n)) if foreseen else None,
+    }
+    if ceiling < each:
+        with pytest.raises(DoesNotFitError):
+            search(trial, cap * each, **asked)
+        return
+    found = search(trial, cap * each, **asked)
+    assert all(t.micro_batch % each == 0 for t in found.trials)
+    assert found.largest_fit == min(ceiling // each, cap) * each
+    assert found.capped == (found.largest_fit == cap * each)
+    assert found.first_fail == (None if found.capped else found.largest_fit + each)

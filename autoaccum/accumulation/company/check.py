@@ -34,7 +34,7 @@ from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
 SAMPLES = 4
-_PARTS = (2, 2)
+_PART = 2
 """Not of one sample, which BatchNorm and contrastive losses cannot do."""
 
 _SECONDS = 1.5
@@ -60,8 +60,10 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
 
     def look() -> Coupling:
         own, copied = make_copy(workload)
-        batch = take_small_batch(workload, SAMPLES)
-        return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
+        each = workload.multiple_of or 1
+        part = -(-_PART // each) * each
+        batch = take_small_batch(workload, 2 * part)
+        return _check(own, workload.objective, batch, workload.batchnorm, part) if copied else _FIXED
 
     return _guarded(model, workload.objective, look)
 
@@ -119,7 +121,8 @@ def _functions(model: nn.Module) -> list[Any]:
     return [*find_methods(model.modules()), *(hook for registered in hooks for hook in registered.values())]
 
 
-def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
+def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, part: int = _PART) -> Coupling:
+    parts = (part, part)
     if batchnorm == "frozen":
         objective = _with_own_criterion(objective)
         for module in find_batchnorms(model, objective.criterion_module):
@@ -135,10 +138,10 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
         wide = move_batch(cast_batch(batch, torch.float64), device)
         widen = _copier(copy.deepcopy(model).double(), widened(objective))
         if _is_quick(widen, wide, _MOST_WIDE_SECONDS):
-            found = find_coupling(_within(allotted, widen), wide, _PARTS)
+            found = find_coupling(_within(allotted, widen), wide, parts)
             if found.reason is None or found.found:
                 return found
-    return find_coupling(_within(allotted, fresh), narrow, _PARTS)
+    return find_coupling(_within(allotted, fresh), narrow, parts)
 
 
 def _is_quick(fresh: Fresh, batch: Any, most_seconds: float) -> bool:

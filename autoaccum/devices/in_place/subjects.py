@@ -36,6 +36,7 @@ class LiveObjects:
         evaluation_batch: Likewise.
         evaluate: Likewise.
         batchnorm: Likewise.
+        multiple_of: Likewise.
         name: What reports call it.
 
     Raises:
@@ -52,6 +53,7 @@ class LiveObjects:
     evaluation_batch: int | None = None
     evaluate: Callable[[nn.Module, Any], Any] | None = None
     batchnorm: BatchNormMode = "micro"
+    multiple_of: int | None = None
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class LiveObjects:
             evaluation_batch=self.evaluation_batch,
             evaluate=self.evaluate,
             batchnorm=self.batchnorm,
+            multiple_of=self.multiple_of,
             name=self.name,
         )
 

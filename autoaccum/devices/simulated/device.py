@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_PROBE = 2
-
-
 class SimulatedDevice:
     """Trials on a card that need not be here; nothing runs on any.
 
@@ -152,7 +149,7 @@ class SimulatedDevice:
         Raises:
             UsageError: As `inspect`.
         """
-        self._peak_bytes(_PROBE)
+        self._peak_bytes(max(2, self._traces.step))
         return Foresight(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:

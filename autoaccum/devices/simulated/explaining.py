@@ -143,8 +143,10 @@ class Accountant:
         with suppress(AutoaccumError):
             if len(trace.parts) > 1:
                 pair = self._follow(size, clock=clock), self._follow(2 * size, clock=clock)
-            elif size > 2 and not clock.is_over:  # Nothing accumulates, so that the events are others.
-                pair = self.traces.make((size - 1,), clock.left_seconds), trace
+            elif (
+                size > max(2, self.traces.step) and not clock.is_over
+            ):  # Nothing accumulates, so that the events are others.
+                pair = self.traces.make((size - self.traces.step,), clock.left_seconds), trace
         one, other = pair
         return None if one is None or other is None else (self.replays.weigh(one), self.replays.weigh(other))
 

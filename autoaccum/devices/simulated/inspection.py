@@ -9,7 +9,9 @@ from autoaccum.devices.inspection import (
     SAMPLES,
     collected_warnings,
     describe_subject,
-    needs_two,
+    few_samples,
+    find_least_size,
+    with_multiple,
 )
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.impersonation import DEVICE
@@ -37,14 +39,17 @@ def inspect_simulated(
     Raises:
         WorkloadError: It cannot be trained, as far as that shows without values.
     """
-    size = min(SAMPLES, share)
+    size = few_samples(workload, SAMPLES, share)
     with collected_warnings() as said:
         trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
-    fields = describe_subject(workload, made.model, made.optimizer, min(FORM_SAMPLES, share), made.terms)
+    workload, found_multiple = with_multiple(workload, made.model, share)
+    samples = few_samples(workload, FORM_SAMPLES, share)
+    fields = describe_subject(workload, made.model, made.optimizer, samples, made.terms)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
-        least_size=2 if needs_two(workload, made.model) else 1,
+        least_size=find_least_size(workload, made.model),
+        found_multiple=found_multiple,
         warnings=tuple(mode.notices),
         accumulation_warnings=tuple(said),
     )

@@ -15,9 +15,9 @@ from autoaccum.devices.simulated.tracer import Offer, Tracer
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 T = TypeVar("T")
-_SIZES = (2, 5, 3)
-"""Of the traces a family is made of. One of a single sample often has other operators than larger ones: what is
-squeezed away, broadcast, or not normalised."""
+_SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
+"""Of the traces a family is made of; or what multiplies the least size where micro-batches are multiples.
+One of a single sample often has other operators than larger ones: what is squeezed away, broadcast, not normalised."""
 
 
 class Traces:
@@ -29,6 +29,7 @@ class Traces:
 
     Attributes:
         share: As given.
+        step: What micro-batches are multiples of.
         notes: Sentences on sizes that do not follow from small ones.
         warnings: Likewise, where that showed only when trials had relied on it.
     """
@@ -39,6 +40,8 @@ class Traces:
         self._made: dict[tuple[int, ...], Trace] = {}
         self._family: Family | None = None
         self._followed: dict[int, Trace] = {}
+        self._sizes: tuple[int, ...] = _SIZES
+        self.step = 1
         self._follows = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
@@ -49,7 +52,12 @@ class Traces:
         Raises:
             WorkloadError, UsageError, NotMeasuredError: As there.
         """
-        return self._ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+        inspection = self._ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+        if inspection.multiple_of > 1:
+            self.step = inspection.multiple_of
+            self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
+            self._follows = self.share >= max(self._sizes)
+        return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
         """The trace of just these parts; where the family tells another one, it is believed no more.
@@ -67,8 +75,8 @@ class Traces:
         if self._family is not None and not _agrees(self._family, made):
             self._family, self._follows = None, False
             self.warnings.append(
-                f"the trace of {' + '.join(map(str, made.parts))} is not what those of {_listed()} promised: every "
-                "size that was tried after it was traced by itself, those before it may be a little off"
+                f"the trace of {' + '.join(map(str, made.parts))} is not what those of {_listed(self._sizes)}"
+                " promised: every size that was tried after it was traced by itself, those before it may be a little off"
             )
 
     def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
@@ -120,7 +128,7 @@ class Traces:
         Raises:
             WorkloadError, UsageError, NotMeasuredError: As the tracer's.
         """
-        if not self._follows or size < min(_SIZES):
+        if not self._follows or size < min(self._sizes):
             return None
         try:
             self._family = self._family or self._make_family(limit_seconds)
@@ -135,7 +143,7 @@ class Traces:
     def _make_family(self, limit_seconds: float | None) -> Family:
         began = time.monotonic()
         traces = []
-        for size in _SIZES:
+        for size in self._sizes:
             left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
             traces.append(self.make((size, size), left))
         return make_family(traces)
@@ -161,13 +169,13 @@ class Traces:
             raise
 
 
-def _listed() -> str:
-    return ", ".join(map(str, sorted(_SIZES)))
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
 
 
 def _agrees(family: Family, made: Trace) -> bool:
     """Whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
-    if len(made.parts) != 2 or min(made.parts) < min(_SIZES):
+    if len(made.parts) != 2 or min(made.parts) < min(family.sizes):
         return True
     try:
         large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))

@@ -70,13 +70,20 @@ scaler.step(optimizer)  # no update where a gradient is not finite
 scaler.update()"""
 
 
-def cut_lines(choices: Choices) -> Iterator[str]:
+def cut_lines(choices: Choices, *, multiple_of: int = 1) -> Iterator[str]:
     """The function `cut`."""
     yield "def cut(batch: Batch) -> list[Batch]:"
     yield '    """Cut a batch of any size into the fewest micro-batches that fit, evenly."""'
     yield f"    size = len({rows_in(choices.form, 'batch')})"
+    if multiple_of > 1:
+        yield "    if size % MULTIPLE_OF:"
+        yield '        raise ValueError(f"{size} samples are no multiple of {MULTIPLE_OF}")'
     yield "    count = math.ceil(size / MICRO_BATCH)"
-    yield "    bounds = [math.ceil(size * i / count) for i in range(count + 1)]"
+    if multiple_of > 1:
+        yield "    whole = size // MULTIPLE_OF"
+        yield "    bounds = [math.ceil(whole * i / count) * MULTIPLE_OF for i in range(count + 1)]"
+    else:
+        yield "    bounds = [math.ceil(size * i / count) for i in range(count + 1)]"
     part = changed(choices.form, "batch", "cut")
     simple = f"    return [{inline(part)} for a, b in pairwise(bounds)]"
     if len(simple) <= WIDTH:

@@ -54,7 +54,7 @@ class BatchesSource(StreamSource):
                 self._held.add(batch)
                 sizes.append(min(size, room))
                 room -= sizes[-1]
-        return Window(regroup(self._held.done(), sizes, self.part_size), self._target_batch - room)
+        return Window(regroup(self._held.done(), sizes, self.part_size, self.multiple_of), self._target_batch - room)
 
     def _size(self, entry: Any) -> int:
         try:

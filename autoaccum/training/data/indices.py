@@ -54,7 +54,9 @@ class Order(Protocol):
     def generators(self) -> dict[str, Generator]:
         """Generators of the user's own that it draws from, by name."""
 
-    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+    def lists(
+        self, epoch: int, skipped: int, target_batch: int, part_size: int, multiple_of: int = 1
+    ) -> Iterator[list[Any]]:
         """Lists of indices behind the first `skipped` samples; none crosses a window's boundary."""
 
     def some(self, count: int) -> list[Any]:
@@ -73,12 +75,14 @@ class ShuffledOrder:
         self.generators: dict[str, Generator] = {}
         self._seed = seed
 
-    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+    def lists(
+        self, epoch: int, skipped: int, target_batch: int, part_size: int, multiple_of: int = 1
+    ) -> Iterator[list[Any]]:
         """Each window's samples divided evenly, as a plan divides them."""
         shuffle = torch.Generator().manual_seed(mix(self._seed, "order", epoch))
         order = torch.randperm(self.samples, generator=shuffle)[skipped:]
         for window in torch.split(order, target_batch) if len(order) else ():
-            for part in torch.split(window, list(split_evenly(len(window), part_size))):
+            for part in torch.split(window, list(split_evenly(len(window), part_size, multiple_of))):
                 yield part.tolist()
 
     def some(self, count: int) -> list[Any]:
@@ -116,7 +120,9 @@ class SampledOrder:
             return None
         return total - total % sampler.batch_size if sampler.drop_last else total
 
-    def lists(self, epoch: int, skipped: int, target_batch: int, part_size: int) -> Iterator[list[Any]]:
+    def lists(
+        self, epoch: int, skipped: int, target_batch: int, part_size: int, multiple_of: int = 1
+    ) -> Iterator[list[Any]]:
         """The sampler's lists, cut where a window ends and nowhere else."""
         place = 0
         for indices in self._drawn(self._sampler, epoch, target_batch):

@@ -46,7 +46,7 @@ class MapStyleSource:
         options: WorkerOptions,
         name: str,
     ) -> None:
-        self.part_size = target_batch
+        self.part_size, self.multiple_of = target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeps_place = True
         self.samples_per_epoch = order.samples
@@ -113,7 +113,9 @@ class MapStyleSource:
             self._end()
             return None
         self._read += samples
-        return Window(parts if self._order.makes_parts else regroup(parts, sizes, self.part_size), samples)
+        return Window(
+            parts if self._order.makes_parts else regroup(parts, sizes, self.part_size, self.multiple_of), samples
+        )
 
     def commit(self) -> None:
         """Move behind the last window."""
@@ -142,7 +144,8 @@ class MapStyleSource:
 
     def _requests(self) -> Iterator[PartRequest]:
         place = self._done
-        for indices in self._order.lists(self._epoch, place, self._target_batch, self.part_size):
+        part_size, each = self.part_size, self.multiple_of
+        for indices in self._order.lists(self._epoch, place, self._target_batch, part_size, each):
             yield PartRequest(self._seed, self._epoch, place, indices)
             place += len(indices)
 

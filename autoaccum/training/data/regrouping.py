@@ -14,8 +14,10 @@ from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, is_samples, join_batches
 
 
-def regroup(parts: Sequence[Any], sizes: Sequence[int], ceiling: int) -> list[Any]:
+def regroup(parts: Sequence[Any], sizes: Sequence[int], ceiling: int, multiple_of: int = 1) -> list[Any]:
     """`parts` of `sizes` samples, joined where that makes fewer micro-batches of at most `ceiling` of them.
+
+    Sizes that are to be multiples are joined too where they are none.
 
     Joined are neighbours of the same nest, types, dtypes and trailing shapes, whose values that belong to all samples
     are equal; differently padded ones stay as they are.
@@ -27,7 +29,9 @@ def regroup(parts: Sequence[Any], sizes: Sequence[int], ceiling: int) -> list[An
             runs[-1].append(number)
         else:
             runs.append([number])
-    return [part for run in runs for part in _joined([parts[n] for n in run], [sizes[n] for n in run], ceiling)]
+    return [
+        part for run in runs for part in _joined([parts[n] for n in run], [sizes[n] for n in run], ceiling, multiple_of)
+    ]
 
 
 def are_joinable(left: Any, left_size: int, right: Any, right_size: int) -> bool:
@@ -35,9 +39,12 @@ def are_joinable(left: Any, left_size: int, right: Any, right_size: int) -> bool
     return _alike(left, left_size, right, right_size, top=True)
 
 
-def _joined(parts: list[Any], sizes: list[int], ceiling: int) -> list[Any]:
+def _joined(parts: list[Any], sizes: list[int], ceiling: int, multiple_of: int) -> list[Any]:
     total = sum(sizes)
-    if len(split_evenly(total, ceiling)) == sum(len(split_evenly(size, ceiling)) for size in sizes):
+    together, apart = (
+        sum(len(split_evenly(size, ceiling, multiple_of)) for size in each) for each in ([total], filter(None, sizes))
+    )
+    if together == apart and not any(size % multiple_of for size in sizes):
         return parts  # A join would be a copy for nothing.
     whole = join_batches(parts)
     # Lists have more than one reading, which may change with their length.

@@ -64,7 +64,7 @@ class SamplesSource(StreamSource):
 
     def _collated(self, window: Window) -> Iterator[Any]:
         samples, place = iter(window.parts), self._reading.taken - window.samples
-        for size in split_evenly(window.samples, self.part_size):
+        for size in split_evenly(window.samples, self.part_size, self.multiple_of):
             if self._collate is not default_collate:
                 seed_generators(mix(self._seed, "collate", self._epoch, place))
             part = self._collate(list(islice(samples, size)))

@@ -27,12 +27,14 @@ class Source(Protocol):
 
     Attributes:
         part_size: The largest part to make, in samples, where parts are made here: set before the first window.
+        multiple_of: What they are multiples of, likewise; what an epoch has left over is a part of its own.
         interruptible: Entered where `next_window` waits, or runs the user's code: what is raised there at any moment
             loses nothing. Random states are put back outside of it.
         keeps_place: Whether `state` is asked for; set before the first window.
     """
 
     part_size: int
+    multiple_of: int
     interruptible: Callable[[], AbstractContextManager[Any]]
     keeps_place: bool
 

@@ -58,7 +58,7 @@ class StreamSource(abc.ABC):
         length: int | None = None,
         samples_per_epoch: int | None = None,
     ) -> None:
-        self.part_size = target_batch
+        self.part_size, self.multiple_of = target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeps_place = True
         self.samples_per_epoch = samples_per_epoch

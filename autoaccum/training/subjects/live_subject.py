@@ -51,6 +51,7 @@ class LiveSubject:
             check_optimizer(request.optimizer, model)
         self.name = type(model).__name__
         self.data, self.eval_data = request.data, request.eval_data
+        self.multiple_of = request.multiple_of or 1
         self.collate, self.evaluation_batch = request.collate, request.evaluation_batch
         if request.learning_rate is not None:
             _check_follows(request.scheduler, request.learning_rate)
@@ -78,6 +79,7 @@ class LiveSubject:
             precision=request.precision,
             batchnorm=request.batchnorm,
             keeps=request.keeps,
+            multiple_of=request.multiple_of,
             memory=request.memory,
             reserve=request.reserve,
             on_event=on_event,

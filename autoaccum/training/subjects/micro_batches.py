@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.planned import Facts, differences, planned_facts
+from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.records import Plan
 from autoaccum.training.data.source import Source
@@ -21,10 +22,11 @@ from autoaccum.training.subjects.subject import Subject
 
 @dataclass(frozen=True)
 class Choice:
-    """A micro-batch, and the plan it is from; None where it was given as a number."""
+    """A micro-batch, the plan it is from (None where it was given as a number), and what it is a multiple of."""
 
     micro_batch: int
     plan: Plan | None = None
+    multiple_of: int = 1
 
 
 def choose_micro_batch(
@@ -45,7 +47,9 @@ def choose_micro_batch(
             verb, they = ("is", "it is") if unused == ["worst_of"] else ("are", "they are")
             what = " and ".join(unused)
             tell(Noted(f"{what} {verb} for planning, and the micro-batch {whence}: {they} not used"))
-        return found
+        each = max(subject.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
+        check_multiple(request.target_batch, each, "the target batch")
+        return replace(found, multiple_of=each)
     tell(Planning(subject.name))
     try:
         made = subject.plan(source.planning_batch, tell)
@@ -54,7 +58,7 @@ def choose_micro_batch(
     kept = None if saved is None else saved.plan
     if kept is not None:  # A tuned plan has no trials of its learning rate: it holds for the next one, too.
         made = replace(made, learning_rate=kept.learning_rate)
-    return Choice(made.micro_batch, made)
+    return Choice(made.micro_batch, made, made.multiple_of)
 
 
 def _without_trials(

@@ -30,6 +30,7 @@ class Subject(Protocol):
         eval_data: What it is evaluated on; None: nothing.
         collate: How samples become a batch; None: torch's default_collate.
         evaluation_batch: The micro-batch evaluation begins with; None: that of training.
+        multiple_of: What its micro-batches are multiples of, where no plan knows better.
         digest: Of its source files; empty where there are none.
     """
 
@@ -38,6 +39,7 @@ class Subject(Protocol):
     eval_data: Any
     collate: Callable[[list[Any]], Any] | None
     evaluation_batch: int | None
+    multiple_of: int
     digest: str
 
     @property

@@ -44,6 +44,7 @@ class WorkloadSubject:
             workload,
             precision=request.precision,
             batchnorm=request.batchnorm,
+            multiple_of=request.multiple_of,
             optimizer=request.optimizer,
             scheduler=request.scheduler,
             collate=request.collate,
@@ -59,6 +60,7 @@ class WorkloadSubject:
             )
         self.eval_data = _samples(workload.evaluation_dataset) if request.eval_data is None else request.eval_data
         self.name, self.digest = workload.name, workload.digest
+        self.multiple_of = workload.multiple_of or 1
         self.collate, self.evaluation_batch = workload.collate, workload.evaluation_batch
 
     @property
@@ -76,6 +78,7 @@ class WorkloadSubject:
             asked |= {
                 "precision": request.precision,
                 "batchnorm": request.batchnorm,
+                "multiple_of": request.multiple_of,
                 "optimizer": request.optimizer,
                 "evaluation_batch": request.evaluation_batch,
                 "keeps": request.keeps,

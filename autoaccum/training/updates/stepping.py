@@ -37,6 +37,7 @@ class Stepper:
         micro_batch: The ceiling to begin with, in samples.
         clip_norm: As the Accumulator's; None measures the norm only, for the log and to see that it is finite.
         skip_nonfinite: Pass over windows whose loss or gradient is not finite, instead of ending there.
+        multiple_of: What micro-batches are multiples of.
         noise_scale: Estimate the gradient noise scale.
         check: Called as each phase of a step begins; what it raises rolls the step back.
         tell: Told of shortages, raises of the ceiling and skipped windows.
@@ -57,6 +58,7 @@ class Stepper:
         micro_batch: int,
         clip_norm: float | None,
         skip_nonfinite: bool,
+        multiple_of: int = 1,
         noise_scale: bool,
         check: Callable[[], None],
         tell: Callable[[Any], None],
@@ -82,6 +84,7 @@ class Stepper:
             precision=trainee.precision,  # type: ignore[arg-type]
             batchnorm=trainee.batchnorm,
             scaler=trainee.scaler,
+            multiple_of=multiple_of,
             check_finite=True,
             observer=self._watch,
         )

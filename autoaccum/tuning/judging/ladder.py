@@ -8,7 +8,9 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.errors import UsageError
 
 
-def micro_batch_ladder(ceiling: int, least: int = 1, targets: Sequence[int] = ()) -> tuple[int, ...]:
+def micro_batch_ladder(
+    ceiling: int, least: int = 1, targets: Sequence[int] = (), multiple_of: int = 1
+) -> tuple[int, ...]:
     """Doublings of the least size that stay below the ceiling, and the ceiling itself, ascending.
 
     Args:
@@ -16,6 +18,7 @@ def micro_batch_ladder(ceiling: int, least: int = 1, targets: Sequence[int] = ()
         least: The smallest that the model runs: 2 where a BatchNorm refuses a single sample.
         targets: Samples per update, ascending. Sizes that leave a part below `least` in any of them are left away,
             and so are those that cut the largest into as many parts as a smaller one: they are the same parts then.
+        multiple_of: Of which `ceiling` and `least` are multiples, and all parts are to be.
 
     Raises:
         UsageError: There is none: the ceiling lies below the least size, or no size cuts all the targets.
@@ -32,15 +35,16 @@ def micro_batch_ladder(ceiling: int, least: int = 1, targets: Sequence[int] = ()
         )
     sizes = [least << doublings for doublings in range((ceiling // least).bit_length()) if least << doublings < ceiling]
     ladder = (*sizes, ceiling)
-    return _telling(ladder, least, targets) if targets else ladder
+    return _telling(ladder, least, targets, multiple_of) if targets else ladder
 
 
-def _telling(ladder: Sequence[int], least: int, targets: Sequence[int]) -> tuple[int, ...]:
+def _telling(ladder: Sequence[int], least: int, targets: Sequence[int], multiple_of: int) -> tuple[int, ...]:
     """The sizes of a ladder that cut every target, the largest of them each in a way of its own."""
     sizes: dict[int, int] = {}
     for size in ladder:
-        if all(make_schedule(target, size).smallest_part >= least for target in targets):
-            sizes.setdefault(make_schedule(targets[-1], size).iter_size, size)
+        cuts = [make_schedule(target, size, multiple_of=multiple_of) for target in targets]
+        if all(cut.smallest_part >= least for cut in cuts):
+            sizes.setdefault(cuts[-1].iter_size, size)
     if not sizes:
         raise UsageError(
             f"no micro-batch of {least} to {ladder[-1]} samples cuts updates of {_listed(targets)} without a part below"

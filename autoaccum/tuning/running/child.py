@@ -60,7 +60,7 @@ class Child:
             from autoaccum.workload.loading import load_workload
 
             seed_everything()
-            asked = {name: request[name] for name in ("precision", "batchnorm", "optimizer")}
+            asked = {name: request[name] for name in ("precision", "batchnorm", "optimizer", "multiple_of")}
             self._workload = replace_given(load_workload(request["reference"]), **asked)
         except BaseException as error:
             return failure_reply(error, f"loading {request['reference']}")

@@ -34,7 +34,8 @@ def start_trainer(on_output: Callable[[str], None] | None = None) -> ChildProces
 
 def load_request(request: TuneRequest) -> dict[str, Any]:
     """What has a child load the workload as a study asks for it."""
-    asked = {name: getattr(request, name) for name in ("reference", "precision", "batchnorm", "optimizer")}
+    names = ("reference", "precision", "batchnorm", "optimizer", "multiple_of")
+    asked = {name: getattr(request, name) for name in names}
     return {"job": "load", **asked, **where_to_import()}
 
 

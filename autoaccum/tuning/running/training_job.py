@@ -84,7 +84,7 @@ def _request(workload: Workload, order: TrainOrder, course: Course) -> FitReques
     return FitRequest(
         subject=dataclasses.replace(workload, **asked),
         target_batch=order.setting.target_batch,
-        micro_batch=max(order.setting.parts),
+        micro_batch=max(order.setting.cut(workload.multiple_of or 1)),
         learning_rate=order.setting.learning_rate,
         steps=_WITHOUT_END,
         seed=order.seed,
