@@ -86,8 +86,8 @@ class Loop:
             self.has_left_out = True
             self.teller.tell(
                 Noted(
-                    f"the last {window.samples % each} samples of an epoch are left out: micro-batches are to be"
-                    f" multiples of {each}",
+                    f"samples that are left over at the end of an epoch ({window.samples % each} here) are left out:"
+                    f" micro-batches are multiples of {each}",
                     warns=False,
                 )
             )

@@ -39,8 +39,8 @@ def load_workload(reference: str) -> Workload:
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
     `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `multiple_of`,
     `batchnorm`. A `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the
-    other names as they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a `batchnorm` that is no word (a layer,
-    a function) is the file's own business.
+    other names as they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a `batchnorm` that is
+    no word (a layer, a function) is the file's own business.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.

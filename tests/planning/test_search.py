@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -447,7 +447,7 @@ def test_small_ripples_are_no_warning() -> None:
 def test_tries_multiples_only(ceiling: int, each: int, cap: int, peaks: bool, foreseen: bool) -> None:
     trial = linear(ceiling) if peaks else scripted(lambda n: "ok" if n <= ceiling else "oom")
     slope = 0.7 * LIMIT / (ceiling + 0.5)
-    asked = {
+    asked: dict[str, Any] = {
         "limit_bytes": LIMIT,
         "least_size": each,
         "multiple_of": each,

@@ -76,7 +76,8 @@ class Traces:
             self._family, self._follows = None, False
             self.warnings.append(
                 f"the trace of {' + '.join(map(str, made.parts))} is not what those of {_listed(self._sizes)}"
-                " promised: every size that was tried after it was traced by itself, those before it may be a little off"
+                " promised: every size that was tried after it was traced by itself, those before it may be a"
+                " little off"
             )
 
     def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
