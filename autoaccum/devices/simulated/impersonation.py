@@ -7,10 +7,11 @@ refused by what PyTorch itself raises.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
+from uuid import NAMESPACE_URL, uuid5
 
 import torch
 
@@ -23,12 +24,17 @@ from autoaccum.devices.simulated.values import SimulationLimit
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
 _SILENT = (
+    "caching_allocator_enable",
+    "check_error",
     "empty_cache",
     "ipc_collect",
     "manual_seed",
     "manual_seed_all",
+    "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
     "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
@@ -40,6 +46,21 @@ _SILENT = (
     "synchronize",
     "_lazy_init",
 )
+_OF_THE_DRIVER = (
+    "caching_allocator_alloc",
+    "caching_allocator_delete",
+    "change_current_allocator",
+    "clock_rate",
+    "current_blas_handle",
+    "current_solver_handle",
+    "graph_pool_handle",
+    "power_draw",
+    "temperature",
+)
+_NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
+"""What `torch.cuda` itself raises where NVML finds no driver."""
+_MEMORY_MHZ = {(7, 0): 877, (7, 5): 7001, (8, 0): 1512, (8, 6): 9751, (8, 9): 10501, (9, 0): 2619, (10, 0): 3996}
+"""Memory clocks by compute capability, as most cards of the generation are sold."""
 
 
 class Stream:
@@ -80,14 +101,15 @@ class Stream:
 
 def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
-    for name, answer in _answers(card, recorder).items():
-        if hasattr(torch.cuda, name):
-            stack.enter_context(replaced(torch.cuda, name, answer))
-    for name in _SILENT:
-        stack.enter_context(replaced(torch.cuda, name, _nothing))
+    answers = _answers(card, recorder)
+    answers |= dict.fromkeys(_SILENT, _nothing) | dict.fromkeys(_OF_THE_DRIVER, _without_driver)
+    for name, answer in answers.items():
+        for owner in (torch.cuda, torch.cuda.memory):
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, answer))
     stack.enter_context(replaced(torch.cuda, "_initialized", True))
     stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-    for name, answer in _accelerator_answers().items():
+    for name, answer in _accelerator_answers(card, recorder).items():
         if hasattr(torch.accelerator, name):
             stack.enter_context(replaced(torch.accelerator, name, answer))
     cudnn: Any = torch.backends.cudnn
@@ -122,31 +144,51 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "get_arch_list": lambda: ["sm_{}{}".format(*card.capability)],
         "get_gencode_flags": lambda: "",
         "can_device_access_peer": lambda *_: False,
+        "get_stream_from_external": Stream,
+        "get_sync_debug_mode": lambda: 0,
+        "get_allocator_backend": lambda: "native",
         "initial_seed": lambda: 0,
         "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        "utilization": lambda *_: 0,
+        "utilization": _of_card(0),
+        "memory_usage": _of_card(0),
+        "list_gpu_processes": _of_card("GPU:0\nno processes are running"),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_tf32_supported": lambda: card.capability >= (8, 0),
     }
 
 
 def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-    held = dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-        lambda *_, **__: recorder.alive_bytes,
-    )
+    held = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    cached = ("memory_cached", "max_memory_cached", "device_memory_used")
+    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
+
+    def stats(*_: Any, **__: Any) -> dict[str, int]:
+        named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
+        return defaultdict(int, dict.fromkeys(named, recorder.alive_bytes))
+
     return {
-        **held,
+        **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.alive_bytes),
         "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.alive_bytes, card.total_bytes),
-        "memory_stats": lambda *_, **__: defaultdict(int),
+        "get_per_process_memory_fraction": _of_card(1.0),
+        "memory_stats": stats,
+        "memory_stats_as_nested_dict": _of_card({}),
+        "host_memory_stats": lambda: defaultdict(int),
+        "host_memory_stats_as_nested_dict": dict,
         "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
     }
 
 
-def _accelerator_answers() -> dict[str, Callable[..., Any]]:
+def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    memory = _memory_answers(card, recorder)
+    silent = ("set_stream", "synchronize", "empty_cache", "empty_host_cache")
+    resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
     return {
+        **memory,
+        **dict.fromkeys((*silent, *resets), _nothing),
+        "get_memory_info": memory["mem_get_info"],
+        "get_device_capability": _without_capabilities,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -155,15 +197,18 @@ def _accelerator_answers() -> dict[str, Callable[..., Any]]:
         "current_stream": Stream,
         "set_device_index": check_index,
         "set_device_idx": check_index,
-        "set_stream": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
     }
 
 
-def _properties(card: Card) -> Any:
+class _CudaDeviceProperties(SimpleNamespace):
+    """What `get_device_properties` returns: all that PyTorch's own has (`torch/csrc/cuda/Module.cpp`)."""
+
+
+def _properties(card: Card) -> _CudaDeviceProperties:
     major, minor = card.capability
-    return SimpleNamespace(
+    shared = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
+    in_all = shared.get(card.capability, 100)
+    return _CudaDeviceProperties(
         name=card.title,
         major=major,
         minor=minor,
@@ -172,22 +217,23 @@ def _properties(card: Card) -> Any:
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
-        gcnArchName="",
-        **_limits(card),
+        gcnArchName=card.title,  # As builds for CUDA have it.
+        uuid=uuid5(NAMESPACE_URL, card.name),
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        L2_cache_size=card.l2_bytes,
+        memory_bus_width=card.bus_bits,
+        clock_rate=1000 * card.clock_mhz,
+        memory_clock_rate=1000 * _MEMORY_MHZ.get(card.capability, 14001),
+        # Of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications).
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=card.threads_per_multiprocessor,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=(in_all if card.capability < (8, 0) else in_all - 1) << 10,
+        shared_memory_per_multiprocessor=in_all << 10,
     )
-
-
-def _limits(card: Card) -> Mapping[str, int]:
-    """Limits of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications)."""
-    shared = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
-    in_all = shared.get(card.capability, 100)
-    return {
-        "max_threads_per_multi_processor": card.threads_per_multiprocessor,
-        "regs_per_multiprocessor": 65536,
-        "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_block_optin": (in_all if card.capability < (8, 0) else in_all - 1) << 10,
-        "shared_memory_per_multiprocessor": in_all << 10,
-    }
 
 
 class _Guard:
@@ -226,3 +272,11 @@ def check_index(device: Any = None) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _without_driver(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(_NO_DRIVER)
+
+
+def _without_capabilities(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("Backend doesn't support getting device capabilities.")  # CUDA's answer on any card.
