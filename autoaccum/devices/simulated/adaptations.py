@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.impersonation import DEVICE, check_index
 from autoaccum.devices.simulated.patches import replaced
@@ -44,7 +46,7 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (FakeTensor, "__dlpack__", _unreadable),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
-        (torch.nn.DataParallel, "forward", lambda module, *args, **kwargs: module.module(*args, **kwargs)),
+        (torch.nn.DataParallel, "forward", _scattered),
     ):
         stack.enter_context(replaced(owner, name, value))
 
@@ -129,7 +131,33 @@ def _data_ptr(tensor: torch.Tensor) -> int:
     return 0 if asker == "torch._tensor" else place
 
 
+def _scattered(module: torch.nn.DataParallel[Any], *_: Any, **__: Any) -> NoReturn:
+    raise SimulationLimit(
+        "nn.DataParallel divides a batch among cards, and one card is simulated",
+        hint="plan the module without it: have model() return what it wraps",
+    )
+
+
 def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
-    """`torch.compile`, as a function or as a decorator with options: there is no kernel to compile for."""
-    notices[COMPILED] = None
-    return partial(_eager, notices) if model is None else model
+    """`torch.compile`, as a function or as a decorator with options: there is no kernel to compile for.
+
+    It is said once what was compiled runs: libraries compile functions as they are imported that nobody calls.
+    """
+    if model is None:
+        return partial(_eager, notices)
+
+    def note(*_: Any) -> None:
+        notices[COMPILED] = None
+
+    if isinstance(model, torch.nn.Module):
+        model.register_forward_pre_hook(note)
+        return model
+
+    @functools.wraps(model)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not given or any(leaf.is_cuda for leaf in given):  # What prepares a batch is not the step's.
+            note()
+        return model(*args, **kwargs)
+
+    return run

@@ -110,7 +110,6 @@ RUNS = {
     "dict batches": module("return self.layer(x)") + "del criterion\n"
     "def batch(n): return {'x': torch.randn(n, 8), 'y': torch.randint(0, 4, (n,))}\n"
     "def loss(m, b): return F.cross_entropy(m(b['x']), b['y'])",
-    "data parallel": f"def model(): return nn.DataParallel({MLP})",
     "a recurrent net": "class M(nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"
@@ -184,6 +183,10 @@ REFUSED = {
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",
         ["batch(2) is on the card", "make it on the CPU"],
     ),
+    "data parallel": (
+        f"def model(): return nn.DataParallel({MLP})",
+        ["nn.DataParallel divides a batch among cards, and one card is simulated", "have model() return what it wraps"],
+    ),
     "a lazy module": (
         "def model(): return nn.Sequential(nn.LazyLinear(4))",
         ["a parameter without a shape yet", "have model() run one sample through"],
@@ -233,12 +236,29 @@ def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str]
         f"def model(): return torch.compile({MLP})",
         f"def model(): m = {MLP}; m.compile(); return m",
         module("return self.run(x)") + "M.run = torch.compile(fullgraph=True)(lambda self, x: self.layer(x))",
+        f"def model(): m = {MLP}; m[0] = torch.compile(m[0]); return m",
+        f"def model(): return {MLP}\ndel criterion\n"
+        "compiled = torch.compile(F.cross_entropy)\ndef loss(m, b): return compiled(m(b[0]), b[1])",
     ],
-    ids=["function", "method", "decorator"],
+    ids=["function", "method", "decorator", "submodule", "loss"],
 )
 def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: Callable[[str], Any]) -> None:
     inspection = simulated(lines)("inspect")["inspection"]
     assert any("eager step" in warning for warning in inspection["warnings"])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"@torch.compile\ndef unused(x): return x\ndef model(): return {MLP}",
+        f"unused = torch.compile(nn.Linear(8, 4))\ndef model(): return {MLP}",
+        f"@torch.compile\ndef crop(x): return x[:, :8]\ndef model(): return {MLP}\n"
+        "def batch(n): return crop(torch.randn(n, 9)), torch.randint(0, 4, (n,))",
+    ],
+    ids=["a function nobody calls", "a module nobody calls", "a function of the batch"],
+)
+def test_what_is_compiled_beside_the_step_is_no_compiled_model(lines: str, simulated: Callable[[str], Any]) -> None:
+    assert simulated(lines)("inspect")["inspection"]["warnings"] == ()
 
 
 def test_weights_are_not_materialised(simulated: Callable[[str], Any]) -> None:

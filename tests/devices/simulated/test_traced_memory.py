@@ -128,7 +128,3 @@ def test_half_precision_halves_what_is_saved_and_casts_weights_once(trace: Calla
     assert after_forward(plain) - after_forward(half) >= DEPTH * ACTIVATION // 2 - DEPTH * WEIGHT // 2
     scaled = trace(precision="fp16")
     assert len(scaled.events) > len(half.events)
-
-
-def test_one_card_is_not_scattered_over(trace: Callable[..., Trace]) -> None:
-    assert trace("def model(): return nn.DataParallel(Net())\n") == trace()
