@@ -39,8 +39,13 @@ def test_the_cache_is_given_back_within_a_limit(replays: Replays) -> None:
 
 def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
     def update(*sizes: int, events: tuple[int, ...]) -> Trace:
-        phases = ((0, "forward"), (2, "backward"), (3, "update"))
-        return Trace(parts=(1,), events=events, sizes=sizes, phases=phases, last_update=1)
+        return Trace(
+            parts=(1,),
+            events=events,
+            sizes=sizes,
+            phases=((0, "forward"), (2, "backward"), (3, "update")),
+            last_update=1,
+        )
 
     once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
     assert (replays.trial(once, 60 * MIB).outcome, replays.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
