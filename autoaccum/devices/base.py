@@ -86,6 +86,7 @@ class TrialSettings:
         multiple_of: Overrides what its micro-batches are multiples of.
         is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
         checkout: Where its modules lie; None: where this process finds them.
+        parcel: Live objects, packed (`devices.parcels`), in place of what `reference` would load.
     """
 
     reference: str
@@ -100,6 +101,7 @@ class TrialSettings:
     multiple_of: int | None = None
     is_stopped: Callable[[], bool] | None = None
     checkout: Checkout | None = None
+    parcel: str | None = field(default=None, repr=False)
 
     def to_request(self) -> dict[str, Any]:
         """What a child is told to load."""
@@ -112,6 +114,7 @@ class TrialSettings:
             "worst_of": self.worst_of,
             "batchnorm": self.batchnorm,
             "multiple_of": self.multiple_of,
+            "parcel": self.parcel,
         }
 
 

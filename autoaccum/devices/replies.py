@@ -34,6 +34,10 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
 
     names = ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm", "multiple_of")
     asked = {name: request.get(name) for name in names}
+    if request.get("parcel") is not None:
+        from autoaccum.devices.parcels import unpack
+
+        return adapt(unpack(request["parcel"]), most=request.get("share"), **asked)
     return adapt(load_workload(request["reference"]), most=request.get("share"), **asked)
 
 

@@ -36,7 +36,7 @@ def check_explaining(subject: Subject, request: Request) -> None:
         )
     raise UsageError(
         "explain tells where the memory of a card goes, and that of live objects is not told apart",
-        hint='write model, batch and loss into a file and plan that for a card: plan("model.py", gpu=..., ...)',
+        hint="predict for a card, which need not be here: gpu=NAME",
     )
 
 

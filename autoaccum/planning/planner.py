@@ -104,7 +104,8 @@ def plan(
             None where neither says: 2 where the workload runs 2 samples and raises with 1 and with 3, else 1.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
         gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
-            nothing runs on any card, and the plan is of kind `predicted`. In place of `device`; files only.
+            nothing runs on any card, and the plan is of kind `predicted`. In place of `device`. Live objects and a
+            `Workload` go to a process of their own for that, by `cloudpickle`, their weights without values.
         memory: The budget: `10GiB`, `24GB`, or `80%` of the total; what is free otherwise.
         reserve: Kept free of it.
         world_size: Ranks that share the target; the longest share decides.
@@ -117,7 +118,8 @@ def plan(
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan has it anyway.
         explain: Tell where the memory of a card goes at the peak, by what it is for and by module, and what would
-            change that (`Plan.explanation`): all of it simulated, also where trials really ran. Files only.
+            change that (`Plan.explanation`): all of it simulated, also where trials really ran. Not of trials
+            in this process.
         picture: Tell listeners what a picture of that needs, where the device can (`events.Explained`).
         trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.

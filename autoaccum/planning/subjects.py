@@ -82,21 +82,23 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
     precision = _check_precision(settings.precision)
     settings = _checked(settings)
     if settings.gpu is not None and (workload is not None or _given(parts, settings)):
-        _check_simulated(workload, settings)
+        _check_simulated(settings)
     trial_limit = check_seconds(settings.trial_limit, "the trial limit", "give the seconds a trial may take")
     memory, reserve = _size(settings.memory, "memory"), _size(settings.reserve, "reserve")
-    reference = choose_way(workload, parts, settings)
-    if not isinstance(reference, str):
-        return _in_place(reference, settings, memory, reserve)
+    way = choose_way(workload, parts, settings)
+    if not isinstance(way, str) and settings.gpu is None:
+        return _in_place(way, settings, memory, reserve)
+    reference = way if isinstance(way, str) else f"{way.name} (made in code)"
     trials = TrialSettings(
         reference=reference,
+        parcel=None if isinstance(way, str) else _packed(way),
         share=settings.share,
         precision=precision,
-        optimizer=settings.optimizer,
+        optimizer=settings.optimizer if isinstance(way, str) else None,
         trial_limit_seconds=trial_limit,
         keeps=settings.keeps,
         evaluation_batch=settings.evaluation_batch,
-        worst_of=settings.worst_of,
+        worst_of=settings.worst_of if isinstance(way, str) else None,
         batchnorm=settings.batchnorm,
         multiple_of=settings.multiple_of,
         is_stopped=settings.is_stopped,
@@ -145,7 +147,7 @@ def _ways(settings: Settings) -> str:
     return f"give one: {ways.format(settings.verb)}"
 
 
-def _check_simulated(workload: Any, settings: Settings) -> None:
+def _check_simulated(settings: Settings) -> None:
     """Refuse what a card that is not there does not go together with."""
     if not isinstance(settings.gpu, str):
         raise UsageError(
@@ -156,12 +158,16 @@ def _check_simulated(workload: Any, settings: Settings) -> None:
             f"both --device {settings.device} and --gpu {settings.gpu} are given",
             hint="--device measures on what is here, --gpu predicts for a card that need not be: take one",
         )
-    if not isinstance(workload, (str, os.PathLike)):
-        given = "live objects are" if workload is None else f"{_kind(workload)} is"
-        raise UsageError(
-            f"gpu is {settings.gpu!r}, and {given} given: they live on what is really here",
-            hint=f'write model, batch and loss into a file and give that: plan("model.py", gpu={settings.gpu!r}, ...)',
-        )
+
+
+def _packed(subject: Workload | LiveObjects) -> str:
+    """What is to be simulated, for a process of its own: simulation changes torch for all that runs in one."""
+    from autoaccum.devices.in_place import LiveObjects
+    from autoaccum.devices.parcels import pack
+
+    if isinstance(subject, LiveObjects):
+        return pack(subject.as_workload(), subject.model, subject.live_optimizer)
+    return pack(subject)
 
 
 def _in_place(

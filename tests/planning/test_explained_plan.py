@@ -347,8 +347,8 @@ def test_live_objects_are_not_explained() -> None:
             explain=True,
         )
     assert str(refused.value) == (
-        "explain tells where the memory of a card goes, and that of live objects is not told apart: write model, batch"
-        ' and loss into a file and plan that for a card: plan("model.py", gpu=..., ...)'
+        "explain tells where the memory of a card goes, and that of live objects is not told apart: predict for a card,"
+        " which need not be here: gpu=NAME"
     )
 
 

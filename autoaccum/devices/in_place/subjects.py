@@ -60,7 +60,6 @@ class LiveObjects:
         check_model(self.model)
         if isinstance(self.model, nn.DataParallel):
             raise UsageError("the model is wrapped in DataParallel", hint="give the module in it: model=wrapped.module")
-        find_device(self.model)
         if isinstance(self.optimizer, Optimizer):
             check_optimizer(self.optimizer, self.model)
         self.as_workload()

@@ -36,11 +36,15 @@ def two_places() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
 
+def tried(model: nn.Module, device: str = "auto") -> InPlaceDevice:
+    return InPlaceDevice(live(model), share=4, device=device)
+
+
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no module": (UsageError, lambda: live(3), "model is a int"),
     "lazy": (UsageError, lambda: live(nn.LazyLinear(2)), "not initialised yet"),
-    "meta": (UsageError, lambda: live(nn.Linear(2, 2, device="meta")), "the model is on meta, where no trial"),
-    "two places": (UsageError, lambda: live(two_places()), "the model is on cpu and meta, trials measure one device"),
+    "meta": (UsageError, lambda: tried(nn.Linear(2, 2, device="meta")), "the model is on meta, where no trial"),
+    "two places": (UsageError, lambda: tried(two_places()), "the model is on cpu and meta, trials measure one device"),
     "wrapped": (UsageError, lambda: live(nn.DataParallel(nn.Linear(2, 2))), "wrapped in DataParallel"),
     "other optimizer": (
         UsageError,
@@ -54,7 +58,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "precision": (WorkloadError, lambda: live(nn.Linear(2, 2), precision="fp8"), "the precision is 'fp8'"),
     "elsewhere": (
         UsageError,
-        lambda: InPlaceDevice(live(nn.Linear(2, 2)), share=4, device="cuda:0"),
+        lambda: tried(nn.Linear(2, 2), "cuda:0"),
         "the model is on cpu, and the device is to be cuda:0",
     ),
 }
