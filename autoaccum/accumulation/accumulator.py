@@ -76,6 +76,7 @@ class Accumulator:
         model: The model, in place on its device.
         optimizer: One optimizer of its parameters; it may lack some, whose gradients are dropped.
         loss: `loss(model, batch)`, or a criterion, or an `Objective`; see `workload.weights.resolve_objective`.
+            None, and no criterion either: `model(**batch).loss`, as transformers' models compute it of labels.
         micro_batch: The most samples to run at once; leave it away where `plan` is given.
         plan: An `autoaccum.Plan`: its micro-batch is taken, and its precision, reduction and batchnorm where none are
             given. It must have been made for this model, loss, optimizer and device.
@@ -132,7 +133,9 @@ class Accumulator:
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_precision(plan, precision)
         check_precision(chosen)
-        objective = choose_objective(loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan)
+        objective = choose_objective(
+            loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
+        )
         norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model, objective.criterion_module)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms)

@@ -19,7 +19,7 @@ from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, de
 from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
 from autoaccum.accumulation.norms.outside import OutsideNorms
-from autoaccum.accumulation.notices import warn_caller
+from autoaccum.accumulation.notices import WeightingWarning, warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
@@ -30,6 +30,7 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.workload.batches import split_batch
+from autoaccum.workload.ignored_labels import ignored_labels_warning
 from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Objective
 
@@ -67,7 +68,7 @@ class Attempt:
         )
         self._generators = own_generators(self._modules())
         self._is_first = True
-        self._has_warned = self._knows_buffers = False
+        self._has_warned = self._knows_buffers = self._knows_weighting = False
 
     def check(self) -> None:
         """Refuse to go on with half an update.
@@ -135,6 +136,10 @@ class Attempt:
         if accumulates and not self._knows_buffers:
             versions = BufferVersions(self._model)
             outside = OutsideNorms(self._model, self._objective, self._modules())
+        if accumulates and not self._knows_weighting:
+            self._knows_weighting = True
+            if said := ignored_labels_warning(self._objective, self._model, parts):
+                warn_caller(said, WeightingWarning)
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
         if versions is not None and outside is not None:
             self._knows_buffers = True

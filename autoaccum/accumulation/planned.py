@@ -115,7 +115,7 @@ def choose_batchnorm(plan: PlanLike | None, batchnorm: BatchNormMode | None) -> 
 
 
 def choose_objective(
-    loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None
+    loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None, model: nn.Module
 ) -> Objective:
     """The loss, resolved; where nothing else tells whether it is a mean or a sum, the plan does.
 
@@ -129,12 +129,12 @@ def choose_objective(
                 "an Objective is given, and criterion, weight or reduction too", hint="give the Objective only"
             )
         return loss
-    objective = resolve_objective(loss, criterion=criterion, weight=weight, reduction=reduction or "mean")
+    objective = resolve_objective(loss, criterion=criterion, weight=weight, reduction=reduction or "mean", model=model)
     tells = objective.criterion is not None and objective.criterion.reduction is not None
     if reduction is not None or tells or weight is not None or plan is None:
         return objective
     planned = cast("Reduction", plan.workload.get("reduction") or "mean")
-    return resolve_objective(loss, criterion=criterion, reduction=planned)
+    return resolve_objective(loss, criterion=criterion, reduction=planned, model=model)
 
 
 def check_plan(

@@ -123,7 +123,8 @@ class Inspection:
     """What is known of a workload before any trial.
 
     Attributes:
-        loss: The name the workload gives its loss: "loss", or "criterion" for one of outputs and targets.
+        loss: The name the workload gives its loss: "loss", or "criterion" for one of outputs and targets, or "model"
+            where there is none and the model computes it.
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
@@ -150,7 +151,7 @@ class Inspection:
     reduction: str
     weight: str
     environment: Mapping[str, Any]
-    loss: Literal["loss", "criterion"] = "loss"
+    loss: Literal["loss", "criterion", "model"] = "loss"
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.company.check import check_workload
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.notices import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.activations import count_sample_bytes
@@ -27,7 +27,7 @@ from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.weighting import check_weighting
+from autoaccum.workload.weighting import Advice, check_weighting
 
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
@@ -76,6 +76,9 @@ def inspect_workload(
     subject = describe_subject(workload, model, made, few_samples(workload, FORM_SAMPLES, share), first.terms)
     coupling = check_workload(workload, model)
     coupled = coupling.warnings(told=batchnorms)
+    told = [sentence for sentence in said if not isinstance(sentence, Advice)]  # Of these, the experiment knows more.
+    weighting = check_weighting(workload, coupled=bool(coupled))
+    subject["recipe"]["misweighted"] = find_advice(weighting)
     return Inspection(
         **subject,
         environment=describe_environment(meter.device),
@@ -85,8 +88,8 @@ def inspect_workload(
         sample_bytes=sample_bytes,
         found_multiple=found_multiple,
         coupling=coupling,
-        warnings=tuple(check_weighting(workload, coupled=bool(coupled))),
-        accumulation_warnings=(*said, *coupled),
+        warnings=tuple(weighting),
+        accumulation_warnings=(*told, *coupled),
     )
 
 
@@ -113,7 +116,7 @@ def describe_subject(
         "optimizer": type(optimizer).__name__,
         "reduction": objective.reduction,
         "weight": objective.source,
-        "loss": "loss" if workload.criterion is None else "criterion",
+        "loss": name_loss(workload),
         "recipe": describe_recipe(objective, model, workload.build_batch(size), terms),
         "keeps": tuple(workload.keeps),
         "evaluation_batch": workload.evaluation_batch,
@@ -153,15 +156,32 @@ def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
     return None
 
 
+def name_loss(workload: Workload) -> Literal["loss", "criterion", "model"]:
+    """The name the workload gives its loss: `model` where the model computes it."""
+    if workload.objective.own_loss is not None:
+        return "model"
+    return "loss" if workload.criterion is None else "criterion"
+
+
+def find_advice(sentences: Iterable[str]) -> str | None:
+    """The sentence that tells what the loss divides by instead, where there is one."""
+    return next((sentence for sentence in sentences if isinstance(sentence, Advice)), None)
+
+
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collect what the Accumulator warns of, for the plan; other warnings are given again at the end."""
+    """Collect what the Accumulator warns of, for the plan; other warnings are given again at the end.
+
+    What it guesses of the weighting is collected as `Advice`.
+    """
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AccumulationWarning)
         yield said
     for warning in caught:
-        if issubclass(warning.category, AccumulationWarning):
+        if issubclass(warning.category, WeightingWarning):
+            said.append(Advice(warning.message))
+        elif issubclass(warning.category, AccumulationWarning):
             said.append(str(warning.message))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -42,6 +42,11 @@ def plan_notes(schedule: Schedule, request: Request, ceiling: int, inspection: I
         )
     if inspection.found_multiple is not None:
         notes.append(inspection.found_multiple)
+    if inspection.loss == "model" and inspection.coupling is None and inspection.weight.endswith(")"):
+        notes.append(
+            f"that the loss divides by {inspection.weight} follows from the model's class alone, since nothing was"
+            " computed: `autoaccum verify` proves it"
+        )
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:
         notes.append(

@@ -186,8 +186,6 @@ def _live_objects(
     if not given:
         raise UsageError(f"there is nothing to {settings.verb}", hint=_ways(settings))
     missing = [name for name in ("model", "batch") if parts[name] is None]
-    if parts["loss"] is None and parts["criterion"] is None:
-        missing.append("loss")
     if missing:
         raise UsageError(f"{_listed(given)} given, {_listed(missing)} missing", hint=_ways(settings))
     if settings.worst_of is not None:
@@ -197,6 +195,8 @@ def _live_objects(
         )
     if parts.get("evaluate") is not None and settings.evaluation_batch is None:
         raise UsageError("evaluate is given without evaluation_batch", hint="say how many samples a pass has")
+    from torch import nn
+
     from autoaccum.devices.in_place import LiveObjects
     from autoaccum.workload.weights import resolve_objective
 
@@ -205,6 +205,7 @@ def _live_objects(
         criterion=parts["criterion"],
         weight=parts["weight"],
         reduction="mean" if settings.reduction is None else settings.reduction,
+        model=parts["model"] if isinstance(parts["model"], nn.Module) else None,
     )
     return LiveObjects(
         model=parts["model"],

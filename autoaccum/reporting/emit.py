@@ -16,7 +16,7 @@ from autoaccum.planning.records import Plan
 from autoaccum.reporting.companions import describe_companions
 from autoaccum.reporting.emitted.batches import WIDTH, needs, refused_form, type_of
 from autoaccum.reporting.emitted.choices import Choices
-from autoaccum.reporting.emitted.functions import cut_lines, move_lines, step_lines
+from autoaccum.reporting.emitted.functions import cut_lines, move_lines, own_lines, step_lines, weight_function_lines
 from autoaccum.units import format_bytes
 
 _DIGITS_OF_DIGEST = 12
@@ -104,7 +104,8 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         recipe=recipe,
         freezes=batchnorm == "frozen",
     )
-    functions = [cut_lines(choices, multiple_of=plan.multiple_of), move_lines(choices), step_lines(choices)]
+    functions = [own_lines(choices), weight_function_lines(choices)]
+    functions += [cut_lines(choices, multiple_of=plan.multiple_of), move_lines(choices), step_lines(choices)]
     blocks = [_docstring(plan, choices, module), _imports(choices), _constants(plan, choices)]
     text = "\n\n".join("\n".join(block) for block in blocks)
     for function in functions:
@@ -171,9 +172,10 @@ def _device_type(plan: Plan) -> str:
 def _arguments(plan: Plan, choices: Choices) -> Iterator[str]:
     yield "model"
     yield "optimizer"
-    yield "criterion" if plan.workload.get("loss") == "criterion" else "loss"
+    if choices.own is None:
+        yield "criterion" if plan.workload.get("loss") == "criterion" else "loss"
     yield "batch"
-    if choices.divisor == "weight":
+    if choices.takes_weight:
         yield "weight=weight"
     if choices.precision == "fp16":
         yield "scaler=scaler"
@@ -192,7 +194,7 @@ def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
 
 
 def _imports(choices: Choices) -> Iterator[str]:
-    takes_callable = choices.divisor != "class weights"
+    takes_callable = choices.takes_weight or (choices.own is None and choices.divisor != "class weights")
     names = ["Callable"] * takes_callable + ["Mapping"] * choices.has_terms
     yield "import math"
     if names:

@@ -115,7 +115,7 @@ def next_lines(
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     """The line of Python that trains by the plan: by the file that keeps it, or by its numbers."""
-    loss = "criterion=criterion" if plan.workload.get("loss") == "criterion" else "loss"
+    given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(plan.workload.get("loss")), "loss, ")
     numbers = [f"micro_batch={plan.micro_batch}"]
     if plan.workload.get("reduction") == "sum":
         numbers.append('reduction="sum"')
@@ -126,7 +126,7 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
-    return f"autoaccum.Accumulator(model, optimizer, {loss}, {', '.join(options)}).step(batch)"
+    return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
 
 
 def _parts(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.inspection import name_loss
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.verification.causes.diagnosis import find_causes
 from autoaccum.verification.causes.notes import find_notes
@@ -215,7 +216,7 @@ class Verifier:
                 "reference": self._subject.reference,
                 "digest": workload.digest,
                 **self._describe(lab),
-                "loss": "loss" if workload.criterion is None else "criterion",
+                "loss": name_loss(workload),
                 "reduction": objective.reduction,
                 "weight": objective.source,
                 "worst_of": workload.worst_of,

@@ -49,7 +49,7 @@ def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
     if not shared:
         return []
     found = [Candidate(f"len({next(iter(shared))})", tuple(float(batch_size(part)) for part in parts))]
-    ordered = sorted(shared, key=_unlikeliness)
+    ordered = sorted(shared, key=unlikeliness)
     for countings in (_unmarked, _summed_masks, _summed, _entries):
         for path in ordered:
             for code, count in countings(path, shared[path]):
@@ -76,7 +76,7 @@ def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> 
     of_parts = [dict(find_leaves(part)) for part in parts]
     return [
         Candidate(_looked_up(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
-        for path, leaf in sorted(labels, key=lambda item: _unlikeliness(item[0]))
+        for path, leaf in sorted(labels, key=lambda item: unlikeliness(item[0]))
         for name, table in tables.items()
         if leaf.numel() and int(leaf.max()) < len(table) and all(path in part for part in of_parts)
     ]
@@ -174,7 +174,7 @@ def _markers(leaf: Tensor) -> list[int]:
     return [marker for marker in dict.fromkeys(likely) if bool((leaf == marker).any())]
 
 
-def _unlikeliness(path: str) -> int:
+def unlikeliness(path: str) -> int:
     """Rank of a path: labels and targets first, the second of a pair next, then masks, then all else."""
     names = ("label", "target", "tgt", "batch[1]", "mask", "len")
     return next((rank for rank, name in enumerate(names) if name in path.lower()), len(names))

@@ -21,6 +21,8 @@ classes that are not ignored. `samples`: these, or elements of which every sampl
 def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
     """What `reporting.emit` needs: divisor, ignored class, how the criterion is called, terms, batch, precision.
 
+    Of a model's own loss, how it is got from what the model returns, and what counts its weight, as code.
+
     Args:
         objective: The loss.
         model: The model.
@@ -32,6 +34,7 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
         "divisor": find_divisor(objective, batch),
         "ignore_index": None if criterion is None else criterion.ignore_index,
         "call": None if criterion is None else criterion.call,
+        "own": _describe_own(objective, batch),
         "is_module": criterion is not None and _is_bare_module(criterion.function),
         "terms": [] if list(terms) == ["loss"] else list(terms),
         "weights": list(weight) if isinstance(weight, dict) else [],
@@ -44,9 +47,18 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
     """What the shares of parts of batches such as `batch` follow from."""
     if objective.reduction == "sum":
         return "nothing"
+    if objective.weighs_itself and objective.own_loss is not None and objective.own_loss.code(batch) is None:
+        return "samples"
     if objective.weight_function is not None:
         return "weight"
     return "samples" if objective.criterion is None else _counted(objective.criterion, batch[1])
+
+
+def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | None:
+    own = objective.own_loss
+    if own is None:
+        return None
+    return {"loss": own.access, "weight": own.code(batch) if objective.weighs_itself else None}
 
 
 _HALF = (torch.float16, torch.bfloat16)

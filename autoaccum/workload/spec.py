@@ -18,6 +18,7 @@ from autoaccum.workload.companions import read_count, read_keeps
 from autoaccum.workload.modes import BatchNormMode, read_mode
 from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
+from autoaccum.workload.own_loss import OwnLoss
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
@@ -40,7 +41,8 @@ class Workload:
         model: A function that returns an `nn.Module`, an `nn.Module` class to call without arguments, or an instance.
         batch: `batch(size)`: one batch of `size` samples on the CPU, the worst case training will see; it may be left
             out beside a dataset whose longest samples are to make it.
-        loss: `loss(model, batch)`; or a criterion (see `resolve_objective`).
+        loss: `loss(model, batch)`; or a criterion (see `resolve_objective`). None, and no criterion either: the loss
+            that the model computes of a batch with labels (`own_loss.OwnLoss`).
         criterion: `criterion(outputs, targets)`, when batches are `(inputs, targets)`.
         optimizer: A function of the list of trainable parameters, a class, or a name of `torch.optim`; None: AdamW.
         precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
@@ -115,6 +117,8 @@ class Workload:
         read_count(self.multiple_of, "multiple_of")
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_evaluate(self.evaluate)
+        if self.loss is None and self.criterion is None:
+            object.__setattr__(self, "loss", OwnLoss())
         criterion = self.objective.criterion
         if criterion is not None and isinstance(criterion.function, nn.Module):
             _check_criterion_parameters(criterion.function, criterion.name)
@@ -140,6 +144,12 @@ class Workload:
 
     def make_model(self) -> nn.Module:
         """As `build_model`, in the mode the model comes in."""
+        made = self._make_model()
+        if isinstance(self.loss, OwnLoss):
+            self.loss.learn(made)
+        return made
+
+    def _make_model(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
             try:
                 return copy.deepcopy(self.model)

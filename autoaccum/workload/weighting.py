@@ -22,6 +22,10 @@ _PARTS = 2
 _SUM = Candidate("sum", ())
 
 
+class Advice(str):
+    """A sentence that tells what a loss divides by, and what to write for it."""
+
+
 def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
@@ -87,10 +91,8 @@ def _explain(
     if len(known) == len(wrong):
         mismatches = [seen.describe(name) for name in wrong]
         samples = next((one.code for one in candidates[1:]), "len(batch)")
-        return [
-            f"{mismatches[0]} {advise(experiment.objective, known, seen.whole, samples)}",
-            *mismatches[1:],
-        ]
+        advice = advise(experiment.objective, known, seen.whole, samples)
+        return [Advice(f"{mismatches[0]} {advice}"), *mismatches[1:]]
     cause = _broadcasting(experiment, batch) or (None if coupled else _cause(experiment, batch, seen))
     told = {name: f"It likely divides by {known[name]}." if name in known else cause for name in wrong}
     return [f"{seen.describe(name)} {sentence}" for name, sentence in told.items() if sentence is not None]

@@ -15,6 +15,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.nests import kind
+from autoaccum.workload.own_loss import OwnLoss
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"
@@ -33,7 +34,7 @@ class Objective:
     Attributes:
         reduction: Whether the loss is a mean over the batch or a sum.
         source: What the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
-            (CrossEntropyLoss)`, `elements of the targets (MSELoss)`.
+            (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
         criterion: The criterion, when the loss is one.
         loss_function: `loss(model, batch)`, when it is not.
         weight_function: The user's `weight(batch)`.
@@ -44,6 +45,16 @@ class Objective:
     criterion: Criterion | None = None
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """The model's own loss, where none was given."""
+        return self.loss_function if isinstance(self.loss_function, OwnLoss) else None
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether the weight is the one that the class of the model tells."""
+        return self.own_loss is not None and getattr(self.weight_function, "__self__", None) is self.own_loss
 
     @property
     def criterion_module(self) -> nn.Module | None:
@@ -103,29 +114,40 @@ class Objective:
 
 
 def resolve_objective(
-    loss: Any = None, *, criterion: Any = None, weight: Any = None, reduction: str = "mean"
+    loss: Any = None,
+    *,
+    criterion: Any = None,
+    weight: Any = None,
+    reduction: str = "mean",
+    model: nn.Module | None = None,
 ) -> Objective:
     """Find out what a loss divides by.
 
     Args:
         loss: `loss(model, batch)`, returning a scalar or a mapping of scalars; an `nn.Module`, a function of
-            `torch.nn.functional` or a partial of one is taken for a criterion.
+            `torch.nn.functional` or a partial of one is taken for a criterion. Where neither is given, it is the
+            model's own of a batch with labels (`own_loss`).
         criterion: `criterion(outputs, targets)`; batches are then `(inputs, targets)`, and the model is called with
             `inputs`, `*inputs` (a tuple or list) or `**inputs` (a mapping).
         weight: `weight(batch)`: what the mean divides by, a number or a mapping with one for each term.
         reduction: `mean` or `sum`; a criterion known to sum tells by itself.
+        model: Tells what its own loss divides by.
 
     Raises:
-        WorkloadError: Neither or both of `loss` and `criterion`, something not callable, an unknown reduction, or a
-            reduction, weight and criterion that contradict each other.
+        WorkloadError: Both `loss` and `criterion`, something not callable, an unknown reduction, or a reduction, weight
+            and criterion that contradict each other.
     """
-    if (loss is None) == (criterion is None):
-        seen = "neither loss nor criterion is" if loss is None else "both loss and criterion are"
-        raise WorkloadError(f"{seen} given", hint="give one: loss(model, batch), or criterion = nn.CrossEntropyLoss()")
+    if loss is not None and criterion is not None:
+        raise WorkloadError(
+            "both loss and criterion are given",
+            hint="give one: loss(model, batch), or criterion = nn.CrossEntropyLoss()",
+        )
     if reduction not in ("mean", "sum"):
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
     if weight is not None and not callable(weight):
         raise WorkloadError(f"weight is {kind(weight)}", hint="write a function weight(batch)")
+    if criterion is None and (loss is None or isinstance(loss, OwnLoss)):
+        return _checked(_own_objective(loss or OwnLoss(), weight, cast("Reduction", reduction), model))
     if criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
         source = "samples" if weight is None else "the workload's weight()"
@@ -139,6 +161,16 @@ def resolve_objective(
     kept = cast("Reduction", resolved.reduction or reduction)
     source = resolved.source if weight is None else "the workload's weight()"
     return _checked(Objective(kept, source, resolved, None, weight))
+
+
+def _own_objective(own: OwnLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
+    if model is not None:
+        own.learn(model)
+    if weight is not None and getattr(weight, "__self__", None) is not own:
+        return Objective(reduction, "the workload's weight()", None, own, weight)
+    if "sum" in (reduction, own.reduction):
+        return Objective("sum", "nothing", None, own)
+    return Objective("mean", own.source, None, own, own.weight)
 
 
 def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from autoaccum.devices.inspection import (
     collected_warnings,
     describe_subject,
     few_samples,
+    find_advice,
     find_least_size,
     with_multiple,
 )
@@ -45,6 +46,7 @@ def inspect_simulated(
     workload, found_multiple = with_multiple(workload, made.model, share)
     samples = few_samples(workload, FORM_SAMPLES, share)
     fields = describe_subject(workload, made.model, made.optimizer, samples, made.terms)
+    fields["recipe"]["misweighted"] = find_advice(said)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),

@@ -51,6 +51,8 @@ class Choices:
                 "file could not read them",
                 hint="give a plain module, such as nn.CrossEntropyLoss(weight=...)",
             )
+        if misweighted := self.recipe.get("misweighted"):
+            raise UsageError(f"the emitted step would weigh its parts wrongly: {misweighted}", hint=_AGAIN)
         if self.recipe.get("weights") and not self.has_terms:
             raise UsageError(
                 "weight(batch) returns a mapping, and the loss is one number", hint="return a number from both"
@@ -71,6 +73,21 @@ class Choices:
     def call(self) -> str | None:
         """How the criterion is called, a key of `CALLS`; None for a `loss(model, batch)`."""
         return self.recipe.get("call")
+
+    @property
+    def own(self) -> str | None:
+        """How the loss is got from what the model returns, such as `["loss"]`, where the model computes it."""
+        return (self.recipe.get("own") or {}).get("loss")
+
+    @property
+    def own_weight(self) -> str | None:
+        """What counts the weight of such a loss, an expression of `batch`; None where nothing needs to be counted."""
+        return (self.recipe.get("own") or {}).get("weight")
+
+    @property
+    def takes_weight(self) -> bool:
+        """Whether the step is given the workload's function."""
+        return self.divisor == "weight" and self.own_weight is None
 
     @property
     def form(self) -> Form:

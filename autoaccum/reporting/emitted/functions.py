@@ -70,6 +70,23 @@ scaler.step(optimizer)  # no update where a gradient is not finite
 scaler.update()"""
 
 
+def own_lines(choices: Choices) -> Iterator[str]:
+    """The function `loss`, where the model computes it."""
+    if choices.own is not None:
+        yield "def loss(model: nn.Module, batch: Batch) -> Tensor:"
+        yield '    """Let the model compute it from the labels in the batch."""'
+        yield f"    value: Tensor = model(**batch){choices.own}"
+        yield "    return value"
+
+
+def weight_function_lines(choices: Choices) -> Iterator[str]:
+    """The function `weight`, where it is known."""
+    if choices.own_weight is not None:
+        yield "def weight(batch: Batch) -> int:"
+        yield '    """Count what the mean of the loss divides by."""'
+        yield f"    return int({choices.own_weight})"
+
+
 def cut_lines(choices: Choices, *, multiple_of: int = 1) -> Iterator[str]:
     """The function `cut`."""
     yield "def cut(batch: Batch) -> list[Batch]:"
@@ -114,14 +131,14 @@ def _signature(choices: Choices) -> Iterator[str]:
     yield "def train_step("
     yield "    model: nn.Module,"
     yield "    optimizer: Optimizer,"
-    if choices.call is None:
+    if choices.own is None and choices.call is None:
         returned = "Mapping[str, Tensor]" if choices.has_terms else "Tensor"
         yield f"    loss: Callable[[nn.Module, Batch], {returned}],"
-    else:
+    elif choices.own is None:
         yield f"    criterion: {'nn.Module' if choices.divisor == 'class weights' else 'Callable[..., Tensor]'},"
     yield "    batch: Batch,"
     yield "    *,"
-    if choices.divisor == "weight":
+    if choices.takes_weight:
         returned = "Mapping[str, float | Tensor]" if choices.weighs_terms else "float | Tensor"
         yield f"    weight: Callable[[Batch], {returned}],"
     if choices.precision == "fp16":

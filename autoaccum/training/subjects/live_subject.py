@@ -34,8 +34,6 @@ class LiveSubject:
     def __init__(self, request: FitRequest) -> None:
         model = request.subject
         check_model(model)
-        if request.loss is None and request.criterion is None:
-            raise UsageError("a model is given, and no loss", hint="give loss=, such as nn.CrossEntropyLoss()")
         if request.data is None:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
         self._request = request
@@ -46,6 +44,7 @@ class LiveSubject:
             weight=request.weight,
             reduction=None if request.reduction == "mean" else request.reduction,
             plan=None,
+            model=model,
         )
         if isinstance(request.optimizer, Optimizer):
             check_optimizer(request.optimizer, model)
