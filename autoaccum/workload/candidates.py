@@ -36,12 +36,13 @@ class Candidate:
         return tuple(round(count / max(sum(counts), 1e-300), 12) for count in counts)
 
 
-def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
+def count_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
     """Everything worth trying, the likeliest first: samples, then marked labels, masks, lengths, sums.
 
     Args:
         batch: The whole batch, which tells which countings exist.
         parts: The parts to count.
+        likely: The code of one to try right behind samples.
     """
     leaves = dict(find_leaves(batch))
     of_parts = [dict(find_leaves(part)) for part in parts]
@@ -56,7 +57,8 @@ def count_candidates(batch: Any, parts: list[Any]) -> list[Candidate]:
                 counts = tuple(count(part[path]) for part in of_parts)
                 if all(value >= 0 for value in counts):
                     found.append(Candidate(code, counts))
-    return found
+    shown = (likely or "").replace("...", ":")
+    return found[:1] + sorted(found[1:], key=lambda one: one.code not in (likely, shown))
 
 
 def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoaccum.errors import AutoaccumError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 from autoaccum.workload.weights import Objective
@@ -36,14 +37,16 @@ class Experiment:
 
     Attributes:
         objective: The workload's own objective.
+        likely_weight: What its loss divides by, as far as the class of the model tells, as an expression of `batch`.
         tolerance: By how much two equal losses may differ, relative to their size.
         whole: The terms of the loss of the batch it was made for.
     """
 
     def __init__(self, workload: Workload, batch: Any) -> None:
-        self.objective = workload.objective
         self.tolerance = _HALF_TOLERANCE
         self._model, copied = make_copy(workload)
+        self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
+        self.likely_weight = likely_code(self._model)
         self._used, self._recording = self.objective, False
         self._dtype: torch.dtype | None = None
         _rest(self._model)

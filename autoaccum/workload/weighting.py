@@ -82,7 +82,7 @@ def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
 def _explain(
     experiment: Experiment, batch: Any, others: list[Any], seen: Comparison, wrong: list[str], coupled: bool
 ) -> list[str]:
-    candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others])]
+    candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others], experiment.likely_weight)]
     fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
         other = Comparison(experiment.objective, seen.whole, others, [experiment.losses(part) for part in others])

@@ -55,7 +55,6 @@ def test_a_workload_made_in_code_is_tried_in_place() -> None:
         (None, PARTS, "there is nothing to plan: give one"),
         ("model.py", live(weight=None), "a workload is given, and model, batch and criterion too"),
         (None, live(batch=None), "model and criterion given, batch missing"),
-        (None, live(criterion=None), "model and batch given, loss missing"),
         (None, {**PARTS, "loss": nn.MSELoss()}, "loss given, model and batch missing"),
         (3, PARTS, "the workload is an int"),
         (nn.Linear(4, 2), PARTS, "the workload is a Linear"),

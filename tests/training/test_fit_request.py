@@ -91,7 +91,6 @@ def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
 @pytest.mark.parametrize(
     ("subject", "options", "message"),
     [
-        (nn.Linear(3, 2), {"data": DATA}, "a model is given, and no loss"),
         (nn.Linear(3, 2), {"loss": nn.MSELoss()}, "a model is given, and no data"),
         (nn.Linear(3, 2), {"loss": nn.MSELoss(), "data": DATA, "device": "gpu"}, "there is no device 'gpu'"),
         (nn.LazyLinear(2), {"loss": nn.MSELoss(), "data": DATA}, "is not initialised yet"),

@@ -238,7 +238,6 @@ BAD = {
     "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
     "no batch": ("from torch import nn\nmodel = nn.Linear(1, 1)\n", r"defines no 'batch'"),
     "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
-    "neither loss nor criterion": (GOOD.replace("criterion = ", "other = "), r"neither loss nor criterion is given"),
     "both": (GOOD + "    def loss(model, batch): return 0\n", r"both loss and criterion are given"),
     "unknown mode": (GOOD + "    batchnorm = 'exact'\n", r"there is no batchnorm mode 'exact'"),
     "unknown precision": (GOOD + "    precision = 'fp8'\n", r"the precision is 'fp8': use one of fp32, bf16, fp16"),

@@ -119,7 +119,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reduction": ({"reduction": "none"}, r"the reduction is 'none': use \"mean\" or \"sum\""),
     "criterion and loss": ({"loss": nn.L1Loss()}, r"both loss and criterion are given"),
-    "neither": ({"criterion": None}, r"neither loss nor criterion is given"),
     "loss is a class": ({"criterion": None, "loss": nn.L1Loss}, r"loss is the class L1Loss: write loss = L1Loss\(\)"),
     "loss is a number": ({"criterion": None, "loss": 3}, r"loss is an int: write a function loss\(model, batch\)"),
     "criterion is a number": ({"criterion": 3}, r"the criterion is an int, which cannot be called"),

@@ -27,4 +27,5 @@ def recall_host(tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     values, version = vars(tensor).get(_HELD, (None, -1)) if isinstance(tensor, FakeTensor) else (None, -1)
     if values is None or tensor._version != version or torch.device(kwargs.get("device") or "cuda").type != "cpu":
         return None
-    return values.to(kwargs.get("dtype") or values.dtype, copy=True)
+    held: Tensor = values.to(kwargs.get("dtype") or values.dtype, copy=True)
+    return held

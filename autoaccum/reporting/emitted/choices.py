@@ -52,7 +52,10 @@ class Choices:
                 hint="give a plain module, such as nn.CrossEntropyLoss(weight=...)",
             )
         if misweighted := self.recipe.get("misweighted"):
-            raise UsageError(f"the emitted step would weigh its parts wrongly: {misweighted}", hint=_AGAIN)
+            raise UsageError(
+                f"the emitted step would weigh its parts wrongly: {misweighted}",
+                hint="write what the loss divides by into the workload, and plan again",
+            )
         if self.recipe.get("weights") and not self.has_terms:
             raise UsageError(
                 "weight(batch) returns a mapping, and the loss is one number", hint="return a number from both"

@@ -13,6 +13,7 @@ from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.workload.candidates import Candidate, count_candidates
+from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.weights import match_weights
 
 SUM = "sum"
@@ -69,7 +70,8 @@ class Weigher:
 
     def find(self) -> Weighting | None:
         """The weighting under which the parts give the whole batch's loss and gradient; None where none is found."""
-        counted = count_candidates(self._lab.batch, self._parts)
+        likely = likely_code(self._lab.specimen.fresh().model)
+        counted = count_candidates(self._lab.batch, self._parts, likely)
         usual = [Candidate(SUM, ()), *counted, *count_class_weights(self._lab, self._parts)]
         found: dict[str, Candidate] = {}
         for name, own in self._own().items():

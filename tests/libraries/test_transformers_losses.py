@@ -1,0 +1,229 @@
+"""Losses that models of transformers compute: what they divide by, as their class tells and experiments prove."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import autoaccum
+from autoaccum import Accumulator, Workload
+from autoaccum.workload.weighting import check_weighting
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+HEAD = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model():
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, **sizes))
+
+def batch(size):
+    ids = torch.randint(0, 64, (size, 12))
+    labels = ids.clone()
+    for row in range(size):
+        labels[row, : 1 + 3 * row % 8] = -100
+    return {"input_ids": ids, "labels": labels}
+"""
+
+
+def llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1))
+
+
+def text(size: int, length: int = 12) -> dict[str, Tensor]:
+    """Labels of which another number counts in each sample; the first one always does."""
+    ids = torch.randint(1, 64, (size, length))
+    labels = ids.clone()
+    for row in range(size):
+        labels[row, 1 : 2 + 3 * row % 8] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def images(size: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(0, 2, (size,))}
+
+
+def t5() -> nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+
+
+def whisper() -> nn.Module:
+    sizes = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+    }
+    config = hf.WhisperConfig(
+        vocab_size=64,
+        d_model=16,
+        num_mel_bins=4,
+        max_source_positions=8,
+        pad_token_id=0,
+        max_target_positions=16,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
+    )
+    return hf.WhisperForConditionalGeneration(config)
+
+
+def speech(size: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(size, 4, 16), "labels": text(size)["labels"]}
+
+
+def ctc() -> nn.Module:
+    config = hf.Wav2Vec2Config(
+        **SMALL,
+        conv_dim=(8,),
+        conv_kernel=(8,),
+        conv_stride=(8,),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_feat_extract_layers=1,
+        mask_time_prob=0.0,
+    )
+    return hf.Wav2Vec2ForCTC(config)
+
+
+def sounds(size: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(size, 200), "labels": torch.randint(1, 64, (size, 5))}
+
+
+def resnet() -> nn.Module:
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
+    return hf.ResNetForImageClassification(config)
+
+
+def regression(size: int) -> dict[str, Tensor]:
+    return {"input_ids": text(size)["input_ids"], "labels": torch.randn(size)}
+
+
+def bert(head: str, **settings: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(hf, f"BertFor{head}")(hf.BertConfig(**SMALL, **settings))
+
+
+SHIFTED, MARKED = "labels[..., 1:] != -100", "labels != -100"
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], str]] = {
+    "Llama": (llama, text, f"{SHIFTED} (LlamaForCausalLM)"),
+    "GPT-2": (
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+        text,
+        f"{SHIFTED} (GPT2LMHeadModel)",
+    ),
+    "BERT, masked words": (bert("MaskedLM"), text, f"{MARKED} (BertForMaskedLM)"),
+    "BERT, tags": (bert("TokenClassification", num_labels=64), text, f"{MARKED} (BertForTokenClassification)"),
+    "BERT, a number": (
+        bert("SequenceClassification", num_labels=1),
+        regression,
+        "samples (BertForSequenceClassification)",
+    ),
+    "T5": (t5, text, f"{MARKED} (T5ForConditionalGeneration)"),
+    "Whisper": (whisper, speech, f"{MARKED} (WhisperForConditionalGeneration)"),
+    "ViT": (
+        lambda: hf.ViTForImageClassification(
+            hf.ViTConfig(
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=32,
+                patch_size=16,
+            )
+        ),
+        images,
+        f"{MARKED} (ViTForImageClassification)",
+    ),
+    "ResNet": (resnet, images, f"{MARKED} (ResNetForImageClassification)"),
+    "Wav2Vec2": (ctc, sounds, "nothing: the loss is a sum"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_of_a_model_and_what_it_divides_by(name: str) -> None:
+    model, batch, source = MODELS[name]
+    workload = Workload(model=model, batch=batch)
+    assert check_weighting(workload) == []
+    assert workload.objective.source == source
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT, masked words", "T5", "Whisper"])
+def test_a_weighting_by_samples_is_told_and_the_right_one_proposed(name: str) -> None:
+    model, batch, source = MODELS[name]
+    workload = Workload(model=model, batch=batch, loss=lambda model, batch: model(**batch).loss)
+    (sentence,) = check_weighting(workload)
+    cut = "[:, 1:]" if source.startswith(SHIFTED) else ""
+    assert f'def weight(batch): return (batch["labels"]{cut} != -100).sum()' in sentence
+
+
+def test_an_accumulator_without_a_loss_makes_the_update_of_the_full_batch() -> None:
+    torch.manual_seed(0)
+    first, batch = llama().double(), text(7)
+    models = [first, copy.deepcopy(first)]
+    for model, micro_batch in zip(models, (7, 3), strict=True):
+        Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch=micro_batch).step(batch)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_labels_that_do_not_count_are_told_of_by_the_class_of_the_model() -> None:
+    model = llama()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), lambda m, b: m(**b).loss, micro_batch=2)
+    with pytest.warns(autoaccum.AccumulationWarning, match=r'return \(batch\["labels"\]\[..., 1:\] != -100\).sum\(\)'):
+        accumulator.step(text(4))
+
+
+def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
+    from autoaccum.reporting.emit import emit_wrapper
+    from autoaccum.reporting.plan_table import accumulator_line
+
+    file = tmp_path / "llama.py"
+    file.write_text(HEAD)
+    plan = autoaccum.plan(file, target_batch=16, gpu="rtx3090", max_micro_batch=3)
+    assert (plan.workload["loss"], plan.workload["weight"]) == ("model", f"{SHIFTED} (LlamaForCausalLM)")
+    assert any("follows from the model's class alone" in note for note in plan.notes)
+    assert not plan.warnings
+    assert accumulator_line(plan) == "autoaccum.Accumulator(model, optimizer, micro_batch=3).step(batch)"
+    step = tmp_path / "train_step.py"
+    step.write_text(emit_wrapper(plan))
+    spec = importlib.util.spec_from_file_location("emitted_llama", step)
+    assert spec is not None
+    assert spec.loader is not None
+    emitted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(emitted)
+    first, batch = llama().double(), text(7)
+    other = copy.deepcopy(first)
+    Accumulator(first, SGD(first.parameters(), lr=1.0), micro_batch=7).step(batch)
+    emitted.train_step(other, SGD(other.parameters(), lr=1.0), batch)
+    for one, another in zip(first.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(one, another, atol=1e-6)
+
+
+def test_a_predicted_plan_warns_of_ignored_labels_and_emits_nothing_wrong(tmp_path: Path) -> None:
+    from autoaccum.reporting.emit import emit_wrapper
+
+    file = tmp_path / "llama_loss.py"
+    file.write_text(HEAD + "def loss(model, batch): return model(**batch).loss\n")
+    plan = autoaccum.plan(file, target_batch=16, gpu="rtx3090", max_micro_batch=4)
+    (warning,) = plan.warnings
+    assert warning.endswith('def weight(batch): return (batch["labels"][..., 1:] != -100).sum()')
+    with pytest.raises(autoaccum.errors.UsageError, match="weigh its parts wrongly"):
+        emit_wrapper(plan)

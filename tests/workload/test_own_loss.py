@@ -1,0 +1,139 @@
+"""The loss that a model computes itself, where none is given; and labels that do not count, where no weight is."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from autoaccum import AccumulationWarning, Accumulator, Workload
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.ignored_labels import ignored_labels_warning
+from autoaccum.workload.own_loss import OwnLoss, label_code
+from autoaccum.workload.weighting import check_weighting
+from autoaccum.workload.weights import resolve_objective
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Regression(nn.Module):
+    """Returns its loss as `form` says."""
+
+    def __init__(self, form: str = "dict") -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(3, 1), form
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.layer(x)[:, 0]
+        loss = None if labels is None else F.mse_loss(logits, labels)
+        forms = {"dict": {"loss": loss, "logits": logits}, "object": Output(logits, loss), "tuple": (loss, logits)}
+        return forms.get(self.form, logits)
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 3), "labels": torch.randn(size)}
+
+
+@pytest.mark.parametrize(("form", "access"), [("dict", '["loss"]'), ("object", ".loss"), ("tuple", "[0]")])
+def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
+    model, data = Regression(form), batch(5)
+    objective = resolve_objective(model=model)
+    assert torch.equal(objective.terms(model, data)["loss"], F.mse_loss(model.layer(data["x"])[:, 0], data["labels"]))
+    own = objective.own_loss
+    assert isinstance(own, OwnLoss)
+    assert (own.access, objective.weight(data), objective.source) == (access, 5.0, "samples (Regression)")
+    assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []
+
+
+def test_an_accumulator_without_a_loss_makes_the_full_update() -> None:
+    torch.manual_seed(0)
+    models = [Regression() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    data = batch(7)
+    for model, micro_batch in zip(models, (7, 3), strict=True):
+        Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=micro_batch).step(data)
+    assert torch.allclose(models[0].layer.weight, models[1].layer.weight, atol=1e-6)
+
+
+def test_a_weight_and_a_sum_are_as_given() -> None:
+    summed = resolve_objective(reduction="sum", model=Regression())
+    assert (summed.reduction, summed.weight_function) == ("sum", None)
+    weighted = Workload(model=Regression, batch=batch, weight=lambda given: 2 * len(given["x"])).objective
+    assert (weighted.weight(batch(3)), weighted.source) == (6.0, "the workload's weight()")
+
+
+@pytest.mark.parametrize(
+    ("form", "data", "message"),
+    [
+        ("dict", (torch.zeros(2, 3), torch.zeros(2)), "neither loss nor criterion is given, and the batch is a tuple"),
+        ("dict", {"x": torch.zeros(2, 3)}, "no loss is given, and Regression returned a dict without one"),
+        ("tensor", {"x": torch.zeros(2, 3)}, "no loss is given, and Regression returned a Tensor without one"),
+    ],
+)
+def test_what_has_no_loss_is_told(form: str, data: Any, message: str) -> None:
+    model = Regression(form)
+    with pytest.raises(WorkloadError, match=message) as seen:
+        Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=1).step(data)
+    assert "loss(model, batch)" in (seen.value.hint or "")
+
+
+def token_loss(model: nn.Module, data: Any) -> Tensor:
+    return F.cross_entropy(model(data["x"]).flatten(0, 1), data["labels"].flatten())
+
+
+def tokens(counts: list[int], ignored: int = -100) -> dict[str, Tensor]:
+    labels = torch.full((len(counts), 6), ignored)
+    for row, count in zip(labels, counts, strict=True):
+        row[:count] = 1
+    return {"x": torch.randn(len(counts), 6, 4), "labels": labels}
+
+
+def warned(loss: Any, data: Any, **options: Any) -> list[str]:
+    model = nn.Linear(4, 5)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), loss, micro_batch=2, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AccumulationWarning)
+        accumulator.step(data)
+        accumulator.step(data)
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_accumulator_tells_once_of_labels_that_do_not_count() -> None:
+    (said,) = warned(token_loss, tokens([6, 2, 3, 1]))
+    code = 'def weight(batch): return (batch["labels"] != -100).sum()'
+    assert said.startswith('batch["labels"] has entries that do not count (-100), and no weight is given')
+    assert said.endswith(f"The likely right weight: {code}")
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (tokens([3, 3, 3, 3]), {}),
+        (tokens([6, 2, 3, 1], ignored=0), {}),
+        (tokens([6, 2]), {}),
+        (tokens([6, 2, 3, 1]), {"weight": lambda given: (given["labels"] != -100).sum()}),
+        (tokens([6, 2, 3, 1]), {"reduction": "sum"}),
+    ],
+    ids=["even", "another marker", "one part", "a weight", "a sum"],
+)
+def test_nothing_is_told_of_others(data: Any, options: dict[str, Any]) -> None:
+    assert warned(token_loss, data, **options) == []
+
+
+def test_labels_in_a_list_of_samples_are_nothing_to_tell_of() -> None:
+    objective = resolve_objective(token_loss)
+    assert ignored_labels_warning(objective, nn.Linear(1, 1), [{"names": ["a", "b"]}, {"names": ["c"]}]) is None
+
+
+def test_the_code_of_a_weight() -> None:
+    assert label_code('batch["labels"]', "labels != 255") == '(batch["labels"] != 255).sum()'
