@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 import autoaccum
@@ -42,7 +42,7 @@ def batch(size):
 """
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1))
 
 
@@ -59,13 +59,13 @@ def images(size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(0, 2, (size,))}
 
 
-def t5() -> nn.Module:
+def t5() -> Any:
     return hf.T5ForConditionalGeneration(
         hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )
 
 
-def whisper() -> nn.Module:
+def whisper() -> Any:
     sizes = {
         f"{part}_{name}": value
         for part in ("encoder", "decoder")
@@ -90,7 +90,7 @@ def speech(size: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(size, 4, 16), "labels": text(size)["labels"]}
 
 
-def ctc() -> nn.Module:
+def ctc() -> Any:
     config = hf.Wav2Vec2Config(
         **SMALL,
         conv_dim=(8,),
@@ -108,7 +108,7 @@ def sounds(size: int) -> dict[str, Tensor]:
     return {"input_values": torch.randn(size, 200), "labels": torch.randint(1, 64, (size, 5))}
 
 
-def resnet() -> nn.Module:
+def resnet() -> Any:
     config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
     return hf.ResNetForImageClassification(config)
 
@@ -117,12 +117,12 @@ def regression(size: int) -> dict[str, Tensor]:
     return {"input_ids": text(size)["input_ids"], "labels": torch.randn(size)}
 
 
-def bert(head: str, **settings: Any) -> Callable[[], nn.Module]:
+def bert(head: str, **settings: Any) -> Callable[[], Any]:
     return lambda: getattr(hf, f"BertFor{head}")(hf.BertConfig(**SMALL, **settings))
 
 
 SHIFTED, MARKED = "labels[..., 1:] != -100", "labels != -100"
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], str]] = {
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str]] = {
     "Llama": (llama, text, f"{SHIFTED} (LlamaForCausalLM)"),
     "GPT-2": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),

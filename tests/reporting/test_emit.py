@@ -83,6 +83,10 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
                 "weights": weights,
             }
             yield f"terms {divisor} {len(weights)} {called}", emit_wrapper(with_recipe(plan, precision, **recipe))
+    for weight, divisor in (('(batch["y"][..., 1:] != -100).sum()', "weight"), (None, "samples"), (None, "weight")):
+        own = {"loss": '["loss"]', "weight": weight}
+        recipe = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
+        yield f"own {divisor} {weight is None}", emit_wrapper(with_recipe(plan, **recipe))
     one = dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1)
     yield "one part", emit_wrapper(one)
     for name, recipe in (
