@@ -79,6 +79,7 @@ class TrialSettings:
         precision: Overrides the workload's precision.
         optimizer: Overrides the workload's optimizer by a name of `torch.optim`.
         trial_limit_seconds: A trial that takes longer is ended and recorded as an error.
+        load_limit_seconds: What importing the workload may take at first; None: as a trial, five minutes at least.
         keeps: Overrides what the workload's loop keeps (`workload.companions.Keep`).
         evaluation_batch: Overrides the samples of a pass of its evaluation.
         worst_of: Batches are made of the longest of so many samples of its dataset.
@@ -94,6 +95,7 @@ class TrialSettings:
     precision: str | None = None
     optimizer: str | None = None
     trial_limit_seconds: float = 600.0
+    load_limit_seconds: float | None = None
     keeps: tuple[str, ...] | None = None
     evaluation_batch: int | None = None
     worst_of: int | None = None

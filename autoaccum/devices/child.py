@@ -1,6 +1,7 @@
 """`python -m autoaccum.devices.child REQUESTS REPLIES PARENT`: runs trials and answers on a private pipe.
 
-One line of JSON asks (`load`, then `inspect` or `trial`), one answers; `prepare`, which may come first, has no answer.
+One line of JSON asks (`load`, then `inspect` or `trial`), one answers; `prepare`, which may come first, has no answer,
+and `ready` an empty one.
 The workload is imported once; every trial builds everything anew. Standard output belongs to the workload, so nothing
 is answered there.
 """
@@ -35,6 +36,9 @@ def main(arguments: list[str]) -> None:
             strays = Strays(request["checkout"])
         if request["job"] == "prepare":
             _prepare(request)
+            continue
+        if request["job"] == "ready":
+            lifeline.answer({})
             continue
         if "card" in request:
             child = _simulated_child()

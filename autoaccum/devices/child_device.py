@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -144,7 +145,10 @@ class ChildDevice(ABC):
         if self._worker is None:
             spare, self._spare = self._spare, None
             process = None if spare is None else spare.take()
-            self._worker = Worker(self._settings, self.name, on_output=self._on_output, process=process)
+            settings = self._settings
+            if self._limit_bytes is not None:  # It has been loaded within its limit before.
+                settings = dataclasses.replace(settings, load_limit_seconds=None)
+            self._worker = Worker(settings, self.name, on_output=self._on_output, process=process)
             self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._worker.facts)

@@ -15,8 +15,10 @@ from autoaccum.devices.spare import start_child, where_to_import
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
 
 _LEAVE_SECONDS = 5.0
+_START_SECONDS = 300.0
+"""Importing PyTorch from a cold disk must not fail by a short limit on time."""
 _LEAST_LOAD_SECONDS = 300.0
-"""Importing PyTorch from a cold disk must not fail by a short limit on trials."""
+"""Nor what else the workload imports, by a short limit on trials."""
 
 
 class Worker:
@@ -62,7 +64,8 @@ class Worker:
             **where_to_import(settings.checkout),
             **({} if card is None else {"card": card}),
         }
-        limit = max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
+        self._ask({"job": "ready"}, "starting", _START_SECONDS)
+        limit = settings.load_limit_seconds or max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
         self.facts: Mapping[str, Any] = self._ask(request, "loading the workload", limit)
 
     @property
@@ -83,7 +86,9 @@ class Worker:
             DoesNotFitError: Two samples run the machine out of memory.
             NotMeasuredError: The process died or took too long.
         """
-        reply = self._ask(self._request("inspect"), "checking the workload", self._seconds(limit_seconds))
+        reply = self._ask(
+            self._request("inspect"), "building the model and checking an update of it", self._seconds(limit_seconds)
+        )
         self.kept_bytes = reply.get("kept_bytes", 0)
         fields = dict(reply["inspection"])
         told = fields.pop("coupling", None)
@@ -173,7 +178,7 @@ class Worker:
         try:
             reply = self._process.ask(request, limit_seconds, self._settings.is_stopped)
         except ChildDied as death:
-            raise _death_error(death, doing) from None
+            raise death_error(death, doing, limit_seconds) from None
         if "refused" in reply:
             self.end()
             raise UsageError(reply["refused"])
@@ -183,8 +188,20 @@ class Worker:
         return reply
 
 
-def _death_error(death: ChildDied, doing: str) -> AutoaccumError:
+def death_error(death: ChildDied, doing: str, limit_seconds: float) -> AutoaccumError:
+    """The error that the death of a child before any trial is.
+
+    Args:
+        death: How it ended.
+        doing: What was going on, as the start of a sentence: `loading the workload`.
+        limit_seconds: How long that might take.
+    """
+    if death.kind == "limit":
+        return NotMeasuredError(
+            f"{doing} took longer than {limit_seconds:g} s, and was ended",
+            hint="look for what does not end there, or raise --time-limit (time_limit)",
+        )
     message = f"{doing}: its process {death}"
     if death.out_of_memory:
         return DoesNotFitError(message, hint="it needs more memory than the machine has free")
-    return NotMeasuredError(message, hint="raise the limit on time" if death.kind == "limit" else None)
+    return NotMeasuredError(message)

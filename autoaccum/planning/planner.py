@@ -25,9 +25,6 @@ from autoaccum.planning.subjects import Settings, Subject, find_subject
 from autoaccum.planning.verdicts import peak_bytes
 from autoaccum.units import MemorySize
 
-_LEAST_CHECK_SECONDS = 60.0
-"""What the check of the workload may take under any limit on time: without it there is no plan."""
-
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 _FORESIGHT_SHARE = 0.25
 """Of a limit on time."""
@@ -113,8 +110,8 @@ def plan(
         max_micro_batch: Try no larger size, in samples.
         max_trials: The search ends after as many trials; its confirmation comes on top.
         time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
-            confirmed, which may take longer; the plan is marked by `stopped`. The check of the workload before the
-            search counts; it may take a minute whatever the limit.
+            confirmed, which may take longer; the plan is marked by `stopped`. Loading the workload and checking it
+            count; either may take half a minute whatever the limit, and is ended then.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan has it anyway.
         explain: Tell where the memory of a card goes at the peak, by what it is for and by module, and what would
@@ -164,6 +161,7 @@ def plan(
             memory=memory,
             reserve=reserve,
             trial_limit=trial_limit,
+            load_limit=request.check_limit,
             keeps=keeps,
             evaluation_batch=evaluation_batch,
             worst_of=worst_of,
@@ -195,8 +193,7 @@ def plan_on(
     allowance = Allowance(request.max_trials, request.time_limit, began=began)
     tell(Loading(subject.reference))
     asked = time.monotonic()
-    limit = request.time_limit
-    inspection = device.inspect(limit_seconds=None if limit is None else max(limit, _LEAST_CHECK_SECONDS))
+    inspection = device.inspect(limit_seconds=request.check_limit)
     if inspection.multiple_of != request.each:
         request = dataclasses.replace(request, multiple_of=inspection.multiple_of)
     predicts = isinstance(device, Predicting)

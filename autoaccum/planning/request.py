@@ -11,6 +11,8 @@ from autoaccum.errors import UsageError
 LOOKED_AT = 64
 """How many samples of a dataset are looked at for the longest, where a workload has no `batch` of its own."""
 
+_LEAST_CHECK_SECONDS = 30.0
+"""Under any limit on time, since there is no plan without a check."""
 _MOST_SAMPLES, _MOST_RANKS = 10_000_000, 100_000
 
 
@@ -78,6 +80,11 @@ class Request:
     def limited(self) -> bool:
         """Whether something may end the search before it knows the largest size."""
         return self.max_trials is not None or self.time_limit is not None
+
+    @property
+    def check_limit(self) -> float | None:
+        """Seconds that loading the workload may take, and checking it; None: no limit but those of every trial."""
+        return None if self.time_limit is None else max(self.time_limit, _LEAST_CHECK_SECONDS)
 
     @property
     def cap(self) -> int:

@@ -55,6 +55,7 @@ class Settings:
     memory: str | MemorySize | None = None
     reserve: str | MemorySize | None = None
     trial_limit: float = 600.0
+    load_limit: float | None = None
     keeps: Any = None
     evaluation_batch: int | None = None
     worst_of: int | None = None
@@ -96,6 +97,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         precision=precision,
         optimizer=settings.optimizer if isinstance(way, str) else None,
         trial_limit_seconds=trial_limit,
+        load_limit_seconds=settings.load_limit,
         keeps=settings.keeps,
         evaluation_batch=settings.evaluation_batch,
         worst_of=settings.worst_of if isinstance(way, str) else None,

@@ -50,7 +50,7 @@ def is_leaf(node: Any) -> bool:
     """Whether `node` is a tensor or an array that can be cut along its first dimension, or has none.
 
     Raises:
-        WorkloadError: A sparse or nested tensor, whose parts are not views.
+        WorkloadError: A sparse or nested tensor, whose parts are not views; or one without values.
     """
     if isinstance(node, Tensor):
         if node.is_nested or node.layout != torch.strided:
@@ -59,8 +59,17 @@ def is_leaf(node: Any) -> bool:
                 f"the batch holds a {form} tensor, which cannot be cut into views",
                 hint="give a padded or dense tensor and convert it in the model",
             )
+        if node.device.type == "meta":
+            raise without_values()
         return True
     return isinstance(node, np.ndarray)
+
+
+def without_values() -> WorkloadError:
+    """The error that says why a tensor on the meta device cannot be trained on."""
+    return WorkloadError(
+        "the batch holds a tensor on the meta device, which has no values", hint="give a real one, on the CPU"
+    )
 
 
 def holds_rows(node: Any) -> bool:

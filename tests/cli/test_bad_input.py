@@ -265,6 +265,29 @@ def test_bad_input(
     assert snapshot(folder) == before
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan model.py --target-batch 4 --device cpu",
+        "plan model.py --target-batch 4 --gpu rtx3090",
+        "verify model.py",
+        "fit model.py --target-batch 4 --micro-batch 2 --steps 1 --device cpu --run-dir run",
+    ],
+    ids=lambda words: words.split()[0] + words.split()[-1],
+)
+def test_a_batch_without_values(
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shapeless = "torch.randn(size, 4), torch.empty(size, dtype=torch.long"
+    extra = f"def batch(size): return {shapeless}, device='meta')\ndataset = [batch(1)] * 8"
+    case = Case("meta", r"holds a tensor on the meta device, which has no values: give a real one", extra=extra)
+    write(case, folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as leaving:
+        main(words.split())
+    check(case, leaving.value.code, *capfd.readouterr())
+
+
 def test_a_workload_may_print_and_json_stays_clean(folder: Path) -> None:
     (folder / "model.py").write_text(GOOD.replace("return nn.", "print('hello from model')\n    return nn."))
     done = autoaccum(folder, "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")

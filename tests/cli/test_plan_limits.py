@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,43 @@ def test_the_least_budget(folder: Path) -> None:
     below = [t.limit_bytes for t in plan.trials if t.limit_bytes is not None and not t.ran]
     assert max(b for b in below if b is not None) >= plan.least_bytes - 2 * MIB
     assert "the least budget at which that still runs\n" in done.stderr
+
+
+ENDLESS = """
+import os, time
+from pathlib import Path
+Path("pids").open("a").write(f"{os.getpid()} ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "doing"),
+    [
+        ("plan --device cpu --time-limit 1", "while True: pass", "loading the workload"),
+        ("plan --gpu 24GiB --time-limit 1", "time.sleep(1e9)", "loading the workload"),
+        ("tune --time-limit 1", "time.sleep(1e9)", "loading the workload"),
+        ("guard --gpu 24GiB --time-limit 1 --update", "while True: pass", "loading the workload"),
+        ("plan --device cpu --time-limit 1", "def model(): time.sleep(1e9)", "building the model"),
+        ("plan --gpu 24GiB --time-limit 1", "def model(): time.sleep(1e9)", "building the model"),
+    ],
+)
+def test_what_does_not_end_is_ended_and_named(
+    folder: Path, words: str, file: str, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.py").write_text(MODEL + ENDLESS + file)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("autoaccum.planning.request._LEAST_CHECK_SECONDS", 3.0)
+    monkeypatch.setattr("autoaccum.tuning.running.describing._LEAST_SECONDS", 15.0)
+    name, *rest = words.split()
+    result = CliRunner().invoke(main, [name, "model.py", "--target-batch", "8", *rest])
+    assert result.exit_code == 3, result.stderr
+    said = " ".join((result.stdout + result.stderr).split())
+    assert f"{doing} " in said
+    assert re.search(r" took longer than [\d.]+ s, and was ended", said)
+    assert "Traceback" not in said
+    pids = (folder / "pids").read_text().split()
+    assert len(pids) == 1
+    assert not Path(f"/proc/{pids[0]}").exists()
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon", "nan", "inf"])

@@ -9,12 +9,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.nests import tensors
+from autoaccum.workload.nests import tensors, without_values
 from autoaccum.workload.spec import Workload
 
 T = TypeVar("T")
@@ -35,13 +37,25 @@ def with_own_criterion(workload: Workload) -> Workload:
 
 
 def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
-    made = batch(size)
+    with _NoMeta():
+        made = batch(size)
     if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
         raise WorkloadError(
             f"batch({size}) is on the card, where a simulation cannot count its weight",
             hint="make it on the CPU: one part at a time is moved, so that the card holds no more than that",
         )
     return made
+
+
+class _NoMeta(TorchFunctionMode):
+    """Refuses tensors that are made on the meta device, which here is what C++ takes the card for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
+        if any(isinstance(device, (str, torch.device)) and str(device) == "meta" for device in asked):
+            raise without_values()
+        return func(*args, **kwargs)
 
 
 def built_lazily(workload: Workload, mode: CardMode) -> Workload:

@@ -53,6 +53,7 @@ def measure(
     settings = Settings(
         share=request.share,
         device="auto" if case.device is None else case.device,
+        load_limit=request.check_limit,
         checkout=checkout,
         is_stopped=is_stopped,
         on_output=on_output,

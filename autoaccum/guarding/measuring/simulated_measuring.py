@@ -85,7 +85,7 @@ def _at_the_cap(task: Task, device: SimulatedDevice) -> Sizing | None:
     if task.micro_batches is None or max(task.micro_batches) != task.request.cap:
         return None
     task.tell(Loading(task.subject.reference))
-    inspection = device.inspect(limit_seconds=task.request.time_limit)
+    inspection = device.inspect(limit_seconds=task.request.check_limit)
     task.tell(Inspected(inspection, device.name, device.limit_bytes, task.request.cap, predicted=True))
     if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
         return None

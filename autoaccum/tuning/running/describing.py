@@ -9,7 +9,10 @@ from typing import Any
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.request import TuneRequest
-from autoaccum.tuning.running.trainer import LEAVE_SECONDS, ask, load_request, start_trainer
+from autoaccum.tuning.running.trainer import LEAVE_SECONDS, MOST_SECONDS, ask, load_request, start_trainer
+
+_LEAST_SECONDS = 60.0
+"""Of loading and of building, under any limit on time: PyTorch is imported meanwhile."""
 
 
 def describe(request: TuneRequest, *, on_output: Callable[[str], None] | None = None) -> Facts:
@@ -28,8 +31,9 @@ def describe(request: TuneRequest, *, on_output: Callable[[str], None] | None = 
     check_device(request.device)
     process = start_trainer(on_output)
     try:
-        ask(process, load_request(request), "loading the workload")
-        facts = ask(process, _describe_request(request), "building the workload")["facts"]
+        limit = MOST_SECONDS if request.time_limit is None else max(request.time_limit, _LEAST_SECONDS)
+        ask(process, load_request(request), "loading the workload", limit)
+        facts = ask(process, _describe_request(request), "building the workload", limit)["facts"]
         return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
     finally:
         process.end(grace_seconds=LEAVE_SECONDS)

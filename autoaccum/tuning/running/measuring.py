@@ -7,6 +7,7 @@ from typing import Any
 
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
+from autoaccum.devices.worker import death_error
 from autoaccum.errors import DoesNotFitError
 from autoaccum.tuning.events import Listener, SpeedMeasured
 from autoaccum.tuning.facts import Facts
@@ -19,7 +20,6 @@ from autoaccum.tuning.running.trainer import (
     MOST_SECONDS,
     ask,
     check_unchanged,
-    death_error,
     load_request,
     start_trainer,
 )
@@ -79,7 +79,7 @@ def _time_sizes(
         reply = _converse(process, request, waiting)
     except ChildDied as death:
         if not (death.out_of_memory and waiting):
-            raise death_error(death, "timing updates") from None
+            raise death_error(death, "timing updates", MOST_SECONDS) from None
         short.add(waiting[0])
         return None
     finally:

@@ -8,7 +8,8 @@ from typing import Any
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.spare import where_to_import
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.devices.worker import death_error
+from autoaccum.errors import WorkloadError
 from autoaccum.tuning.request import TuneRequest
 
 LEAVE_SECONDS = 5.0
@@ -52,7 +53,9 @@ def check_unchanged(request: TuneRequest, digest: str, found: str) -> None:
         )
 
 
-def ask(process: ChildProcess, request: Mapping[str, Any], doing: str) -> dict[str, Any]:
+def ask(
+    process: ChildProcess, request: Mapping[str, Any], doing: str, limit_seconds: float = MOST_SECONDS
+) -> dict[str, Any]:
     """Its reply to a request before any trial, which has to be a good one.
 
     Raises:
@@ -61,17 +64,9 @@ def ask(process: ChildProcess, request: Mapping[str, Any], doing: str) -> dict[s
         NotMeasuredError: The process died.
     """
     try:
-        reply = process.ask(request, MOST_SECONDS)
+        reply = process.ask(request, limit_seconds)
     except ChildDied as death:
-        raise death_error(death, doing) from None
+        raise death_error(death, doing, limit_seconds) from None
     if "failure" in reply:
         raise failure_error(Failure(**reply["failure"]), "the machine")
     return reply
-
-
-def death_error(death: ChildDied, doing: str) -> AutoaccumError:
-    """The error that the death of a child before any trial is."""
-    message = f"{doing}: its process {death}"
-    if death.out_of_memory:
-        return DoesNotFitError(message, hint="it needs more memory than the machine has free")
-    return NotMeasuredError(message)
