@@ -16,6 +16,7 @@ from autoaccum.devices.simulated.host_copies import recall_host, remember_host
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.numbering import Numbering
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
@@ -82,6 +83,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.numbering = Numbering()
         self.phase: Phase = "start"
         self._depth = 0
+        self._sparse = False
         self._repetitions = Repetitions(self._make)
         self._observer = ScratchObserver(card, torch_release())
         self._seen: dict[Any, Seen] = {}
@@ -102,6 +104,9 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             args = [args[0], _numbered(args[1]), *args[2:]]
         if func is _READS:
             return answer_scalar(args[0])
+        if func is MAKES_SPARSE or (self._sparse and has_parts(args)):
+            self._sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda scratch: self.recorder.take([scratch]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
         if func is _COPIES and (held := recall_host(args[0], kwargs)) is not None:
@@ -162,6 +167,15 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         made = torch.empty(0, dtype=dtype, device=_META)
         with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
             made.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, made, DEVICE)
+
+    def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
+        """A sparse tensor on the card that holds neither."""
+        sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made = _aten._sparse_coo_tensor_with_dims.default(
+                sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
+            )
         return FakeTensor(self, made, DEVICE)
 
     def _get_output_info_for_cache_entry(self, *args: Any) -> Any:

@@ -31,12 +31,13 @@ from autoaccum.devices.simulated.kernels import (
     normalisation,
     rnn,
     softmax,
+    sparse,
 )
 from autoaccum.devices.simulated.numbering import hash_by_number
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
 
-_OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax)
+_OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax, sparse)
 """Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
 
 

@@ -172,12 +172,12 @@ REFUSED = {
         ["twice", "register_fake", "model.py:21"],
     ),
     "an address": (module("x.data_ptr()\nreturn self.layer(x)"), ["the address of a tensor", "model.py:18"]),
-    "sparse gradients": (
+    "momentum of sparse gradients": (
         "class M(nn.Module):\n"
         "    def __init__(self): super().__init__(); self.e = nn.Embedding(9, 4, sparse=True)\n"
         "    def forward(self, x): return self.e(x[:, 0].long() * 0)\n"
-        "model = M\ndef optimizer(p): return torch.optim.SparseAdam(p)",
-        ["layout sparse_coo", "only dense ones"],
+        "model = M\ndef optimizer(p): return torch.optim.SGD(p, momentum=0.9)",
+        ["of a sparse gradient is not simulated", "SparseAdam, or SGD or Adagrad without momentum"],
     ),
     "a batch on the card": (
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",

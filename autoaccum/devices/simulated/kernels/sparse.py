@@ -1,0 +1,155 @@
+"""Sparse gradients on the card, as those of `nn.Embedding(sparse=True)`: indices and values, and what is made of them.
+
+PyTorch's fake tensors have the layout and lose the rest, so that each is kept here as the two dense tensors it is made
+of, and its operators do to those what they do on a card (`ATen/native/sparse`). How many indices differ depends on
+values: as many as can are taken to, which is the most memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.values import SimulationLimit
+
+_PARTS = "_autoaccum_parts"
+_LEAF = "AccumulateGrad"
+_WAY_OUT = "take SparseAdam, or SGD or Adagrad without momentum and decay; or sparse=False"
+_aten = torch.ops.aten
+MAKES_SPARSE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+Make = Callable[[Sequence[int], Tensor, Tensor], Tensor]
+Take = Callable[[Scratch], None]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    indices: Tensor
+    values: Tensor
+    coalesced: bool = False
+
+
+def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+    """Replace what makes a sparse gradient, which drops padding by its values: all rows are taken to be kept."""
+    register: Any = library.impl
+    for key in ("AutogradCUDA", "CUDA"):
+        register("embedding_sparse_backward", _embedding_backward, key)
+
+
+def has_parts(args: Sequence[Any]) -> bool:
+    """Whether one of `args` is a sparse tensor, or holds one."""
+    return any(
+        has_parts(arg) if isinstance(arg, list | tuple) else _PARTS in getattr(arg, "__dict__", ()) for arg in args
+    )
+
+
+def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Make, take: Take) -> Any:
+    """What an operator returns that takes sparse tensors, or makes one.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Likewise, by name.
+        make: Makes the shell of a sparse tensor: of a size, for indices and values.
+        take: Notes memory that is taken and given back.
+
+    Raises:
+        SimulationLimit: It is not known what that takes.
+    """
+
+    def shell(size: Sequence[int], parts: _Parts) -> Tensor:
+        made = make(size, parts.indices, parts.values)
+        setattr(made, _PARTS, parts)
+        return made
+
+    if func is MAKES_SPARSE:
+        size, indices, values = args[2:5]
+        return shell(size, _Parts(indices, values, bool(kwargs.get("is_coalesced"))))
+    name = func.overloadpacket.__name__
+    with torch.no_grad():
+        known: _Parts | None = getattr(args[0], _PARTS, None)
+        if known is None and name == "add_":
+            return args[0]  # By `index_add_`, in place (`add_out_dense_sparse_cuda`).
+        if known is None and name == "sparse_mask":
+            return shell(args[0].shape, _masked(args[0], getattr(args[1], _PARTS)))
+        if known is not None and name in _TOLD:
+            return _TOLD[name](known)
+        if known is not None and name in ("add", "add_") and has_parts(args[1:2]):
+            other: _Parts = getattr(args[1], _PARTS)
+            # They are concatenated; nothing is summed up before somebody asks (`add_out_sparse_cuda`).
+            joined = _Parts(_aten.cat([known.indices, other.indices], 1), _aten.cat([known.values, other.values]))
+            if name == "add":
+                return shell(args[0].shape, joined)
+            setattr(args[0], _PARTS, joined)
+            return args[0]
+        if known is not None and name == "_coalesced_":
+            setattr(args[0], _PARTS, replace(known, coalesced=bool(args[1])))
+            return args[0]
+        if known is not None and name in ("_coalesce", "coalesce"):
+            return args[0] if known.coalesced else shell(args[0].shape, _coalesced(known, args[0].shape[0], take))
+        if known is not None and name in ("detach", "alias"):
+            return shell(args[0].shape, known)
+        if known is not None and name == "clone":
+            return shell(args[0].shape, _cloned(known))
+    raise SimulationLimit(f"{func} of a sparse gradient is not simulated", hint=_WAY_OUT)
+
+
+def _coalesced(parts: _Parts, rows: int, take: Take) -> _Parts:
+    """`_coalesce_sparse_cuda` in `ATen/native/sparse/cuda/SparseCUDATensor.cu`: sorted indices, and room for sums."""
+    count = parts.indices.shape[1]
+    if count < 2:
+        return _Parts(_aten.clone(parts.indices), _aten.clone(parts.values), coalesced=True)
+    values = _aten.contiguous(parts.values)
+    indices = _aten.clone(parts.indices)
+    places = [_aten.empty_like(parts.indices) for _ in range(2)]
+    take(Scratch("sorted_pairs", (count, 16, 0)))
+    least = min(count, rows)
+    summed = _aten.new_empty(values, (least, *values.shape[1:]))
+    del places
+    return _Parts(_aten.slice(indices, 1, 0, least), summed, coalesced=True)
+
+
+def _masked(dense: Tensor, mask: _Parts) -> _Parts:
+    """`sparse_mask` in `ATen/native/sparse/SparseTensor.cpp`: the rows are gathered, then multiplied by ones."""
+    gathered = _aten.index_select(dense, 0, _aten.select(mask.indices, 0, 0))
+    indices = _aten.clone(mask.indices)
+    return _Parts(indices, _aten.mul(gathered, gathered), mask.coalesced)
+
+
+def _cloned(parts: _Parts) -> _Parts:
+    """A copy; what a leaf is first given it keeps as it is (`accumulate_grad.h`), which fake tensors do not show."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and type(node).__name__ == _LEAF:
+        return parts
+    return _Parts(_aten.clone(parts.indices), _aten.clone(parts.values), parts.coalesced)
+
+
+def _embedding_backward(
+    grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """`embedding_sparse_backward` in `ATen/native/Embedding.cpp`."""
+    if scale_grad_by_freq:
+        raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
+    if padding_idx != -1:
+        indices, grad = indices.clone(), grad.clone()
+    rows, columns = indices.reshape(1, -1).long(), grad.shape[-1]
+    values = grad.reshape(-1, columns)
+    made: Tensor = _aten._sparse_coo_tensor_unsafe.default(rows, values, (num_weights, columns))
+    return made
+
+
+_TOLD: Mapping[str, Callable[[_Parts], Any]] = MappingProxyType(
+    {
+        "_nnz": lambda parts: parts.indices.shape[1],
+        "is_coalesced": lambda parts: parts.coalesced,
+        **dict.fromkeys(("_indices", "indices"), lambda parts: _aten.alias(parts.indices)),
+        **dict.fromkeys(("_values", "values"), lambda parts: _aten.alias(parts.values)),
+    }
+)

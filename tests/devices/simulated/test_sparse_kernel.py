@@ -1,0 +1,138 @@
+"""Sparse gradients: what their indices and values take, with each optimizer that knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.devices.simulated.card_mode import CardMode
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.simulation import simulate
+
+ROWS, COLUMNS = 100_000, 64
+TABLE = ROWS * COLUMNS * 4
+EACH = COLUMNS * 4 + 8
+"""Bytes of a row of a gradient, with its index."""
+TOKENS = 16
+
+LINES = f"""
+def batch(n):
+    return torch.randint(0, {ROWS}, (n, {TOKENS})), torch.randint(0, 4, (n,))
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding({ROWS}, {COLUMNS}, sparse=True), nn.Linear({COLUMNS}, 4, bias=False)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+model = Bag
+"""
+TWO = """
+class Two(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.both = [torch.optim.SparseAdam(params[:1]), torch.optim.SGD(params[1:])]
+
+    def step(self, closure=None):
+        for each in self.both:
+            each.step()
+
+optimizer = Two
+"""
+STATES = {"SGD": 0, "Adagrad": 1, "SparseAdam": 2}
+
+
+def in_use(mode: CardMode, step: Callable[[], Any]) -> tuple[int, int]:
+    """What `step` leaves beside what was there, and the most it takes on the way."""
+    before, start = mode.recorder.alive_bytes, len(mode.recorder.events)
+    sizes = mode.recorder.sizes
+    step()
+    now = most = 0
+    for event in mode.recorder.events[start:]:
+        size = sizes[event if event >= 0 else ~event]
+        now += (size if event >= 0 else -size) if isinstance(size, int) else 0
+        most = max(most, now)
+    return mode.recorder.alive_bytes - before, most
+
+
+@pytest.fixture
+def table() -> Any:
+    with simulate(find_card("rtx3090")) as mode:
+        mode.recorder.begin(lambda: "forward")
+        yield mode, nn.Embedding(ROWS, COLUMNS, sparse=True).cuda(), torch.zeros(500, dtype=torch.long).cuda()
+
+
+def test_a_gradient_is_its_values_and_the_indices_of_the_batch(table: Any) -> None:
+    mode, layer, tokens = table
+    left, most = in_use(mode, lambda: layer(tokens).square().sum().backward())
+    assert left == 500 * COLUMNS * 4, "the indices are those of the batch"
+    assert most < 5 * 500 * COLUMNS * 4, "nothing of the size of the table"
+    gradient = layer.weight.grad
+    assert (gradient.layout, gradient._nnz(), gradient.is_coalesced()) == (torch.sparse_coo, 500, False)
+    assert (gradient._indices().shape, gradient._values().shape) == ((1, 500), (500, COLUMNS))
+
+
+def test_a_second_gradient_is_put_behind_the_first(table: Any) -> None:
+    mode, layer, tokens = table
+    layer(tokens).square().sum().backward()
+    left, _ = in_use(mode, lambda: layer(tokens).square().sum().backward())
+    assert left == 1000 * EACH - 500 * COLUMNS * 4
+    layer.weight.grad = None
+    assert mode.recorder.alive_bytes == TABLE + tokens.numel() * 8
+
+
+def test_sums_of_equal_indices_take_three_more_indices_and_the_values(table: Any) -> None:
+    mode, layer, tokens = table
+    layer(tokens).square().sum().backward()
+    kept: list[Any] = []
+    left, most = in_use(mode, lambda: kept.append(layer.weight.grad.coalesce()))
+    assert left == 500 * EACH
+    assert most == 500 * (EACH + 2 * 8)
+    assert kept[0].coalesce() is kept[0], "it is by now"
+    assert kept[0].indices().shape == (1, 500)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("name", STATES)
+def test_an_update_takes_states_of_the_table_and_rows_of_the_rest(name: str, table: Any) -> None:
+    mode, layer, tokens = table
+    optimizer = getattr(torch.optim, name)(layer.parameters())
+    for update in range(2):
+        layer(tokens).square().sum().backward()
+        left, most = in_use(mode, optimizer.step)
+        in_first = STATES[name] * TABLE if name == "SparseAdam" and update == 0 else 0
+        assert left == in_first
+        assert most - left <= 9 * 500 * EACH
+        assert (most - left > 500 * EACH) == (name != "SGD")
+        optimizer.zero_grad()
+    assert mode.recorder.alive_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
+
+
+def test_padding_is_counted_like_other_rows() -> None:
+    with simulate(find_card("rtx3090")):
+        layer = nn.Embedding(ROWS, COLUMNS, sparse=True, padding_idx=0).cuda()
+        layer(torch.zeros(7, dtype=torch.long).cuda()).square().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad._nnz() == 7
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
+    made = TWO if name == "SparseAdam" else f"optimizer = torch.optim.{name}"
+    ask = simulated(LINES + made)
+    inspected = ask("inspect")
+    assert "failure" not in inspected, inspected["failure"]
+    trace = ask("trace", parts=[8, 8])["trace"]
+    alive = most = 0
+    for event in trace["events"]:
+        size = trace["sizes"][event if event >= 0 else ~event]
+        alive += (size if event >= 0 else -size) if isinstance(size, int) else 0
+        most = max(most, alive)
+    resident = (1 + STATES[name]) * TABLE
+    assert resident < most < resident + 12 * 2 * 8 * TOKENS * EACH
