@@ -1,43 +1,65 @@
-"""State a model keeps in Python: neither parameter nor buffer, so that nothing can roll it back.
+"""Plain values that modules of the user's own classes keep in Python: no rollback restores them, so they are told.
 
-Found by a cheap fingerprint, taken before and after the first step; a heuristic that looks at plain values, at the
-identity and version of tensors, and into containers and objects to a small depth.
+Looked at are numbers, strings, tensors, and small containers of these; nothing of a library's class or object is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.copies import is_plain_tensor
+from autoaccum.accumulation.copies import MAPPINGS, SEQUENCES, StateCopy, is_plain_tensor
+from autoaccum.accumulation.digest import Hasher
+from autoaccum.accumulation.reach import code_names, find_methods, is_users
 from autoaccum.workload import nests
 
 _DEPTH = 3
-_ENTRIES = 64
-_INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+_ENTRIES = 1024
+_SHOWN = 8
+_REGISTERED = frozenset(vars(nn.Module())) | {"training"}
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class OwnAttributes:
+    """The values of plain attributes as they are now, to be compared and put back.
+
+    Args:
+        roots: Modules by the prefix of their names.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = roots
+        self._kept = [(module, _plain_of(module)) for _, module in _own_modules(roots)]
+        self._copy = StateCopy([kept for _, kept in self._kept])
+        self._hashes = self._hash()
+
+    def changed(self) -> list[str]:
+        """Names (`encoder.calls`) of attributes that came, went or changed."""
+        return changed_names(self._hashes, self._hash())
+
+    def restore(self) -> None:
+        """Give them their values back, the very objects; those that came since are gone."""
+        for module, kept in self._kept:
+            attributes = vars(module)
+            for name in _plain_of(module).keys() - kept.keys():
+                del attributes[name]
+            attributes.update(kept)
+        self._copy.restore()
+
+    def _hash(self) -> dict[str, str]:
+        hasher = Hasher()
+        return {name: hasher.hash(value) for name, value in _named(self._roots)}
 
 
 class Fingerprint:
-    """What the model keeps in Python attributes, and a sum of every parameter.
-
-    torch's own modules keep nothing there; a `torch.Generator` is rolled back with the random states.
-    """
+    """Plain attributes of a model, and a sum of every parameter; cheap, as it tells tensors by their version."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._attributes = {
-            f"{prefix}{'.' if prefix else ''}{name}": _token(value, _DEPTH)
-            for prefix, module in model.named_modules()
-            if not type(module).__module__.startswith("torch.")
-            for name, value in vars(module).items()
-            if name not in _INTERNAL
-        }
+        self._attributes = {name: _token(value) for name, value in _named({"": model})}
         self._parameters = {
             name: repr(_summable(parameter).sum().tolist())
             for name, parameter in model.named_parameters()
@@ -46,12 +68,17 @@ class Fingerprint:
 
     def changed_attributes(self, later: Fingerprint) -> list[str]:
         """Names (`encoder.calls`) of attributes that came, went or changed."""
-        names = [name for name, token in later._attributes.items() if self._attributes.get(name) != token]
-        return names + [name for name in self._attributes if name not in later._attributes]
+        return changed_names(self._attributes, later._attributes)
 
     def changed_parameters(self, later: Fingerprint) -> list[str]:
         """Names of parameters whose sum changed."""
         return [name for name, token in later._parameters.items() if self._parameters.get(name, token) != token]
+
+
+def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What came, changed or went."""
+    names = [name for name, value in after.items() if name not in before or before[name] != value]
+    return names + [name for name in before if name not in after]
 
 
 def state_warning(before: Fingerprint, after: Fingerprint, is_batch_changed: bool) -> str | None:
@@ -59,9 +86,9 @@ def state_warning(before: Fingerprint, after: Fingerprint, is_batch_changed: boo
     attributes, parameters = before.changed_attributes(after), before.changed_parameters(after)
     found = []
     if attributes:
-        found.append(f"Python attributes ({_listed(attributes)})")
+        found.append(f"Python attributes ({listed_names(attributes)})")
     if parameters:
-        found.append(f"parameters ({_listed(parameters)})")
+        found.append(f"parameters ({listed_names(parameters)})")
     if is_batch_changed:
         found.append("the batch it is given")
     if not found:
@@ -77,42 +104,72 @@ def batch_versions(batches: Sequence[Any]) -> list[int]:
     return [tensor._version for tensor in nests.tensors(batches) if not tensor.is_inference()]
 
 
-class _Identity:
-    """Equal only to the token of the very same living object."""
+def listed_names(names: Sequence[str]) -> str:
+    """The first of them, for a sentence."""
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
-    def __init__(self, value: Any) -> None:
-        try:
-            self._ref: Any = weakref.ref(value)
-        except TypeError:
-            self._ref = lambda: value
+
+def _own_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, root in roots.items():
+        yield from ((path, module) for path, module in root.named_modules(prefix=prefix) if is_users(type(module)))
+
+
+def _named(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    for path, module in _own_modules(roots):
+        yield from ((f"{path}.{name}" if path else name, value) for name, value in _plain_of(module).items())
+
+
+def _plain_of(module: nn.Module) -> dict[str, Any]:
+    """Where the class extends a library's (`PreTrainedModel`), only what its own methods name is the user's."""
+    others = [base for base in type(module).__mro__ if not is_users(base)]
+    is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in others)
+    own = None if is_of_torch else {name for method in find_methods([module]) for name in code_names(method.__code__)}
+    return {
+        name: value for name, value in vars(module).items() if _is_kept(name, value) and (own is None or name in own)
+    }
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return name not in _REGISTERED and _is_plain(value, _DEPTH)
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, _SCALARS):
+        return True
+    if isinstance(value, Tensor):
+        return is_plain_tensor(value) and not isinstance(value, nn.Parameter) and not value.is_meta
+    if depth == 0 or type(value) not in (*MAPPINGS, *SEQUENCES, tuple, frozenset) or len(value) > _ENTRIES:
+        return False
+    inner = [*value.keys(), *value.values()] if type(value) in MAPPINGS else value
+    return all(_is_plain(entry, depth - 1) for entry in inner)
+
+
+class _Identity:
+    """Equal only to the token of the very same living tensor in the same version."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref, self._version = weakref.ref(tensor), None if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
         mine = self._ref()
-        return isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        is_same = isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        return is_same and self._version == other._version  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return hash(_Identity)
 
 
-def _token(value: Any, depth: int) -> Any:
-    """Something that compares equal exactly when `value` has not changed, as far as can be seen cheaply."""
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, torch.Generator):
-        return None
+def _token(value: Any) -> Any:
+    """Something that compares equal exactly when a plain value has not changed."""
     if isinstance(value, Tensor):
-        return _Identity(value), None if value.is_inference() else value._version, value.shape
-    if isinstance(value, np.ndarray):
-        return _Identity(value), value.shape, hash(value.tobytes()) if value.size <= _ENTRIES else None
-    if depth == 0:
         return _Identity(value)
-    if isinstance(value, Mapping):
-        return _tokens(value.keys(), depth), _tokens(value.values(), depth)
-    if isinstance(value, list | tuple | deque | set | frozenset):
-        return _tokens(value, depth)
-    if isinstance(value, nn.Module) or callable(value):
-        return _Identity(value)
-    return _Identity(value), _token(getattr(value, "__dict__", None), depth - 1)
+    if type(value) in MAPPINGS:
+        return [*map(_token, value.keys()), *map(_token, value.values())]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, tuple) or type(value) in SEQUENCES:
+        return [_token(entry) for entry in value]
+    return type(value), repr(value)
 
 
 def _summable(parameter: Tensor) -> Tensor:
@@ -122,12 +179,3 @@ def _summable(parameter: Tensor) -> Tensor:
     if is_tiny_float or values.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return values.view((torch.int8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1])
     return values
-
-
-def _tokens(values: Iterable[Any], depth: int) -> Any:
-    listed = list(values)
-    return len(listed), [_token(value, depth - 1) for value in (*listed[:_ENTRIES], *listed[-1:])]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[: _ENTRIES // 8]) + (", ..." if len(names) > _ENTRIES // 8 else "")

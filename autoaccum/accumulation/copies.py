@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_LIBRARIES = ("torch", "numpy", "builtins", "random", "threading", "logging", "weakref", "collections", "functools")
-"""Of objects whose classes these define, only what is known here can be put back."""
-
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-_DEPTH = 2
-"""How deep objects of the user's own classes are looked into: a meter, and what a meter keeps."""
+MAPPINGS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, deque, set)
 
 
 class TensorCopy:
@@ -50,64 +45,84 @@ class TensorCopy:
 
 
 class StateCopy:
-    """A nest of mappings, lists, tuples, sets, deques, arrays, optimizers, schedulers and tensors.
+    """A nest of tensors, optimizers, schedulers and Python's own containers of them.
 
-    Everything else counts as a value of its own and is put back as the object it was.
+    Everything else, a library's mapping too, counts as a value of its own and is put back as the object it was.
 
     Args:
         root: The nest.
         on_host: Keep the copies of tensors in host memory.
-        inside: Look into modules as well, and into objects of the user's own classes that modules keep.
     """
 
-    def __init__(self, root: Any, *, on_host: bool, inside: bool = False) -> None:
-        self._on_host = on_host
-        self._inside = inside
+    def __init__(self, root: Any, *, on_host: bool = True) -> None:
         self._tensors: list[TensorCopy] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._mappings: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+        self._mappings: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._sequences: list[tuple[Any, list[Any]]] = []
-        self._seen: dict[int, Any] = {}
-        self._waiting = [(root, _DEPTH)]
-        while self._waiting:
-            self._copy(*self._waiting.pop())
-        self._seen.clear()
+        seen: dict[int, Any] = {}
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen[id(node)] = node
+            if isinstance(node, Tensor):
+                self._tensors.append(TensorCopy(node, on_host=on_host))
+            elif isinstance(node, Optimizer | LRScheduler):
+                waiting.append(vars(node))
+            elif type(node) in MAPPINGS:
+                self._mappings.append((node, dict(node)))
+                waiting.extend(node.values())
+            elif type(node) in SEQUENCES:
+                self._sequences.append((node, list(node)))
+                waiting.extend(node)
+            elif isinstance(node, tuple):
+                waiting.extend(node)
 
     def restore(self) -> None:
         """Put everything back in place and in order; what was added since is removed."""
         for mapping, content in self._mappings:
-            _refill_mapping(mapping, content)
+            refill(mapping, content)
         for sequence, items in self._sequences:
-            _refill(sequence, items)
-        for array, values in self._arrays:
-            np.copyto(array, values)
+            sequence.clear()
+            (sequence.update if isinstance(sequence, set) else sequence.extend)(items)
         for tensor in self._tensors:
             tensor.restore()
 
-    def _copy(self, node: Any, depth: int) -> None:
-        if id(node) in self._seen:
-            return
-        self._seen[id(node)] = node
-        if isinstance(node, Tensor):
-            self._tensors.append(TensorCopy(node, on_host=self._on_host))
-        elif isinstance(node, np.ndarray):
-            if node.flags.writeable:
-                self._arrays.append((node, node.copy()))
-        elif isinstance(node, Optimizer | LRScheduler) or (self._inside and isinstance(node, nn.Module)):
-            self._wait([vars(node)], _DEPTH)
-        elif isinstance(node, MutableMapping):
-            self._mappings.append((node, dict(node)))
-            self._wait(node.values(), depth)
-        elif isinstance(node, list | deque | set):
-            self._sequences.append((node, list(node)))
-            self._wait(node, depth)
-        elif isinstance(node, tuple):
-            self._wait(node, depth)
-        elif self._inside and depth > 0 and is_own_object(node):
-            self._wait([vars(node)], depth - 1)
 
-    def _wait(self, nodes: Iterable[Any], depth: int) -> None:
-        self._waiting.extend((node, depth) for node in nodes if not isinstance(node, int | float | str | None))
+class ModuleState:
+    """Buffers (changed, replaced, or added) and train/eval modes of modules.
+
+    Args:
+        modules: Each of them, those within others too.
+        host_bytes: Buffers beyond this size are copied to host memory, smaller ones on their own device.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, host_bytes: int = 0) -> None:
+        listed = list(modules)
+        self._modes = [(module, module.training) for module in listed]
+        # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in listed]
+        found = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
+        self.buffers = list(found.values())
+        self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > host_bytes) for buffer in self.buffers]
+
+    def restore(self) -> None:
+        """Put everything back; allocates nothing on the buffers' devices."""
+        for held, before in self._buffers:
+            held.clear()
+            held.update(before)
+        for copy in self._copies:
+            copy.restore()
+        for module, training in self._modes:
+            module.training = training
+
+
+def refill(mapping: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    """Clear it only where keys or their order changed, so that what watches a mapping sees no more than it must."""
+    now = list(mapping)
+    if len(now) != len(content) or any(new is not old for new, old in zip(now, content, strict=True)):
+        mapping.clear()
+    mapping.update(content)
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -129,33 +144,6 @@ def tensor_bytes(tensor: Tensor) -> int:
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
     return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-
-
-def is_own_object(node: Any) -> bool:
-    """Whether `node` is an object of a class of the user's own that keeps its state in attributes."""
-    kind = type(node)
-    if isinstance(node, type) or callable(node) or not hasattr(node, "__dict__"):
-        return False
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
-
-
-def _refill_mapping(mapping: MutableMapping[Any, Any], content: dict[Any, Any]) -> None:
-    """Cleared only where keys or their order changed, so that what watches a mapping sees no more than it must."""
-    now = list(mapping)
-    if len(now) != len(content) or any(new is not old for new, old in zip(now, content, strict=True)):
-        mapping.clear()
-    mapping.update(content)
-
-
-def _refill(sequence: Any, items: list[Any]) -> None:
-    if isinstance(sequence, list):
-        sequence[:] = items
-        return
-    sequence.clear()
-    if isinstance(sequence, set):
-        sequence.update(items)
-    else:
-        sequence.extend(items)
 
 
 def _refill_compressed(tensor: Tensor, parts: list[Tensor]) -> None:

@@ -16,14 +16,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.copies import dense_parts, is_own_object
+from autoaccum.accumulation.copies import dense_parts
 from autoaccum.accumulation.randomness import GENERATORS, device_state, generator_state, seeded_devices
 
 _OPTIMIZER_PARTS = ("param_groups", "state", "defaults")
-_INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-_DEPTH = 8
-"""How many objects and containers deep attributes are looked into: further than they are copied."""
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -67,21 +63,6 @@ def state_entries(
     found["the scaler"] = hasher.hash({} if scaler is None else scaler.state_dict())
     found.update({f"the random state of {name}": hasher.hash(state) for name, state in _random_states(device)})
     return found
-
-
-def attribute_entries(roots: Mapping[str, nn.Module]) -> dict[str, str]:
-    """One hash for each attribute that modules keep in Python, by its name; as deep as values can be told cheaply.
-
-    Names are those of `state_entries`; parameters, buffers, submodules, hooks and modes are not among them.
-    """
-    hasher = Hasher(identity=True, depth=_DEPTH)
-    return {
-        f"{path}{'.' if path else ''}{name}": hasher.hash(value)
-        for prefix, root in roots.items()
-        for path, module in root.named_modules(prefix=prefix)
-        for name, value in vars(module).items()
-        if name not in _INTERNAL
-    }
 
 
 def _module_parts(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -150,12 +131,10 @@ class Hasher:
 
     Args:
         identity: Equal tensors, and equal hooks, that are other objects count as different.
-        depth: How deep objects of the user's own classes are looked into.
     """
 
-    def __init__(self, *, identity: bool = False, depth: int = 0) -> None:
+    def __init__(self, *, identity: bool = False) -> None:
         self._identity = identity
-        self._depth = depth
         self._tensors: dict[int, tuple[Tensor, bytes]] = {}
 
     def hash(self, node: Any) -> str:
@@ -184,14 +163,9 @@ class Hasher:
         elif isinstance(node, set | frozenset):
             digest.update("".join(sorted(self.hash(entry) for entry in node)).encode())
         else:
-            self._feed_object(digest, node, (*above, id(node)))
-
-    def _feed_object(self, digest: Any, node: Any, above: tuple[int, ...]) -> None:
-        digest.update(self._name(node))
-        if isinstance(node, GENERATORS):
-            self._feed(digest, _loose(generator_state(node)), above)
-        elif len(above) <= self._depth and is_own_object(node) and not isinstance(node, nn.Module):
-            self._feed(digest, vars(node), above)
+            digest.update(self._name(node))
+            if isinstance(node, GENERATORS):
+                self._feed(digest, _loose(generator_state(node)), above)
 
     def _feed_all(self, digest: Any, nodes: Iterable[Any], above: tuple[int, ...]) -> None:
         listed = list(nodes)

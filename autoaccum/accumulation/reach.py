@@ -1,16 +1,20 @@
-"""Modules and generators that the user's functions and hooks reach: a teacher in a closure, an average in a hook."""
+"""What the user's own code reaches: modules and generators, by reading only; no object of a library is looked into."""
 
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.copies import MAPPINGS, SEQUENCES
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 
@@ -18,6 +22,26 @@ _DEPTH = 3
 _PLAIN = (bool, int, float, str, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LISTED = ("param_groups", "state", "defaults")
+_LIBRARIES = ("torch", "autoaccum")
+"""Theirs wherever they lie, as in a checkout."""
+
+_FOLDERS = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib")]
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is the user's own: defined in no installed library, nor in Python's."""
+    top = kind.__module__.partition(".")[0]
+    if top in _LIBRARIES or top in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or _is_users_file(file)
+
+
+def find_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
+    """Those that the user's own classes of `modules` define."""
+    for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
+        if is_users(kind):
+            yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
 
 
 def find_reachable(
@@ -25,10 +49,10 @@ def find_reachable(
 ) -> tuple[dict[str, nn.Module], list[Generator]]:
     """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
 
-    Not found: what is deep in other objects, or reached by names that are put together at run time.
+    Not found: what is deep in other objects or in a library's, or reached by names that are put together at run time.
 
     Args:
-        functions: The user's.
+        functions: The user's; None among them is passed over.
         held: More of them, or anything that may lead there, by name: see `find_held`.
     """
     modules: dict[str, nn.Module] = {}
@@ -70,7 +94,7 @@ def _kept(attributes: Mapping[str, Any], known: tuple[str, ...], prefix: str) ->
 
 
 def _values(mapping: Any) -> list[Any]:
-    return list(mapping.values()) if isinstance(mapping, Mapping) else []
+    return list(mapping.values()) if type(mapping) in MAPPINGS else []
 
 
 def _inside(node: Any) -> Iterator[tuple[str, Any]]:
@@ -80,15 +104,16 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
         yield from [("", node.__self__), ("", node.__func__)]
     elif isinstance(node, FunctionType):
         yield from _of_function(node)
-    elif isinstance(node, (list, tuple)) and len(node) <= 64:
-        yield from (("", value) for value in node)
-    elif isinstance(node, Mapping) and len(node) <= 64:
-        yield from ((str(key), value) for key, value in node.items())
-    elif not isinstance(node, type) and type(node).__module__.partition(".")[0] not in ("builtins", "torch", "numpy"):
+    elif isinstance(node, tuple) or type(node) in SEQUENCES:
+        yield from (("", value) for value in node if len(node) <= 64)
+    elif type(node) in MAPPINGS:
+        yield from ((str(key), value) for key, value in node.items() if len(node) <= 64)
+    elif not isinstance(node, type) and is_users(type(node)):
         yield from getattr(node, "__dict__", {}).items()
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Of a library's function only what it was given: a decorator holds the user's."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield name, cell.cell_contents
@@ -96,13 +121,23 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "", value
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    if _is_users_file(function.__code__.co_filename):
+        for name in code_names(function.__code__):
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def code_names(code: CodeType) -> Iterator[str]:
+    """Globals and attributes that a function's code names, those within it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from code_names(constant)
+
+
+@functools.cache
+def _is_users_file(file: str) -> bool:
+    path = Path(file)
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.resolve().is_relative_to(folder) for folder in _FOLDERS)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.copies import StateCopy, TensorCopy, tensor_bytes
+from autoaccum.accumulation.copies import ModuleState, StateCopy
 from autoaccum.accumulation.randomness import Generator, RandomState
 from autoaccum.accumulation.scaling import rewind_scaler
 from autoaccum.units import MIB
@@ -40,18 +40,13 @@ class Transaction:
         generators: Iterable[Generator] = (),
         scaler: GradScaler | None = None,
     ) -> None:
-        self._modes = [(module, module.training) for module in modules]
+        self._modules: ModuleState | None = ModuleState(modules, host_bytes=_SMALL_BYTES)
         self._gradients = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
-        # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-        buffers = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
-        self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > _SMALL_BYTES) for buffer in buffers.values()]
-        devices = dict.fromkeys(tensor.device for tensor in (*parameters, *buffers.values()))
+        devices = dict.fromkeys(tensor.device for tensor in (*parameters, *self._modules.buffers))
         self._random = RandomState(devices, generators)
         self._scaler = scaler
         self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         self._guarded: StateCopy | None = None
-        self._committed = False
 
     @property
     def scale(self) -> float:
@@ -64,23 +59,15 @@ class Transaction:
 
     def commit(self) -> None:
         """Free the copies: the update was made, and from now on `rollback` does nothing."""
-        self._committed = True
-        self._guarded = None
-        self._copies.clear()
+        self._guarded = self._modules = None
 
     def rollback(self) -> None:
         """Put everything back; allocates no device memory, and may be called again when it was interrupted."""
-        if self._committed:
+        if self._modules is None:
             return
         if self._guarded is not None:
             self._guarded.restore()
-        for held, before in self._buffers:
-            held.clear()
-            held.update(before)
-        for copy in self._copies:
-            copy.restore()
-        for module, training in self._modes:
-            module.training = training
+        self._modules.restore()
         for parameter, requires_grad, gradient in self._gradients:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient

@@ -8,10 +8,9 @@ from typing import Any
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.company.check import SAMPLES, check_live
 from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.copies import StateCopy
 from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.randomness import RandomState, own_generators, seeded_devices
 from autoaccum.accumulation.reach import find_held, find_reachable
+from autoaccum.accumulation.torch_state import TorchState
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.events import Noted
 from autoaccum.training.subjects.trainee import Trainee
@@ -66,13 +65,10 @@ def _find_out(trainee: Trainee, batch: Any) -> Coupling:
     criterion = None if objective.criterion is None else objective.criterion.function
     held = find_held(unwrapped(model), trainee.optimizer)
     modules, generators = find_reachable((objective.loss_function, criterion), held)
-    reached = [*model.modules(), *(inner for module in modules.values() for inner in module.modules())]
     if any(is_large(module) for module in (model, *modules.values())):
         return Coupling(reason="what is to be copied is too large")
-    chance = RandomState(seeded_devices(), [*generators, *own_generators(reached)])
-    state = StateCopy([model, *modules.values()], on_host=True, inside=True)
+    state = TorchState([model, *modules.values()], generators=generators)
     try:
         return check_live(model, objective, batch, trainee.batchnorm)
     finally:
         state.restore()
-        chance.restore()

@@ -60,12 +60,6 @@ class Preparation:
         seed_everything()
         self.batch = self._take_batch(request.target_batch)
         self._random = RandomState()
-        self._specimens: list[Specimen] = []
-
-    def put_back(self) -> None:
-        """What runs have changed outside of their copies, as the first found it."""
-        for specimen in reversed(self._specimens):
-            specimen.put_back()
 
     def whole_laboratory(self, sizes: tuple[int, ...]) -> Laboratory:
         """The whole window; in float32 where float64 was not asked for and does not run."""
@@ -109,7 +103,6 @@ class Preparation:
                 device=self._request.device,
                 optimizer=self._subject.optimizer,
             )
-        self._specimens.append(specimen)
         lab = Laboratory(specimen, self.batch, sizes)
         self._check_weight(lab)
         self._tell_if_slow(lab)

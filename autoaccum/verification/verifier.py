@@ -55,12 +55,6 @@ class Verifier:
             began: When the call came, of `time.monotonic`.
         """
         preparation = Preparation(self._request, self._subject)
-        try:
-            return self._run(preparation, began)
-        finally:
-            preparation.put_back()
-
-    def _run(self, preparation: Preparation, began: float) -> Verification:
         target, micro, each = self._request.target_batch, self._micro_batch, self._each
         lab = preparation.whole_laboratory(whole_window(target, micro, each))
         self._precision, self._notes = preparation.precision, list(preparation.notes)

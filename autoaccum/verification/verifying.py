@@ -19,7 +19,6 @@ from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.events import Event
-from autoaccum.verification.laboratory.specimen import surroundings_of
 from autoaccum.verification.records import Verification
 from autoaccum.verification.request import VerifyRequest
 from autoaccum.verification.subjects import find_subject
@@ -118,11 +117,7 @@ def _verify(request: VerifyRequest, began: float) -> Verification:
             with interruptions.window(), _within_memory() if from_file else nullcontext():
                 return _run(Verifier(request, subject), began)
 
-    surroundings = surroundings_of(subject.workload)
-    try:
-        return keeper.run(work)
-    finally:
-        surroundings.put_back()
+    return keeper.run(work)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.digest import attribute_entries, state_digest, state_entries
+from autoaccum.accumulation.digest import state_digest, state_entries
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
@@ -164,28 +164,3 @@ def test_tensors_of_every_kind_are_read() -> None:
     entries = state_entries({"": model})
     assert entries == state_entries({"": model})
     assert len({entries[f"buffer {key}"] for key in kinds}) == len(kinds)
-
-
-class Meter:
-    def __init__(self) -> None:
-        self.count = 0
-
-
-def test_attributes_are_told_as_deep_as_they_are_kept() -> None:
-    layer: Any = nn.Linear(2, 2)
-    layer.meter, layer.table, layer.names = Meter(), {"a": [1, {2}]}, ["x"]
-    layer.itself = [layer.names]
-    layer.itself.append(layer.itself)
-    layer.generator, layer.array, layer.mask = torch.Generator(), np.zeros(2), torch.ones(2)
-    before = attribute_entries({"": layer})
-    assert attribute_entries({"": layer}) == before
-    layer.meter.count += 1
-    layer.table["a"][1].add(3)
-    torch.rand(1, generator=layer.generator)
-    layer.array += 1
-    layer.mask[0] = 0
-    layer.late = 1
-    after = attribute_entries({"": layer})
-    changed = {key for key in after if before.get(key) != after[key]}
-    assert changed == {"meter", "table", "generator", "array", "mask", "late"}
-    assert "weight" not in after

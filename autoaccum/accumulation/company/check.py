@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from autoaccum.accumulation.company.allotment import TOO_LONG, Allotment, TooLon
 from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.module_calls import following
 from autoaccum.accumulation.coupling import Fresh, find_coupling, reason_of
-from autoaccum.accumulation.held_state import HeldState, find_methods
-from autoaccum.workload.batches import move_batch
+from autoaccum.workload.batches import move_batch, split_batch
 from autoaccum.workload.experiments import (
     cast_batch,
     copy_model,
@@ -65,7 +64,7 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
         batch = take_small_batch(workload, 2 * part)
         return _check(own, workload.objective, batch, workload.batchnorm, part) if copied else _FIXED
 
-    return _guarded(model, workload.objective, look)
+    return _guarded(model, look)
 
 
 def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
@@ -85,40 +84,20 @@ def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: st
         prepare(own)
         return _check(own, objective, batch, batchnorm)
 
-    return _guarded(model, objective, look)
+    return _guarded(model, look)
 
 
-def _guarded(model: nn.Module, objective: Objective, look: Callable[[], Coupling]) -> Coupling:
+def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
     """What `look` finds out; the user's code that fails within it must not end what can be done without."""
     if is_large(model):
         return _LARGE
     try:
-        with own_randomness(), _held(model, objective):
+        with own_randomness():
             return look()
     except TooLong:
         return _LONG
     except (Exception, SystemExit) as error:
         return Coupling(reason=reason_of(error))
-
-
-@contextmanager
-def _held(model: nn.Module, objective: Objective) -> Iterator[None]:
-    """Put back what the user's functions keep outside of modules: counters, logs, caches that float64 would fill."""
-    criterion = None if objective.criterion is None else objective.criterion.function
-    functions = [objective.loss_function, objective.weight_function, criterion, *_functions(model)]
-    if isinstance(criterion, nn.Module):
-        functions += _functions(criterion)
-    held = HeldState({}, [function for function in functions if function is not None])
-    try:
-        yield
-    finally:
-        held.restore()
-
-
-def _functions(model: nn.Module) -> list[Any]:
-    """The user's own methods of a model's classes, and its hooks."""
-    hooks = [getattr(module, name) for module in model.modules() for name in ("_forward_pre_hooks", "_forward_hooks")]
-    return [*find_methods(model.modules()), *(hook for registered in hooks for hook in registered.values())]
 
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, part: int = _PART) -> Coupling:
@@ -132,6 +111,7 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, p
     fresh = _copier(model, objective)
     if not _is_quick(fresh, narrow, _MOST_SECONDS):
         return _LONG
+    _is_quick(fresh, split_batch(narrow, parts)[0], _MOST_SECONDS)  # What the user caches has the training's type.
     importlib.import_module("torch._dynamo")  # The first dispatch mode loads it: a second, and not the model's.
     allotted = Allotment(_SECONDS)
     with suppress(Exception, SystemExit):  # Whatever does not work in float64 may work as it is.

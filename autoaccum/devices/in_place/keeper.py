@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+from autoaccum.accumulation.attributes import listed_names
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.devices.in_place.live_state import LiveState
 from autoaccum.devices.in_place.subjects import Tried
@@ -15,14 +16,12 @@ from autoaccum.errors import NotMeasuredError
 
 T = TypeVar("T")
 
-_SHOWN = 8
-
 
 class StateKeeper:
     """Keeps the state of what is tried; `at_once` see `Interruptions`.
 
     Attributes:
-        warnings: Sentences on Python attributes that could not be put back.
+        warnings: Sentences on Python attributes that trials change.
     """
 
     def __init__(self, tried: Tried, *, at_once: bool = False) -> None:
@@ -57,12 +56,15 @@ class StateKeeper:
     def _put_back(self, state: LiveState) -> NotMeasuredError | None:
         try:
             release_memory(self._tried.device)  # Raises where a card's context is dead.
+            kept = state.changed_attributes()
             state.restore()
-            changed, lost = state.differences()
+            changed = state.differences()
         except Exception as error:
             return not_restored(error)
-        if lost:
-            listed = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
-            told = f"a trial changes what the model keeps in Python ({listed}), which could not be put back"
+        if kept:
+            told = (
+                f"a trial changes what the model keeps in Python ({listed_names(kept)}), which no rollback covers: keep"
+                " state in buffers (register_buffer)"
+            )
             self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
         return not_restored(changed) if changed else None

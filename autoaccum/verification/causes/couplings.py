@@ -15,8 +15,9 @@ from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.wholes import loss_cause
 from autoaccum.verification.causes.words import LARGER
-from autoaccum.verification.laboratory.bench import BESIDE, Bench
+from autoaccum.verification.laboratory.bench import Bench
 from autoaccum.verification.laboratory.outcomes import UNCHANGED
+from autoaccum.verification.laboratory.specimen import BESIDE
 from autoaccum.verification.records import Cause
 from autoaccum.workload.weights import Objective
 
@@ -29,11 +30,9 @@ def look_for_coupling(inquiry: Inquiry) -> Coupling:
         trained = lab.specimen.fresh()
         return trained.model, trained.objective
 
-    sizes, bench = inquiry.cuts[-1].sizes, Bench(lab.specimen, UNCHANGED)
+    sizes = inquiry.cuts[-1].sizes
     with lab.specimen.running():
-        found = find_coupling(fresh, lab.batch, sizes, bench.beside)
-    bench.held.restore()
-    return found
+        return find_coupling(fresh, lab.batch, sizes, lab.specimen.beside)
 
 
 def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
@@ -138,9 +137,8 @@ def _shapes(inquiry: Inquiry, batch: Any) -> dict[str, list[torch.Size]]:
     """Of all that each module gives."""
     specimen, found = inquiry.lab.specimen, Recorder()
     bench = Bench(specimen, UNCHANGED)
-    with bench.put_back(), specimen.running(), torch.no_grad(), following(bench.trained.model, found):
+    with bench.running(), torch.no_grad(), following(bench.trained.model, found):
         bench.trained.objective.terms(bench.trained.model, copy.deepcopy(batch))
-    bench.held.restore()
     shapes: dict[str, list[torch.Size]] = {}
     for call, outputs in found.outputs.items():
         shapes.setdefault(call.name or ITSELF, []).extend(output.shape for output in outputs)

@@ -16,8 +16,8 @@ from autoaccum.verification.records import Cause
 from autoaccum.workload import nests
 
 _WAY_OUT = (
-    "draw from torch, NumPy or random, whose generators verify holds alike, and let nothing depend on time, on the"
-    " system's entropy or on files that change"
+    "keep counters in buffers of the model, not in globals, closures or classes, which no run resets; draw from torch,"
+    " NumPy or random, and let nothing depend on time, on the system's entropy or on files that change"
 )
 
 

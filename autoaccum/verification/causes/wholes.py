@@ -149,14 +149,13 @@ class _Moves:
     def _run(self, moves: Mapping[str, Tensor]) -> Mapping[str, float] | None:
         exchanged = {id(self.leaves[name]): tensor for name, tensor in moves.items()}
         batch = map_tensors(self._lab.batch, lambda tensor: exchanged.get(id(tensor), tensor).clone())
-        specimen, bench = self._lab.specimen, Bench(self._lab.specimen, self._change)
+        bench = Bench(self._lab.specimen, self._change)
         seed_everything()
         try:
-            with bench.put_back(), specimen.running(), torch.no_grad(), calm():
+            with bench.running(), torch.no_grad(), calm():
                 terms = bench.trained.objective.terms(bench.trained.model, batch)
         except Exception:  # Outside of the range that the loss takes.
             return None
-        bench.held.restore()
         values = {name: float(term) for name, term in terms.items()}
         return values if all(map(math.isfinite, values.values())) else None
 

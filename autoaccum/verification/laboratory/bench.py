@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.attributes import OwnAttributes
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws.joins import DrawMismatch
-from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.randomness import Generator, own_generators
-from autoaccum.accumulation.reach import find_reachable
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.laboratory.outcomes import Change, Outcome
 from autoaccum.verification.laboratory.specimen import Specimen, Trained
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
-
-BESIDE = "<"
-"""What the names of modules begin with that the user's functions hold and the model does not."""
 
 
 class Bench:
@@ -42,12 +38,8 @@ class Bench:
                 for hooks in tensor_hooks(parameter):
                     (hooks or {}).clear()
         self.scale = specimen.loss_scale
-        objective, accumulate = self.trained.objective, specimen.workload.accumulate
-        functions = [objective.loss_function, objective.weight_function, accumulate]
-        if objective.criterion is not None:
-            functions.append(objective.criterion.function)
-        self.beside = _beside(functions, self.trained)
-        self.held = HeldState({**self.trained.roots, **self.beside}, functions)
+        self._specimen = specimen
+        self.held: HeldState | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -72,7 +64,7 @@ class Bench:
     def outcome(
         self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
     ) -> Outcome:
-        """What the run came to; what it changed outside of its copy is put back."""
+        """What the run came to."""
         roots = self.trained.roots
         buffers = {
             name: tensor.detach().clone()
@@ -80,8 +72,7 @@ class Bench:
             for name, tensor in root.named_buffers(prefix=prefix)
         }
         parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        state = tuple(self.held.changed())
-        self.held.restore()
+        state = () if self.held is None else tuple(self.held.changed())
         return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
 
     def backward(self, loss: Tensor) -> None:
@@ -94,13 +85,33 @@ class Bench:
                     parameter.grad.div_(self.scale)
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back what a run that failed has changed outside of its copy."""
-        try:
+    def running(self) -> Iterator[None]:
+        """Around the run; see `Specimen.running`."""
+        with self._specimen.running():
+            self.held = HeldState({**self.trained.roots, **self._specimen.beside})
             yield
-        except BaseException:
+
+    def begin_anew(self) -> None:
+        """Put what modules keep between calls back to what the run began with."""
+        if self.held is not None:
             self.held.restore()
-            raise
+
+
+class HeldState:
+    """What modules of a run keep between calls: buffers, modes, and plain attributes where the class is the user's."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._modules = ModuleState(module for root in roots.values() for module in root.modules())
+        self._attributes = OwnAttributes(roots)
+
+    def changed(self) -> list[str]:
+        """Names of attributes that are other ones now."""
+        return self._attributes.changed()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._modules.restore()
+        self._attributes.restore()
 
 
 @contextmanager
@@ -115,10 +126,3 @@ def users_code(doing: str) -> Iterator[None]:
         if find_shortage(error) is not None:
             raise
         raise blame_workload(error, doing) from error
-
-
-def _beside(functions: Sequence[Any], trained: Trained) -> dict[str, nn.Module]:
-    """Modules that the user's functions hold, as a loss does its teacher."""
-    known = {id(module) for root in trained.roots.values() for module in root.modules()}
-    modules, _ = find_reachable([function for function in functions if function is not None])
-    return {f"{BESIDE}{name}>": module for name, module in modules.items() if id(module) not in known}

@@ -7,28 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from torch import nn
 
-from autoaccum.accumulation.draws.host_draws import of_host
-from autoaccum.accumulation.held_state import find_methods
 from autoaccum.accumulation.randomness import Generator, generator_rewind
-from autoaccum.accumulation.reach import find_reachable
-from autoaccum.workload.spec import Workload
 
 _OTHER_SEED = 1
-
-
-def named_generators(workload: Workload, model: nn.Module) -> list[Generator]:
-    """Those of Python and NumPy that the workload's functions hold or name, and the user's classes of its model."""
-    objective = workload.objective
-    modules = list(model.modules())
-    functions = [objective.loss_function, objective.weight_function, workload.accumulate]
-    if objective.criterion is not None:
-        functions.append(objective.criterion.function)
-        if isinstance(objective.criterion.function, nn.Module):
-            modules.extend(objective.criterion.function.modules())
-    _, found = find_reachable([*(function for function in functions if function is not None), *find_methods(modules)])
-    return of_host(found)
 
 
 def host_state() -> tuple[bytes, bytes]:

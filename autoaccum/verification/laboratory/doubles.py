@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.workload import nests
 
@@ -61,7 +62,10 @@ def widened(node: Any) -> Any:
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Exchanges a narrow `dtype` that an operator is asked for by float64."""
+    """Exchanges a narrow `dtype` that an operator is asked for by float64, and narrow tensors that meet wide ones.
+
+    Those are what a loss names: class weights, a table, a mask.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,7 +73,14 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _unscale(*args)
         if kwargs.get("dtype") in _WIDE:
             kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
+        given = {tensor.dtype for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        if not func._schema.is_mutable and not given.isdisjoint(_WIDE) and not given.isdisjoint(_WIDE.values()):
+            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:

@@ -59,10 +59,9 @@ def _outputs(specimen: Specimen, batch: Any) -> list[Tensor]:
     for norm in find_batchnorms(model, bench.trained.objective.criterion_module):
         norm.training = False
     seed_everything()
-    with bench.put_back(), specimen.running(), users_code("the loss"), torch.no_grad(), following(model, recorder):
-        with autocast(specimen.precision, specimen.device):
-            bench.trained.objective.terms(model, copy.deepcopy(batch))
-        bench.held.restore()
+    cast = autocast(specimen.precision, specimen.device)
+    with bench.running(), users_code("the loss"), torch.no_grad(), following(model, recorder), cast:
+        bench.trained.objective.terms(model, copy.deepcopy(batch))
     return [tensor for call, tensors in recorder.outputs.items() if call.depth == 0 for tensor in tensors]
 
 

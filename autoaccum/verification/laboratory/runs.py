@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast
-from autoaccum.accumulation.held_state import HeldState
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import Generator
@@ -45,7 +44,7 @@ def run_full(specimen: Specimen, batch: Any, change: Change, end_parts: Callable
     bench = Bench(specimen, change)
     trained = bench.trained
     batch = copy.deepcopy(batch)
-    with bench.put_back(), specimen.running(), users_code(f"an update from {batch_size(batch)} samples"):
+    with bench.running(), users_code(f"an update from {batch_size(batch)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, batch)
         weights = match_weights(trained.objective.weight(batch), terms.keys())
@@ -90,10 +89,10 @@ def run_accumulated(
     objective = _weighed(trained.objective, change)
     weighed = _weighed(trained.objective, change)
     counting = [index for index, part in enumerate(parts) if has_weight(weighed.weight(part))]
-    watch = _Watch(bench.telling(begin_part), end_parts, counting, bench.held if change.fresh_state else None)
+    watch = _Watch(bench.telling(begin_part), end_parts, counting, bench.begin_anew if change.fresh_state else None)
     seen: dict[str, Tensor | None] = dict.fromkeys(bench.parameters)
     trained.optimizer.register_step_pre_hook(lambda *_: seen.update(bench.gradients()))
-    with bench.put_back(), specimen.running(), users_code(f"an update in parts of {max(sizes)}"):
+    with bench.running(), users_code(f"an update in parts of {max(sizes)}"):
         accumulator = Accumulator(
             trained.model,
             trained.optimizer,
@@ -131,9 +130,9 @@ def run_own(
     given = MicroBatches(copy.deepcopy(list(parts)), bench.telling(take))
     trained.model.register_forward_pre_hook(given.called, with_kwargs=True)
     if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
-        trained.model.register_forward_pre_hook(lambda *_: bench.held.restore(), prepend=True)
+        trained.model.register_forward_pre_hook(lambda *_: bench.begin_anew(), prepend=True)
     before = {name: parameter.detach().clone() for name, parameter in bench.parameters.items()}
-    with bench.put_back(), specimen.running(), users_code("accumulate()"):
+    with bench.running(), users_code("accumulate()"):
         accumulate(trained.model, given)
         if not all(torch.equal(parameter, before[name]) for name, parameter in bench.parameters.items()):
             raise WorkloadError(
@@ -158,7 +157,7 @@ def run_part(specimen: Specimen, part: Any, change: Change, begin: Callable[[Seq
     trained = bench.trained
     begin(bench.generators)
     part = copy.deepcopy(part)
-    with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"):
+    with bench.running(), users_code(f"the loss of {batch_size(part)} samples"):
         with autocast(specimen.precision, specimen.device):
             terms = trained.objective.terms(trained.model, part)
         loss = torch.stack(list(terms.values())).sum()
@@ -176,19 +175,17 @@ def time_forward(specimen: Specimen, part: Any) -> float:
     """
     bench = Bench(specimen, Change())
     part = copy.deepcopy(part)
-    with bench.put_back(), specimen.running(), users_code(f"the loss of {batch_size(part)} samples"), torch.no_grad():
+    with bench.running(), users_code(f"the loss of {batch_size(part)} samples"), torch.no_grad():
         began = time.perf_counter()
         with autocast(specimen.precision, specimen.device):
             bench.trained.objective.terms(bench.trained.model, part)
-        seconds = time.perf_counter() - began
-        bench.held.restore()
-    return seconds
+        return time.perf_counter() - began
 
 
 def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The parameters after one step of the optimizer with these gradients."""
     bench = Bench(specimen, Change())
-    with bench.put_back(), specimen.running(), users_code("the optimizer's step"):
+    with bench.running(), users_code("the optimizer's step"):
         for name, parameter in bench.parameters.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
@@ -220,15 +217,15 @@ class _Watch(StepObserver):
         begin_part: Callable[[int], None],
         end_parts: Callable[[], None],
         counting: Sequence[int],
-        held: HeldState | None,
+        begin_anew: Callable[[], None] | None,
     ) -> None:
-        self._begin_part, self._end_parts, self._held = begin_part, end_parts, held
+        self._begin_part, self._end_parts, self._begin_anew = begin_part, end_parts, begin_anew
         self._waiting = itertools.cycle(counting)
 
     def phase(self, phase: StepPhase) -> None:
         if phase == "forward":
-            if self._held is not None:
-                self._held.restore()
+            if self._begin_anew is not None:
+                self._begin_anew()
             self._begin_part(next(self._waiting))
         elif phase == "clip":
             self._end_parts()

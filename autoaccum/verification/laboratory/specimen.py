@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,21 +14,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.attributes import OwnAttributes
+from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws.host_draws import of_host
 from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.randomness import generator_rewind, own_generators
+from autoaccum.accumulation.randomness import Generator, generator_rewind, own_generators
 from autoaccum.accumulation.ranks import check_unsharded
+from autoaccum.accumulation.reach import find_methods, find_reachable
+from autoaccum.accumulation.torch_state import TorchState
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.laboratory.chance import named_generators
 from autoaccum.verification.laboratory.doubles import double_module, in_double, widened
-from autoaccum.verification.laboratory.surroundings import Surroundings
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+BESIDE = "<"
+"""What the names of modules begin with that the user's functions hold and the model does not."""
+
 _LOSS_SCALE = 256.0
 """Enough for gradients of a loss near 1, and far from overflow."""
 
@@ -64,7 +69,9 @@ class Specimen:
         precision: `fp64` runs all in float64, whatever the workload trains in; the others as the Accumulator does.
         device: Where.
         workload: As it was given.
-        generators: Of Python and NumPy, those that its functions and classes name: each run begins with them alike.
+        beside: Modules that its functions and classes hold or name, as a loss does its teacher: each run finds them as
+            they were, and leaves them so.
+        generators: Of Python and NumPy, likewise.
         keeps_generators: Whether modules of the model keep some, of which each run has copies.
         loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
 
@@ -94,21 +101,22 @@ class Specimen:
         model = workload.build_model()
         check_unsharded(model)
         model = unwrapped(model)
-        self._surroundings = surroundings_of(workload, model)
         memo: dict[int, Any] = {}
         self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
         self._model = self._placed(model if self._is_rebuilt else _copied(model, memo))
         self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._cast_state(self._optimizer)
-        self.generators = named_generators(workload, self._model)
+        self.beside, generators = _reached(workload, model)
+        self.generators = of_host(generators)
+        self._put_back = TorchState(self.beside.values(), random=False), OwnAttributes(self.beside)
+        self._begun: ModuleState | None = None
         self.keeps_generators = bool(of_host(own_generators(self._model.modules())))
 
     def fresh(self) -> Trained:
-        """A copy as training begins with it; what the user's functions name stands as it did, too."""
-        self._surroundings.put_back()
-        if self.precision == "fp64":
-            self._surroundings.widen()
+        """A copy as training begins with it; within `running`, modules beside it are as they were at its beginning."""
+        if self._begun is not None:
+            self._begun.restore()
         memo: dict[int, Any] = {}
         model = self._rebuilt() if self._is_rebuilt else _copied(self._model, memo)
         objective = self._own_objective()
@@ -116,23 +124,29 @@ class Specimen:
             return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
         return Trained(model, objective, self.workload.build_optimizer(model))
 
-    def put_back(self) -> None:
-        """What the user's functions name, and what classes of the model keep, as it was found."""
-        self._surroundings.put_back()
-
     def prepare_batch(self, batch: Any) -> Any:
         """A batch as runs are given it: on the device, in float64 where that is the precision."""
         return move_batch(widened(batch) if self.precision == "fp64" else batch, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around every run: in its precision, without compiling; generators that are named are put back behind it."""
+        """Around every run: in its precision, without compiling; what is beside the copies is put back behind it."""
         with ExitStack() as stack:
             for generator in self.generators:
                 stack.callback(generator_rewind(generator))
-            stack.enter_context(in_double() if self.precision == "fp64" else nullcontext())
+            for state in self._put_back:
+                stack.callback(state.restore)
+            if self.precision == "fp64":
+                for module in self.beside.values():
+                    with suppress(Exception):  # A quantised teacher stays, and what it is given tells by itself.
+                        double_module(module)
+                stack.enter_context(in_double())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+            self._begun = ModuleState(inner for module in self.beside.values() for inner in module.modules())
+            try:
+                yield
+            finally:
+                self._begun = None
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
@@ -162,12 +176,19 @@ class Specimen:
         return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
-def surroundings_of(workload: Workload, model: nn.Module | None = None) -> Surroundings:
-    """What the functions of a workload, and the methods of its model, name outside of that."""
+def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:
+    """Modules and generators that the workload's functions, and the user's classes of its model, hold or name."""
     objective = workload.objective
-    criterion = None if objective.criterion is None else objective.criterion.function
-    functions = [objective.loss_function, objective.weight_function, criterion, workload.accumulate]
-    return Surroundings(functions, [] if model is None else list(model.modules()))
+    modules, functions = (
+        list(model.modules()),
+        [objective.loss_function, objective.weight_function, workload.accumulate],
+    )
+    if objective.criterion_module is not None:
+        modules.extend(objective.criterion_module.modules())
+    elif objective.criterion is not None:
+        functions.append(objective.criterion.function)
+    found, generators = find_reachable([*functions, *find_methods(modules)])
+    return {f"{BESIDE}{name}>": module for name, module in found.items()}, generators
 
 
 def _can_be_copied(model: nn.Module) -> bool:

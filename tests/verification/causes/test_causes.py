@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     "an RNN that keeps its state": (sequences(planted.Keeping), "state", ("hidden",), "reset it"),
     "a buffer that moves the next batch": (classes(planted.Remembering), "state", ("before",), "reset it"),
     "a buffer that counts calls": (classes(planted.Counting), "state", ("calls",), "once per update"),
-    "a variable that counts calls": (pairs(planted.counted_loss), "state", ("CALLS",), "reset it"),
+    "a variable that counts calls": (pairs(planted.counted_loss), "non-determinism", (), "globals"),
     "a feature that is cached without its graph": (classes(planted.Caching), "detached", ("kept",), "in every call"),
     "samples mixed by the order of draws": (
         classes(planted.Shuffling),
@@ -354,6 +354,7 @@ UNPROVED = {
     "weights that follow others in forward",
     "a factor from the system's entropy",
     "a factor from the clock",
+    "a variable that counts calls",
     "a term that is a sum among means",
     "a term that is a mean among sums",
     "CLIP with in-batch negatives",

@@ -245,21 +245,6 @@ def test_an_update_can_be_made_from_any_gradient() -> None:
         assert torch.equal(moved[name], parameter)
 
 
-def test_state_of_the_losss_own_is_put_back() -> None:
-    seen = [0]
-
-    def counting(model: nn.Module, pair: Any) -> Tensor:
-        seen[0] += 1
-        return F.cross_entropy(model(pair[0]), pair[1]) * seen[0]
-
-    made = lab(make(criterion=None, loss=counting))
-    assert distance(made.full(), made.accumulated()) > 1e-2
-    assert made.accumulated().state == ("seen",)
-    fresh = Change(fresh_state=True)
-    assert distance(made.full(fresh), made.accumulated(fresh)) < 1e-14
-    assert seen == [0]
-
-
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_other_precisions_are_run_as_they_train(precision: Any, bound: float) -> None:
     made = lab(make(model=lambda: Net(drop=0.5)), precision=precision)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.laboratory.specimen import Specimen, surroundings_of
+from autoaccum.verification.laboratory.specimen import Specimen
 
 
 class Tied(nn.Module):
@@ -158,15 +158,18 @@ def distil(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
-    teacher, weights = TEACHER, WEIGHTS
-    workload = make(lambda: nn.Linear(3, 2), loss=distil)
-    surroundings = surroundings_of(workload)
-    specimen = Specimen(workload)
-    specimen.fresh()
-    assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float64, torch.float64)
-    surroundings.put_back()
+    teacher, weights, values = TEACHER, WEIGHTS, TEACHER.weight.detach().clone()
+    specimen = Specimen(make(lambda: nn.Linear(3, 2), loss=distil))
+    inputs = specimen.prepare_batch([torch.ones(4, 3)])
+    for _ in range(2):
+        with specimen.running():
+            assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float32, torch.float64)
+            trained = specimen.fresh()
+            assert distil(trained.model, inputs).dtype == torch.float64
+            with torch.no_grad():
+                TEACHER.weight.zero_()
+        assert torch.equal(TEACHER.weight, values)
     assert WEIGHTS is weights
     assert TEACHER is teacher
-    assert TEACHER.weight.dtype == torch.float32
-    Specimen(workload, precision="fp32").fresh()
-    assert WEIGHTS is weights
+    with Specimen(make(lambda: nn.Linear(3, 2), loss=distil), precision="fp32").running():
+        assert TEACHER.weight.dtype == torch.float32
