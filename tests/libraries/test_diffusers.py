@@ -1,0 +1,57 @@
+"""Objects of diffusers: their configurations are frozen mappings, which nothing may write to."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler, UNet2DModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoaccum
+from autoaccum import Accumulator, Workload
+from autoaccum.accumulation.digest import state_digest
+
+NOISING: Any = DDPMScheduler(num_train_timesteps=10)
+
+
+def unet() -> Any:
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
+
+
+def pictures(size: int) -> dict[str, Tensor]:
+    return {"pictures": torch.randn(size, 1, 8, 8), "steps": torch.randint(0, 10, (size,))}
+
+
+def denoising(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    noise = torch.randn_like(batch["pictures"])
+    return F.mse_loss(model(NOISING.add_noise(batch["pictures"], noise, batch["steps"]), batch["steps"]).sample, noise)
+
+
+def test_a_unet_is_verified_planned_and_trained() -> None:
+    assert autoaccum.verify(Workload(model=unet, batch=pictures, loss=denoising), target_batch=6).equivalent
+    model = unet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config, before = dict(model.config), state_digest(model, optimizer)
+    plan = autoaccum.plan(
+        model=model, batch=pictures, loss=denoising, optimizer=optimizer, target_batch=4, max_micro_batch=2
+    )
+    assert state_digest(model, optimizer) == before
+    assert dict(model.config) == config
+    assert not any("keeps in Python" in warning for warning in plan.warnings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert Accumulator(model, optimizer, denoising, micro_batch=2).step(pictures(4)).updated

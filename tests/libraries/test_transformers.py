@@ -1,0 +1,173 @@
+"""Objects of transformers and peft: they are taken as they are, and nothing that the libraries keep is written to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.activations import ACT2FN
+
+import autoaccum
+from autoaccum import Accumulator, Workload
+from autoaccum.accumulation.digest import state_digest
+
+WORDS = 50
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 32, "max_position_embeddings": 16}
+
+
+def bert() -> Any:
+    return BertForSequenceClassification(BertConfig(**SIZES))
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+
+
+def gpt2() -> Any:
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def adapted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name.
+        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def sentences(size: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, WORDS, (size, 8)), "labels": torch.arange(size) % 2}
+
+
+def texts(size: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (size, 8))
+    lengths = torch.arange(size)[:, None] % 5 + 3
+    return {"input_ids": ids, "labels": ids.where(torch.arange(8) < lengths, -100)}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found: Tensor = model(**batch).loss
+    return found
+
+
+def shifted(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "bert": {"model": bert, "batch": sentences, "loss": loss},
+    "llama": {"model": llama, "batch": texts, "loss": loss, "weight": shifted},
+    "gpt2": {"model": gpt2, "batch": texts, "loss": loss, "weight": shifted},
+    "lora": {"model": adapted, "batch": texts, "loss": loss, "weight": shifted},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_verified_planned_and_trained(kind: str) -> None:
+    made = KINDS[kind]
+    assert autoaccum.verify(Workload(**made), target_batch=6).equivalent
+    model = made["model"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, gelu = state_digest(model, optimizer), dict.__getitem__(ACT2FN, "gelu")
+    plan = autoaccum.plan(**made | {"model": model}, optimizer=optimizer, target_batch=4, max_micro_batch=2)
+    assert state_digest(model, optimizer) == before
+    assert dict.__getitem__(ACT2FN, "gelu") is gelu
+    assert not any("keeps in Python" in warning for warning in plan.warnings)
+    made["model"]()  # Another one can be built in this process.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulator = Accumulator(model, optimizer, loss, weight=made.get("weight"), micro_batch=2)
+        for _ in range(2):
+            assert accumulator.step(made["batch"](4)).updated
+
+
+class Counting(BertForSequenceClassification):
+    """A user's own, with a counter: what transformers keeps in it is not the user's."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.calls = 0
+
+    def forward(self, **batch: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(**batch)
+
+
+def test_of_a_users_own_class_only_its_own_attributes_are_told() -> None:
+    model = Counting(BertConfig(**SIZES))
+    plan = autoaccum.plan(model=model, batch=sentences, loss=loss, target_batch=4, max_micro_batch=2)
+    assert [warning for warning in plan.warnings if "keeps in Python (calls), which" in warning]
+    assert model.calls == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(match=r"forward changes Python attributes \(calls\), which"):
+        Accumulator(model, optimizer, loss, micro_batch=2).step(sentences(4))
+
+
+TEACHER = bert().eval()
+WEIGHTS = torch.tensor([1.0, 2.0])
+
+
+def taught(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A distillation: a teacher, and class weights, of the loss's module."""
+    wanted = TEACHER(batch["input_ids"]).logits.detach().softmax(-1)
+    return nn.functional.cross_entropy(model(batch["input_ids"]).logits, wanted, weight=WEIGHTS)
+
+
+def test_a_teacher_that_the_loss_names_is_in_float64_for_a_while() -> None:
+    before = {name: tensor.clone() for name, tensor in TEACHER.state_dict().items()}
+    found = autoaccum.verify(Workload(model=bert, batch=sentences, loss=taught), target_batch=6)
+    assert (found.equivalent, found.precision) == (True, "fp64")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in TEACHER.state_dict().items())
+    assert next(TEACHER.parameters()).dtype == WEIGHTS.dtype == torch.float32
+
+
+FILE = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+def model():
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=16)
+    return BertForSequenceClassification(config)
+
+def batch(size):
+    return {"input_ids": torch.randint(0, 50, (size, 8)), "labels": torch.arange(size) % 2}
+
+def loss(model, batch):
+    return model(**batch).loss
+
+dataset = [{"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(index % 2)} for index in range(16)]
+"""
+
+
+def test_a_file_is_verified_planned_and_trained_by_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FILE)
+    commands = (
+        "verify model.py --target-batch 4 --json",
+        "plan model.py --target-batch 4 --max-micro-batch 2 --memory 512MiB --device cpu -o plan.json",
+        "fit model.py --target-batch 4 --plan plan.json --steps 2 --device cpu --run-dir run --json",
+    )
+    for command in commands:
+        arguments = [sys.executable, "-m", "autoaccum", *command.split()]
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert "Python attributes" not in done.stderr
+    assert json.loads(done.stdout)["updates"] == 2
