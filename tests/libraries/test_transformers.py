@@ -99,7 +99,7 @@ def test_a_model_is_verified_planned_and_trained(kind: str) -> None:
             assert accumulator.step(made["batch"](4)).updated
 
 
-class Counting(BertForSequenceClassification):
+class Counting(BertForSequenceClassification):  # type: ignore[misc]
     """A user's own, with a counter: what transformers keeps in it is not the user's."""
 
     def __init__(self, config: BertConfig) -> None:
