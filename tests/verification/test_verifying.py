@@ -312,7 +312,7 @@ def test_a_shorter_window_of_batchnorm_has_no_single_sample() -> None:
     [
         ({}, 'there is nothing to verify: give one: verify("model.py", ...)'),
         ({"workload": WORKLOAD, "model": _model()}, "a workload is given, and model too"),
-        ({"model": _model()}, "model given, batch and loss missing"),
+        ({"model": _model()}, "model given, batch missing"),
         ({"workload": 3}, "the workload is an int: give one: verify("),
         (
             {"workload": "model.py", "optimizer": torch.optim.SGD},
