@@ -21,6 +21,7 @@ from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.planned import (
     PlanLike,
     check_plan,
+    choose_accumulation,
     choose_batchnorm,
     choose_ceiling,
     choose_multiple,
@@ -43,7 +44,7 @@ from autoaccum.accumulation.validation import (
 )
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode
 from autoaccum.workload.tracebacks import kernel_error
 
 
@@ -97,6 +98,8 @@ class Accumulator:
             exactly the full batch's; its weight and bias train.
         multiple_of: Every micro-batch is a multiple of so many samples, as is every batch of a step; the plan's, or 1,
             when None.
+        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` (if no plan tells), or
+            `parameters`, their own dtype: no bytes beside `.grad`, and each part rounded, of which it warns.
         observer: Told of each step from within, and of an out-of-memory in place of the warning.
 
     Raises:
@@ -123,6 +126,7 @@ class Accumulator:
         check_finite: bool = False,
         batchnorm: BatchNormMode | None = None,
         multiple_of: int | None = None,
+        accumulate_in: AccumulateIn | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         check_model(model)
@@ -137,8 +141,9 @@ class Accumulator:
             loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
         )
         norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model, objective.criterion_module)
+        sums = choose_accumulation(plan, accumulate_in)
         if plan is not None:
-            check_plan(plan, model, optimizer, objective, chosen, norms)
+            check_plan(plan, model, optimizer, objective, chosen, norms, sums)
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self._model = model
@@ -153,6 +158,7 @@ class Accumulator:
             scaler,
             scheduler,
             batchnorm=norms,
+            accumulate_in=sums,
             check_finite=check_finite,
             observer=StepObserver() if observer is None else observer,
         )

@@ -15,7 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
 from autoaccum.accumulation.backpropagation import LossRecord
 from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
-from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
+from autoaccum.accumulation.gradients import (
+    GradientBuffers,
+    clip_gradients,
+    dense_gradients,
+    needs_buffers,
+    rounding_warning,
+)
 from autoaccum.accumulation.interrupts import HeldInterrupts
 from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
 from autoaccum.accumulation.norms.outside import OutsideNorms
@@ -31,7 +37,7 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.ignored_labels import ignored_labels_warning
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode
 from autoaccum.workload.weights import Objective
 
 
@@ -54,6 +60,7 @@ class Attempt:
         scheduler: LRScheduler | None,
         *,
         batchnorm: BatchNormMode,
+        accumulate_in: AccumulateIn = "fp32",
         check_finite: bool,
         observer: StepObserver,
     ) -> None:
@@ -69,6 +76,7 @@ class Attempt:
         self._generators = own_generators(self._modules())
         self._is_first = True
         self._has_warned = self._knows_buffers = self._knows_weighting = False
+        self._sums_wide, self._told_rounding = accumulate_in == "fp32", False
 
     def check(self) -> None:
         """Refuse to go on with half an update.
@@ -129,7 +137,12 @@ class Attempt:
     ) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(has_weight(share) for share in shares.parts) > 1
         trained = optimizer_parameters(self._optimizer)
-        buffers = GradientBuffers(trained) if accumulates and needs_buffers(trained) else None
+        buffers = None
+        if accumulates and needs_buffers(trained):
+            buffers = GradientBuffers(trained, wide=self._sums_wide)
+            if not (self._sums_wide or self._told_rounding):
+                self._told_rounding = True
+                warn_caller(rounding_warning(trained))
         self._warn_of_batchnorm(accumulates=accumulates)
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
         versions, outside = None, None

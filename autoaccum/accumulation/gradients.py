@@ -14,7 +14,7 @@ from autoaccum.accumulation.scaling import HALF_DTYPES
 
 
 class GradientBuffers:
-    """Sums of micro-gradients, in float32 where the parameters are of half precision.
+    """Sums of micro-gradients, in float32 where the parameters are of half precision, unless `wide` is False.
 
     Adding many small gradients in bf16 rounds them away: 1,024 of them end 3 % off (facts 7). While the buffers are
     entered, each gradient moves out of `.grad` as soon as autograd has put it there. A gradient is multiplied by
@@ -22,10 +22,12 @@ class GradientBuffers:
 
     Args:
         parameters: The parameters to collect from; hooks are theirs only while the buffers are entered.
+        wide: False: sums are of the parameters' own dtype, and take no more than their gradients.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, wide: bool = True) -> None:
         self.share = 1.0
+        self._wide = wide
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -61,8 +63,8 @@ class GradientBuffers:
             return
         total = self._sums.get(parameter)
         if total is None:
-            wide = torch.float32 if gradient.dtype in HALF_DTYPES else gradient.dtype
-            self._sums[parameter] = gradient.to(wide).mul_(self.share)
+            is_widened = self._wide and gradient.dtype in HALF_DTYPES
+            self._sums[parameter] = gradient.to(torch.float32 if is_widened else gradient.dtype).mul_(self.share)
         elif gradient.is_sparse:
             self._sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
         else:
@@ -72,6 +74,16 @@ class GradientBuffers:
 def needs_buffers(parameters: Iterable[Tensor]) -> bool:
     """Whether one of `parameters` is trainable and of half precision."""
     return any(parameter.requires_grad and parameter.dtype in HALF_DTYPES for parameter in parameters)
+
+
+def rounding_warning(parameters: Iterable[Tensor]) -> str:
+    """One sentence on what sums in half precision lose."""
+    half = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters if parameter.dtype in HALF_DTYPES}
+    return (
+        f'gradients are summed in {" and ".join(sorted(half))}, as accumulate_in="parameters" asks: each part is'
+        " rounded, and the gradient is the full batch's only to that (after 256 micro-batches in bfloat16 1.6 % off,"
+        ' 0.1 % with accumulate_in="fp32")'
+    )
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

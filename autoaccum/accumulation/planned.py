@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch
 from autoaccum.accumulation.wrappers import unwrapped_optimizer
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import format_bytes
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 _T = TypeVar("_T", str, int)
@@ -58,6 +58,7 @@ class Facts:
         card: The name of the card.
         total_bytes: Its memory.
         batchnorm: The mode of its BatchNorms.
+        accumulate_in: What gradients of half-precision parameters are summed in.
     """
 
     model: str | None = None
@@ -70,6 +71,7 @@ class Facts:
     card: str | None = None
     total_bytes: int | None = None
     batchnorm: str | None = None
+    accumulate_in: str | None = None
 
 
 def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
@@ -114,6 +116,19 @@ def choose_batchnorm(plan: PlanLike | None, batchnorm: BatchNormMode | None) -> 
     return batchnorm or planned or "micro"
 
 
+def choose_accumulation(plan: PlanLike | None, accumulate_in: str | None) -> AccumulateIn:
+    """What is given, or else the plan's, or else `fp32`.
+
+    Raises:
+        UsageError: It is no such word.
+    """
+    planned = None if plan is None else plan.workload.get("accumulate_in")
+    try:
+        return read_accumulate_in(accumulate_in or planned or "fp32")
+    except WorkloadError as error:
+        raise UsageError(error.message, hint=error.hint) from None
+
+
 def choose_objective(
     loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None, model: nn.Module
 ) -> Objective:
@@ -144,6 +159,7 @@ def check_plan(
     objective: Objective,
     precision: str,
     batchnorm: str | None = None,
+    accumulate_in: str | None = None,
 ) -> None:
     """Refuse a plan for another model, loss, optimizer, precision, mode of BatchNorm or device than are here.
 
@@ -152,7 +168,7 @@ def check_plan(
     Raises:
         UsageError: Names all that differs, or what in the plan is damaged.
     """
-    planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision, batchnorm)
+    planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision, batchnorm, accumulate_in)
     different = differences(planned, here)
     if different:
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
@@ -184,11 +200,17 @@ def planned_facts(plan: PlanLike) -> Facts:
         card=card,
         total_bytes=_recorded(device, "total_bytes", int) if card is not None else None,
         batchnorm=_recorded(workload, "batchnorm", str),
+        accumulate_in=_recorded(workload, "accumulate_in", str),
     )
 
 
 def facts_here(
-    model: nn.Module, optimizer: Optimizer, objective: Objective, precision: str, batchnorm: str | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    objective: Objective,
+    precision: str,
+    batchnorm: str | None = None,
+    accumulate_in: str | None = None,
 ) -> Facts:
     """What is here, in the plan's terms."""
     own, device = unwrapped(model), model_device(model)
@@ -205,6 +227,7 @@ def facts_here(
         card=None if card is None else card.name,
         total_bytes=None if card is None else card.total_memory,
         batchnorm=batchnorm,
+        accumulate_in=accumulate_in,
     )
 
 
@@ -268,6 +291,8 @@ def _words(name: str, value: Any) -> str:
         return f"parameters of {value:,} bytes"
     if name == "batchnorm":
         return f"BatchNorm {value}"
+    if name == "accumulate_in":
+        return f'gradients summed in {value} (accumulate_in="{value}")'
     if name == "total_bytes":
         return f"a card of {format_bytes(value)}"
     return {"cpu": "the CPU", "cuda": "a CUDA card"}.get(value, str(value)) if name == "kind" else str(value)

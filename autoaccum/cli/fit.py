@@ -49,6 +49,11 @@ _CODE_INTERRUPTED = 130
     help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
 )
 @click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
+@click.option(
+    "--accumulate-in",
+    metavar="fp32|parameters",
+    help="What gradients of half-precision parameters are summed in, instead of the workload's.",
+)
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option(
     "--keeps",

@@ -33,6 +33,11 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
     metavar="micro|running|frozen",
     help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
 )
+@click.option(
+    "--accumulate-in",
+    metavar="fp32|parameters",
+    help="What gradients of half-precision parameters are summed in, instead of the workload's.",
+)
 @click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
 @click.option(
     "--keeps",

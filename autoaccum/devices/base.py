@@ -85,6 +85,7 @@ class TrialSettings:
         worst_of: Batches are made of the longest of so many samples of its dataset.
         batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
         multiple_of: Overrides what its micro-batches are multiples of.
+        accumulate_in: Overrides what its gradients are summed in (`workload.modes.AccumulateIn`).
         is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
         checkout: Where its modules lie; None: where this process finds them.
         parcel: Live objects, packed (`devices.parcels`), in place of what `reference` would load.
@@ -101,6 +102,7 @@ class TrialSettings:
     worst_of: int | None = None
     batchnorm: str | None = None
     multiple_of: int | None = None
+    accumulate_in: str | None = None
     is_stopped: Callable[[], bool] | None = None
     checkout: Checkout | None = None
     parcel: str | None = field(default=None, repr=False)
@@ -116,6 +118,7 @@ class TrialSettings:
             "worst_of": self.worst_of,
             "batchnorm": self.batchnorm,
             "multiple_of": self.multiple_of,
+            "accumulate_in": self.accumulate_in,
             "parcel": self.parcel,
         }
 
@@ -136,6 +139,7 @@ class Inspection:
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
+        accumulate_in: What its gradients are summed in (`workload.modes.AccumulateIn`).
         multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
         found_multiple: The sentence on that where it was found out.
         coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
@@ -163,6 +167,7 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
+    accumulate_in: str = "fp32"
     multiple_of: int = 1
     found_multiple: str | None = None
     coupling: Coupling | None = None

@@ -122,6 +122,7 @@ def describe_subject(
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
         "batchnorm": workload.batchnorm,
+        "accumulate_in": workload.accumulate_in,
         "multiple_of": workload.multiple_of or 1,
     }
 

@@ -173,6 +173,7 @@ def make_accumulator(
         batchnorm=workload.batchnorm,
         scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
         multiple_of=workload.multiple_of,
+        accumulate_in=workload.accumulate_in,
         recover=False,
     )
 

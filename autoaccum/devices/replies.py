@@ -32,7 +32,7 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
     from autoaccum.workload.adaptation import adapt
     from autoaccum.workload.loading import load_workload
 
-    names = ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm", "multiple_of")
+    names = ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm", "multiple_of", "accumulate_in")
     asked = {name: request.get(name) for name in names}
     if request.get("parcel") is not None:
         from autoaccum.devices.parcels import unpack

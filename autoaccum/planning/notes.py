@@ -28,6 +28,7 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
         "evaluation_batch": inspection.evaluation_batch,
         "worst_of": inspection.worst_of,
         "batchnorm": inspection.batchnorm,
+        "accumulate_in": inspection.accumulate_in,
     }
 
 

@@ -53,6 +53,7 @@ def plan(
     worst_of: int | None = None,
     batchnorm: str | None = None,
     multiple_of: int | None = None,
+    accumulate_in: str | None = None,
     device: str = "auto",
     gpu: str | None = None,
     memory: str | MemorySize | None = None,
@@ -99,6 +100,8 @@ def plan(
             or `frozen`, instead of the workload's; a live model's is `micro` when None.
         multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
             None where neither says: 2 where the workload runs 2 samples and raises with 1 and with 3, else 1.
+        accumulate_in: What gradients of half-precision parameters are summed in, as the Accumulator has it: `fp32` or
+            `parameters`, instead of the workload's; a live model's is `fp32` when None.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
         gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
             nothing runs on any card, and the plan is of kind `predicted`. In place of `device`. Live objects and a
@@ -167,6 +170,7 @@ def plan(
             worst_of=worst_of,
             batchnorm=batchnorm,
             multiple_of=multiple_of,
+            accumulate_in=accumulate_in,
             on_output=on_output,
         ),
     )

@@ -15,7 +15,7 @@ from autoaccum.planning.device_choice import check_device, make_device, simulate
 from autoaccum.planning.request import check_seconds
 from autoaccum.units import MemorySize, parse_size
 from autoaccum.workload.companions import read_count, read_keeps
-from autoaccum.workload.modes import read_mode
+from autoaccum.workload.modes import read_accumulate_in, read_mode
 
 if TYPE_CHECKING:
     from autoaccum.devices.in_place.subjects import LiveObjects
@@ -61,6 +61,7 @@ class Settings:
     worst_of: int | None = None
     batchnorm: Any = None
     multiple_of: int | None = None
+    accumulate_in: Any = None
     on_output: Callable[[str], None] | None = None
     verb: str = "plan"
     is_stopped: Callable[[], bool] | None = None
@@ -103,6 +104,7 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
         worst_of=settings.worst_of if isinstance(way, str) else None,
         batchnorm=settings.batchnorm,
         multiple_of=settings.multiple_of,
+        accumulate_in=settings.accumulate_in,
         is_stopped=settings.is_stopped,
         checkout=settings.checkout,
     )
@@ -220,6 +222,7 @@ def _live_objects(
         evaluate=parts.get("evaluate"),
         batchnorm=settings.batchnorm or "micro",
         multiple_of=settings.multiple_of,
+        accumulate_in=settings.accumulate_in or "fp32",
         name=type(parts["model"]).__name__,
     )
 
@@ -231,7 +234,7 @@ def _adapted(workload: Any, settings: Settings) -> Workload:
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is {_kind(workload)}", hint=_ways(settings))
-    names = ("precision", "optimizer", "keeps", "evaluation_batch", "batchnorm", "multiple_of")
+    names = ("precision", "optimizer", "keeps", "evaluation_batch", "batchnorm", "multiple_of", "accumulate_in")
     asked = {name: getattr(settings, name) for name in names}
     return adapt(workload, most=settings.share, worst_of=settings.worst_of, **asked)
 
@@ -247,6 +250,8 @@ def _checked(settings: Settings) -> Settings:
             read_count(getattr(settings, name), name)
         if settings.batchnorm is not None:
             read_mode(settings.batchnorm)
+        if settings.accumulate_in is not None:
+            read_accumulate_in(settings.accumulate_in)
         keeps = None if settings.keeps is None else read_keeps(settings.keeps)
     except WorkloadError as error:
         raise UsageError(error.message, hint=error.hint) from None

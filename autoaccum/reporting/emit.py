@@ -103,6 +103,7 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         accumulates=plan.iter_size > 1,
         recipe=recipe,
         freezes=batchnorm == "frozen",
+        accumulate_in=str(plan.workload.get("accumulate_in") or "fp32"),
     )
     functions = [own_lines(choices), weight_function_lines(choices)]
     functions += [cut_lines(choices, multiple_of=plan.multiple_of), move_lines(choices), step_lines(choices)]

@@ -45,6 +45,7 @@ def fit(
     ema_decay: float | None = None,
     worst_of: int | None = None,
     multiple_of: int | None = None,
+    accumulate_in: str | None = None,
     clip_norm: float | None = None,
     learning_rate: float | None = None,
     scheduler: Any = None,
@@ -100,6 +101,8 @@ def fit(
         precision: `fp32`, `bf16` or `fp16` by autocast; the plan's or the workload's when None.
         batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
             or `frozen`; the plan's or the workload's when None.
+        accumulate_in: What gradients of half-precision parameters are summed in, as the Accumulator has it: `fp32` or
+            `parameters`, the plan's or the workload's when None.
         keeps: `ema`: keep an average of the weights on their device, as `torch.optim.swa_utils.AveragedModel` makes it,
             updated once per update; it is in every checkpoint, evaluated beside the weights (`ema_loss`), and in the
             end `ema.pt` and `FitResult.ema_model`. `outputs`: plan for what a loop that logs them holds. The
@@ -161,6 +164,7 @@ def fit(
         ema_decay=ema_decay,
         worst_of=worst_of,
         multiple_of=multiple_of,
+        accumulate_in=accumulate_in,
         clip_norm=clip_norm,
         learning_rate=learning_rate,
         scheduler=scheduler,

@@ -60,6 +60,7 @@ class FitRequest:
     ema_decay: float | None = None
     worst_of: int | None = None
     multiple_of: int | None = None
+    accumulate_in: str | None = None
     clip_norm: float | None = None
     learning_rate: float | None = None
     scheduler: Any = None

@@ -84,6 +84,7 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
         "precision": trainee.precision,
         "batchnorm": trainee.batchnorm,
+        "accumulate_in": trainee.accumulate_in,
         "ema_decay": None if trainee.averages is None else trainee.averages.decay,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -56,7 +57,7 @@ class Preparation:
     def __init__(self, request: VerifyRequest, subject: Subject) -> None:
         self._request, self._subject = request, subject
         self.precision: Precision = request.chosen
-        self.notes: list[str] = []
+        self.notes = list(_rounding_notes(subject.workload.accumulate_in, self.precision))
         seed_everything()
         self.batch = self._take_batch(request.target_batch)
         self._random = RandomState()
@@ -165,3 +166,11 @@ def _with_hint(error: WorkloadError, largest: int) -> WorkloadError:
     if ONE_VALUE not in error.message or largest > 1:
         return error
     return WorkloadError(error.message, hint="BatchNorm runs no single sample: give --micro-batch 2")
+
+
+def _rounding_notes(accumulate_in: str, precision: Precision) -> Iterator[str]:
+    """What sums in half precision lose does not show where nothing is of half precision."""
+    if accumulate_in == "parameters":
+        unseen = ' (not in float64, which is verified: precision="fp32" keeps their dtypes)'
+        shown = unseen if precision == "fp64" else ""
+        yield f'accumulate_in is "parameters": gradients of half-precision parameters are rounded with each part{shown}'

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, has_size
 from autoaccum.workload.companions import read_count, read_keeps
-from autoaccum.workload.modes import BatchNormMode, read_mode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in, read_mode
 from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.own_loss import OwnLoss
@@ -60,6 +60,8 @@ class Workload:
         evaluation_dataset: What is evaluated on between updates, of the same kinds as `dataset`; None: nothing.
         accumulate: `accumulate(model, micro_batches)`: a loop of the author's own, to be verified: it runs the
             micro-batches of one update forward and backward and leaves the gradient in `.grad`.
+        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`
+            (`modes.AccumulateIn`).
         name: What reports call it.
         path: The file it came from; None when made in code.
         multiple_of: Every micro-batch is a multiple of so many samples, as timm's Mixup or fixed shapes need it; None:
@@ -89,6 +91,7 @@ class Workload:
     evaluation_dataset: Any = None
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
     multiple_of: int | None = None
+    accumulate_in: AccumulateIn = "fp32"
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
@@ -103,6 +106,7 @@ class Workload:
             known = ", ".join(get_args(Precision))
             raise WorkloadError(f"the precision is {self.precision!r}", hint=f"use one of {known}")
         read_mode(self.batchnorm)
+        read_accumulate_in(self.accumulate_in)
         if callable(self.weight):
             _check_call(self.weight, "weight", 1, "write def weight(batch)")
         check_optimizer(self.optimizer)

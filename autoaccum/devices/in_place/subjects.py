@@ -16,7 +16,7 @@ from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
@@ -37,6 +37,7 @@ class LiveObjects:
         evaluate: Likewise.
         batchnorm: Likewise.
         multiple_of: Likewise.
+        accumulate_in: Likewise.
         name: What reports call it.
 
     Raises:
@@ -54,6 +55,7 @@ class LiveObjects:
     evaluate: Callable[[nn.Module, Any], Any] | None = None
     batchnorm: BatchNormMode = "micro"
     multiple_of: int | None = None
+    accumulate_in: AccumulateIn = "fp32"
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class LiveObjects:
             evaluate=self.evaluate,
             batchnorm=self.batchnorm,
             multiple_of=self.multiple_of,
+            accumulate_in=self.accumulate_in,
             name=self.name,
         )
 

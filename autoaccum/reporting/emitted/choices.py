@@ -30,6 +30,7 @@ class Choices:
         accumulates: Whether an update takes more than one micro-batch.
         recipe: As `workload.recipes.describe_recipe` has recorded it.
         freezes: Whether BatchNorms are in eval mode for the step.
+        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`.
 
     Raises:
         UsageError: The recipe is missing, or what it records cannot be emitted.
@@ -39,6 +40,7 @@ class Choices:
     accumulates: bool
     recipe: Mapping[str, Any]
     freezes: bool = False
+    accumulate_in: str = "fp32"
 
     def __post_init__(self) -> None:
         known = self.divisor in _DIVISORS and self.precision in _PRECISIONS
@@ -131,7 +133,7 @@ class Choices:
     @property
     def sums_wide(self) -> bool:
         """Whether gradients are summed in float32, beside `.grad`."""
-        return self.is_half and self.accumulates
+        return self.is_half and self.accumulates and self.accumulate_in == "fp32"
 
     @property
     def tidies_up(self) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.planned import choose_objective
+from autoaccum.accumulation.planned import choose_accumulation, choose_objective
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan
@@ -79,6 +79,7 @@ class LiveSubject:
             batchnorm=request.batchnorm,
             keeps=request.keeps,
             multiple_of=request.multiple_of,
+            accumulate_in=request.accumulate_in,
             memory=request.memory,
             reserve=request.reserve,
             on_event=on_event,
@@ -102,6 +103,7 @@ class LiveSubject:
             precision=request.precision or planned.get("precision") or "fp32",
             batchnorm=request.batchnorm or planned.get("batchnorm") or "micro",
             evaluate=request.evaluate,
+            accumulate_in=choose_accumulation(plan, request.accumulate_in),
             ema_decay=choose_ema_decay(request, request.keeps or ()),
         )
 

@@ -22,7 +22,7 @@ from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.checkpoints.settings import Settings
 from autoaccum.training.request import FitRequest
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.weights import Objective
 
 
@@ -38,6 +38,7 @@ class Trainee:
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running` or `frozen`.
+        accumulate_in: `fp32` or `parameters`.
         evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
         settings: What optimizer and scheduler are set to, before any update.
         averages: The average of its weights; None: none is kept.
@@ -50,6 +51,7 @@ class Trainee:
     scaler: GradScaler | None
     precision: str
     batchnorm: BatchNormMode
+    accumulate_in: AccumulateIn
     evaluate: Callable[..., Any] | None
     settings: Settings
     averages: Averages | None = None
@@ -79,6 +81,7 @@ def make_trainee(
     precision: str,
     batchnorm: str,
     evaluate: Callable[..., Any] | None,
+    accumulate_in: str = "fp32",
     ema_decay: float | None = None,
 ) -> Trainee:
     """What is trained, of a model that is in place.
@@ -90,6 +93,7 @@ def make_trainee(
         scheduler: One of it, or None.
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running` or `frozen`.
+        accumulate_in: `fp32` or `parameters`.
         evaluate: As in `Trainee`.
         ema_decay: Of the average of its weights; None: none is kept.
 
@@ -113,6 +117,7 @@ def make_trainee(
         scaler=scaler,
         precision=precision,
         batchnorm=checked_batchnorm(batchnorm, model),
+        accumulate_in=read_accumulate_in(accumulate_in),
         evaluate=evaluate,
         settings=Settings.of(optimizer, scheduler),
         averages=None if ema_decay is None else Averages(model, ema_decay),

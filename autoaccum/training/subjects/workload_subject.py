@@ -45,6 +45,7 @@ class WorkloadSubject:
             precision=request.precision,
             batchnorm=request.batchnorm,
             multiple_of=request.multiple_of,
+            accumulate_in=request.accumulate_in,
             optimizer=request.optimizer,
             scheduler=request.scheduler,
             collate=request.collate,
@@ -79,6 +80,7 @@ class WorkloadSubject:
                 "precision": request.precision,
                 "batchnorm": request.batchnorm,
                 "multiple_of": request.multiple_of,
+                "accumulate_in": request.accumulate_in,
                 "optimizer": request.optimizer,
                 "evaluation_batch": request.evaluation_batch,
                 "keeps": request.keeps,
@@ -112,6 +114,7 @@ class WorkloadSubject:
             precision=self._planned("precision", "fp32", plan),
             batchnorm=self._planned("batchnorm", "micro", plan),
             evaluate=workload.evaluate,
+            accumulate_in=self._planned("accumulate_in", "fp32", plan),
             ema_decay=choose_ema_decay(self._request, workload.keeps),
         )
 

@@ -83,6 +83,7 @@ class Stepper:
             clip_norm=_MEASURE_ONLY if clip_norm is None else clip_norm,
             precision=trainee.precision,  # type: ignore[arg-type]
             batchnorm=trainee.batchnorm,
+            accumulate_in=trainee.accumulate_in,
             scaler=trainee.scaler,
             multiple_of=multiple_of,
             check_finite=True,

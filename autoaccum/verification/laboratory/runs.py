@@ -99,6 +99,7 @@ def run_accumulated(
             objective,
             micro_batch=max(sizes),
             batchnorm=specimen.workload.batchnorm,
+            accumulate_in=specimen.workload.accumulate_in,
             precision="fp32" if specimen.precision == "fp64" else specimen.precision,
             scaler=_scaler(bench),
             recover=False,
