@@ -66,19 +66,16 @@ def instancenorm_names(model: nn.Module, criterion: nn.Module | None = None) -> 
 def batchnorm_warning(names: Sequence[str]) -> str:
     """One sentence on what accumulation changes for the modules `names`, and the way out."""
     return (
-        f"BatchNorm normalises by the micro-batch, not by the effective batch, in {listed(names)}: the gradient is not"
-        " the full batch's, and running statistics are updated once per micro-batch instead of once per update;"
-        ' batchnorm="running" keeps the full batch\'s running statistics, batchnorm="frozen" normalises by them, which'
-        f" is exact; or use {_OTHERS}, which look at one sample at a time"
+        f"BatchNorm normalises by the micro-batch in {listed(names)}: the gradient is not the full batch's, which"
+        ' batchnorm="running" mends for running statistics only, batchnorm="frozen" or GroupNorm wholly'
     )
 
 
 def instancenorm_warning(names: Sequence[str]) -> str:
     """One sentence on the running statistics of the modules `names`, and the way out."""
     return (
-        f"InstanceNorm updates its running statistics once per micro-batch instead of once per update, in"
-        f' {listed(names)}: batchnorm="running" keeps the full batch\'s, or leave them away with'
-        " track_running_stats=False"
+        f"InstanceNorm in {listed(names)} updates its running statistics once per micro-batch instead of once per"
+        ' update: batchnorm="running" keeps the full batch\'s'
     )
 
 
@@ -90,8 +87,8 @@ def running_warning(names: Sequence[str], without_statistics: Sequence[str]) -> 
     elif without_statistics:
         kept += f", but for {listed(without_statistics)}, which keep none"
     return (
-        f"BatchNorm normalises by the micro-batch in {listed(names)}: {kept}, the gradient is not; it is so with"
-        f' batchnorm="frozen", or with {_OTHERS} instead'
+        f"BatchNorm normalises by the micro-batch in {listed(names)}: {kept}, the gradient is not (it is with"
+        ' batchnorm="frozen" or GroupNorm)'
     )
 
 

@@ -16,7 +16,7 @@ from autoaccum.cli.words import running_words
 if TYPE_CHECKING:
     from autoaccum.planning.events import Event
 
-_OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 """What only concerns this run's output."""
 
 
@@ -72,6 +72,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet")
     "--plot", metavar="FILE", help="Draw where the memory of a card goes, or the trials of a CPU, as .svg or .png."
 )
 @click.option("--force", is_flag=True, help="Overwrite those files.")
+@click.option("-v", "--verbose", is_flag=True, help="All that is known of the plan, and every warning and note.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
 def command(
     workload: str,
@@ -80,6 +81,7 @@ def command(
     emit: str | None,
     plot: str | None,
     force: bool,
+    verbose: bool,
     quiet: bool,
     **request: Any,
 ) -> None:
@@ -112,6 +114,7 @@ def command(
         "command": running_words(without=_OUTPUTS),
         "name": _free_name(),
         "seconds": time.monotonic() - began,
+        "verbose": verbose,
     }
     try:
         outputs.write(found)

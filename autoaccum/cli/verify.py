@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoaccum.verification.records import Verification
 
 _CODE_DIFFERENT = 1
-_OUTPUTS = ("as_json", "output", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
 _OWN = (*_OUTPUTS, "micro_batch", "precision", "device", "target_batch")
 """What a plan has no use for, or is told anyway."""
 
@@ -37,8 +37,11 @@ _OWN = (*_OUTPUTS, "micro_batch", "precision", "device", "target_batch")
 @click.option("--json", "as_json", is_flag=True, help="The record as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the record in a file.")
 @click.option("--force", is_flag=True, help="Overwrite that file.")
+@click.option("-v", "--verbose", is_flag=True, help="All that was compared, and every note.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
-def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **asked: Any) -> None:
+def command(
+    workload: str, as_json: bool, output: str | None, force: bool, verbose: bool, quiet: bool, **asked: Any
+) -> None:
     """Compare an update of WORKLOAD accumulated in micro-batches with the full batch's.
 
     WORKLOAD is model.py, model.py:name or package.module:name. Loss, every gradient, every buffer and one update are
@@ -64,7 +67,7 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
         click.echo(found.to_json(), nl=False)
     else:
         offered = {"command": _plan_words(asked["target_batch"]), "again": running_words(without=_OUTPUTS)}
-        print_verification(make_console(), found, **offered)
+        print_verification(make_console(), found, **offered, verbose=verbose)
     if output is not None:
         found.save(output, force=force)
         if not as_json:

@@ -143,8 +143,9 @@ class Inspection:
         multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
         found_multiple: The sentence on that where it was found out.
         coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
-        warnings: Sentences for the plan.
-        accumulation_warnings: Sentences that hold only where more than one micro-batch makes an update.
+        warnings: Sentences for the plan on gradients that are not the full batch's.
+        accumulation_warnings: Likewise, which hold only where more than one micro-batch makes an update.
+        cautions: Sentences for the plan on what is weak about the way its trials are made.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Inspection:
     coupling: Coupling | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
 
 class Device(Protocol):

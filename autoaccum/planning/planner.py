@@ -16,7 +16,7 @@ from autoaccum.planning.confirmation import Refuted, confirm, inspection_need
 from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.explained import check_explaining, explain_proof, told_of_plans_only
 from autoaccum.planning.least import find_least
-from autoaccum.planning.notes import describe_workload, plan_notes
+from autoaccum.planning.notes import all_notes, all_warnings, describe_workload
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
 from autoaccum.planning.runner import Runner
@@ -225,18 +225,12 @@ def plan_on(
         result, refuted = look(), (str(doubt),)
         found = prove(result, predicted=predicts)
     prediction = device.predict(found.proof.parts) if isinstance(device, Predicting) else None
-    least_bytes: int | None = None
+    least_bytes = None if prediction is None else prediction.least_bytes
     further: tuple[str, ...] = ()
-    if prediction is not None:
-        least_bytes, further = prediction.least_bytes, prediction.notes
-    elif request.least:
+    if prediction is None and request.least:
         least_bytes, further = _find_least(runner, device, found.proof)
     explanation, said = explain_proof(subject, request, found.proof.parts, allowance, tell)
-    cautions = inspection.warnings
-    if found.schedule.iter_size > 1:
-        cautions += inspection.accumulation_warnings
-    if prediction is not None:
-        cautions += prediction.warnings
+    of_sizes = (*found.doubts, *refuted, *result.warnings)
     return Plan(
         kind="measured" if prediction is None else "predicted",
         target_batch=found.schedule.target_batch,
@@ -257,8 +251,10 @@ def plan_on(
         environment=inspection.environment,
         workload=describe_workload(inspection, subject.reference),
         trials=tuple(runner.trials),
-        warnings=tuple(dict.fromkeys((*cautions, *result.warnings, *refuted, *found.doubts))),
-        notes=(*plan_notes(found.schedule, request, found.largest_fit, inspection), *foresight.notes, *further, *said),
+        warnings=all_warnings(inspection, found.schedule, of_sizes, prediction),
+        notes=all_notes(
+            inspection, found.schedule, request, found.largest_fit, prediction, (*foresight.notes, *further, *said)
+        ),
         coupling=inspection.coupling,
         explanation=explanation,
     )

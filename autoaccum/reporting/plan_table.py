@@ -1,4 +1,4 @@
-"""A plan as a small table, with what to do next."""
+"""A plan as six lines and what must be known of it; all else where it is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.companions import describe_companions
 from autoaccum.reporting.explanation_table import print_explanation
-from autoaccum.reporting.rows import row_lines
+from autoaccum.reporting.rows import path_value, print_remarks, print_rows
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
@@ -33,8 +33,9 @@ def print_plan(
     pictured: Path | None = None,
     name: str = "plan.json",
     seconds: float | None = None,
+    verbose: bool = False,
 ) -> None:
-    """Draw a plan and the exact next commands.
+    """Draw a plan: the answer, the first of its warnings and notes, what was written, and where memory goes.
 
     Args:
         console: Where to.
@@ -45,26 +46,43 @@ def print_plan(
         pictured: Where the picture was written, if it was.
         name: What is offered to `-o`: a file that is not there yet.
         seconds: What all of it took, if it was just made.
+        verbose: Draw all that is known.
     """
-    for title, value in plan_rows(plan, seconds=seconds):
-        for line in row_lines(console, title, value):
-            console.print(line, soft_wrap=True)
+    print_rows(console, answer_rows(plan, kept))
+    if verbose:
+        print_rows(console, detail_rows(plan, seconds))
+    remarks = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
+    print_remarks(console, remarks, verbose=verbose)
+    if kept is not None:
+        console.print(f"kept in {kept}", soft_wrap=True)
+    if emitted is not None:
+        console.print(f"train without autoaccum: {emitted} is the step in plain PyTorch", soft_wrap=True)
+    if pictured is not None:
+        alone = ", of the trials alone: where memory goes is told of cards" if plan.device.get("kind") == "cpu" else ""
+        console.print(f"picture in {pictured}{alone}", soft_wrap=True)
     if plan.explanation is not None:
         console.print()
         print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)
-    console.print()
-    for line in next_lines(plan, command=command, kept=kept, emitted=emitted, pictured=pictured, name=name):
-        console.print(line, soft_wrap=True)
+    if verbose and kept is None:
+        console.print("\nkeep the plan:")
+        console.print(Text(f"  {shlex.join([*command, '-o', name])}", "cyan"), soft_wrap=True)
 
 
-def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
-    """The rows of the table: name and value."""
+def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
+    """The six lines that everybody needs: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
     yield "iter_size", Text(f"{plan.iter_size}{each}")
     yield "parts", Text(_parts(plan))
+    yield "peak", Text(_peak(plan))
+    yield "device", Text(_device(plan))
+    yield "train with", path_value(accumulator_line(plan, kept), "cyan")
+
+
+def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
+    """What else is known: name and value."""
+    yield "batch", Text(_batch_words(plan))
     yield "largest fit", Text(_largest_fit(plan))
-    yield "peak", _peak(plan)
     if plan.least_bytes is not None:
         ran = "still ran" if plan.kind == "measured" else "would still run"
         yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule {ran}")
@@ -81,36 +99,7 @@ def plan_rows(plan: Plan, *, seconds: float | None = None) -> Iterator[tuple[str
         yield "batchnorm", Text(_MODES[plan.workload["batchnorm"]])
     if plan.learning_rate is not None:
         yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` trains by")
-    yield "device", Text(_device(plan))
     yield "trials", Text(_trials(plan, seconds))
-    for note in plan.notes:
-        yield "note", Text(note)
-    for warning in plan.warnings:
-        yield "warning", Text(warning, "yellow")
-
-
-def next_lines(
-    plan: Plan,
-    *,
-    command: Sequence[str],
-    kept: Path | None = None,
-    emitted: Path | None = None,
-    pictured: Path | None = None,
-    name: str = "plan.json",
-) -> Iterator[Text]:
-    """What to do next, as lines to be copied."""
-    if kept is None:
-        yield Text("keep the plan:")
-        yield Text(f"  {shlex.join([*command, '-o', name])}", "cyan")
-    else:
-        yield Text(f"kept in {kept}")
-    if emitted is not None:
-        yield Text(f"train without autoaccum: {emitted} is the step in plain PyTorch")
-    if pictured is not None:
-        alone = ", of the trials alone: where memory goes is told of cards" if plan.device.get("kind") == "cpu" else ""
-        yield Text(f"picture in {pictured}{alone}")
-    yield Text(f"train with it ({_batch_words(plan)}):")
-    yield Text(f"  {accumulator_line(plan, kept)}", "cyan")
 
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
@@ -181,18 +170,21 @@ def _trials(plan: Plan, seconds: float | None) -> str:
     return f"{len(plan.trials)} in {seconds:.1f} s ({within:.1f} s without the start of processes)"
 
 
-def _peak(plan: Plan) -> Text:
+def _peak(plan: Plan) -> str:
+    limit = format_bytes(plan.limit_bytes)
     if plan.peak_bytes is None or plan.headroom_bytes is None:
-        return Text(f"not measured, the budget is {format_bytes(plan.limit_bytes)}")
-    label = "" if plan.kind == "measured" else " (predicted)"
-    peak, limit = f"{format_bytes(plan.peak_bytes)}{label}", format_bytes(plan.limit_bytes)
-    if plan.headroom_bytes < 0:
-        return Text(f"{peak} where nothing limits it; within {limit} the allocator packs it closer")
-    return Text(f"{peak} of {limit}, headroom {plan.headroom_bytes / MIB:,.0f} MiB")
+        return f"not measured, the budget is {limit}"
+    measured, least = plan.kind == "measured", plan.least_bytes
+    known = f"{format_bytes(plan.peak_bytes)} of {limit}{'' if measured else ' (predicted)'}"
+    if plan.headroom_bytes >= 0:
+        known += f", headroom {plan.headroom_bytes / MIB:,.0f} MiB"
+    if least is not None and (measured or plan.headroom_bytes < 0):
+        known += f", least budget {format_bytes(least)}"
+    return known
 
 
 def _batch_words(plan: Plan) -> str:
     if plan.world_size == 1:
-        return f"`batch` holds {plan.target_batch} samples"
+        return f"of {plan.target_batch} samples"
     shares = sorted({sum(parts) for parts in plan.ranks or ()})
-    return f"on every rank, `batch` holds its share of {' or '.join(map(str, shares))} samples"
+    return f"on every rank its share of {' or '.join(map(str, shares))} samples"

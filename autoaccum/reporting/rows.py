@@ -1,8 +1,8 @@
-"""Rows of a small table: a name, and a value as wide as the console."""
+"""Rows of a small table: a name, and a value as wide as the console; and remarks, the first of which are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -11,6 +11,7 @@ from autoaccum.reporting.plain_text import one_line
 
 _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
+_MOST_REMARKS = 3
 
 
 def row_lines(console: Console, name: str, value: Text) -> Iterator[Text]:
@@ -22,6 +23,21 @@ def row_lines(console: Console, name: str, value: Text) -> Iterator[Text]:
         yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
 
 
-def path_value(path: object) -> Text:
-    """A path as a value: never wrapped, so that it can be copied."""
-    return Text(str(path), no_wrap=True, overflow="ignore")
+def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
+    """Print rows, each a name and its value."""
+    for name, value in rows:
+        for line in row_lines(console, name, value):
+            console.print(line, soft_wrap=True)
+
+
+def print_remarks(console: Console, remarks: Sequence[tuple[str, str]], *, verbose: bool) -> None:
+    """Print the first of `remarks`, which are kinds and sentences in the order of what matters, or all of them."""
+    shown = remarks if verbose else remarks[:_MOST_REMARKS]
+    print_rows(console, ((kind, Text(text, "yellow" if kind == "warning" else "")) for kind, text in shown))
+    if len(shown) < len(remarks):
+        console.print(f"-v shows {len(remarks) - len(shown)} more", style="dim")
+
+
+def path_value(path: object, style: str = "") -> Text:
+    """A path or a line of code as a value: never wrapped, so that it can be copied."""
+    return Text(str(path), style, no_wrap=True, overflow="ignore")

@@ -12,46 +12,53 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.plain_text import one_line
-from autoaccum.reporting.rows import row_lines
+from autoaccum.reporting.rows import print_remarks, print_rows, row_lines
 from autoaccum.verification.records import Cause, Comparison, Difference, Verification
 
 _MOST_WORSE = 3
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
-def print_verification(console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str]) -> None:
-    """Draw a verification.
+def print_verification(
+    console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str], verbose: bool = False
+) -> None:
+    """Draw a verification: one line where all is equal, else the verdict, its causes and what to do.
 
     Args:
         console: Where to.
         found: What it found.
         command: The words of the command that plans the same workload, offered where all is equal.
         again: Those of the one that verified it, offered where not.
+        verbose: Draw all that was compared, and every remark.
     """
-    _print(console, verdict(found))
-    for comparison in found.comparisons:
-        console.print()
-        for line in comparison_lines(comparison):
-            _print(console, line)
+    _print(console, verdict(found, verbose=verbose))
     for number, cause in enumerate(found.causes):
         console.print()
         for line in cause_lines(console, cause, number=number + 1, of=len(found.causes)):
             _print(console, line)
-    console.print()
-    for title, text in _remarks(found):
-        for line in row_lines(console, title, text):
+    if verbose or not (found.equivalent or found.causes):
+        for comparison in found.comparisons:
+            console.print()
+            for line in comparison_lines(comparison):
+                _print(console, line)
+    if verbose or (found.notes and not found.equivalent):
+        console.print()
+    if verbose:
+        print_rows(console, _details(found))
+    if verbose or not found.equivalent:
+        print_remarks(console, [("note", note) for note in found.notes], verbose=verbose)
+        console.print()
+        for line in next_lines(found, command=command, again=again):
             _print(console, line)
-    console.print()
-    for line in next_lines(found, command=command, again=again):
-        _print(console, line)
 
 
-def verdict(found: Verification) -> Text:
+def verdict(found: Verification, *, verbose: bool = False) -> Text:
     """Whether it is equivalent, in one line."""
     if found.equivalent:
+        more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
         return Text.assemble(
             ("equivalent", "bold green"),
-            f": the accumulated update is the full batch's, to rounding in {_precision(found)}",
+            f": the accumulated update is the full batch's, {_how_equal(found)}{more}",
         )
     apart = [one for one in found.comparisons if not one.equal]
     worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)
@@ -109,7 +116,8 @@ def next_lines(found: Verification, *, command: Sequence[str], again: Sequence[s
         yield Text(f"  {shlex.join(command)}", "cyan")
     elif found.causes:
         at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
-        yield Text("see what remains with BatchNorm frozen:" if at_rest else "make the change, and verify again:")
+        words = "see what remains with BatchNorm frozen" if at_rest else "make the change, and verify again"
+        yield Text(f"{words} (-v shows all that was compared):")
         yield Text(f"  {shlex.join(_frozen(again) if at_rest else again)}", "cyan")
     else:
         yield Text("no cause was found by experiment: please report it with the output of --json")
@@ -132,13 +140,21 @@ def _frozen(again: Sequence[str]) -> list[str]:
     return [*words, "--batchnorm", "frozen"]
 
 
-def _remarks(found: Verification) -> Iterator[tuple[str, Text]]:
+def _details(found: Verification) -> Iterator[tuple[str, Text]]:
     if found.batchnorm != "micro":
         yield "batchnorm", Text(found.batchnorm)
     yield "tolerance", Text(found.rounding)
     yield "time", Text(f"{found.seconds:.1f} s")
-    for note in found.notes:
-        yield "note", Text(note)
+
+
+def _how_equal(found: Verification) -> str:
+    """The largest error of a gradient in any comparison, of what batch, and in a rougher precision what it may be."""
+    every = [one for comparison in found.comparisons for one in comparison.differences]
+    pairs = [(one.error, one.tolerance) for one in every if one.quantity == "gradients"]
+    error, tolerance = (max(figures) for figures in zip(*pairs, strict=True))
+    rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
+    batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
+    return f"to {_error(error)} of the largest gradient entry ({batch}, {_precision(found)}{rough})"
 
 
 def _print(console: Console, line: Text) -> None:

@@ -67,12 +67,12 @@ class Comparison:
                 )
 
     def describe(self, name: str) -> str:
-        """The mismatch of a term, as a sentence."""
+        """The mismatch of a term, as the beginning of a sentence."""
         sizes = " and ".join(str(batch_size(part)) for part in self.parts)
         how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
         return (
-            f"The weighting is not that of the loss: {name_term(name)} of {self.samples} samples is "
-            f"{self.whole[name]:.6g}, its parts of {sizes} {how} give {self.declared(name):.6g}."
+            f"the weighting is not that of the loss ({name_term(name)} of {self.samples} samples is "
+            f"{self.whole[name]:.6g}, its parts of {sizes} {how} give {self.declared(name):.6g})"
         )
 
 

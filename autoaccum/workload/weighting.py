@@ -62,10 +62,10 @@ def _compare(experiment: Experiment, batch: Any, splits: list[list[int]], couple
         losses = [experiment.losses(part) for part in parts]
         seen = Comparison(experiment.objective, experiment.losses(batch), parts, losses)
         if not _is_steady(experiment, seen):
-            return ["The weighting could not be checked: the loss differs from run to run, even in eval mode."]
+            return ["the weighting could not be checked: the loss differs from run to run, even in eval mode"]
     wrong = seen.mismatched(experiment.tolerance)
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
-        return ["The weighting could not be checked: the loss of a small batch is infinite."]
+        return ["the weighting could not be checked: the loss of a small batch is infinite."]
     others = split_batch(batch, splits[1])
     return _explain(experiment, batch, others, seen, wrong, coupled) if wrong else []
 
@@ -92,10 +92,10 @@ def _explain(
         mismatches = [seen.describe(name) for name in wrong]
         samples = next((one.code for one in candidates[1:]), "len(batch)")
         advice = advise(experiment.objective, known, seen.whole, samples)
-        return [Advice(f"{mismatches[0]} {advice}"), *mismatches[1:]]
+        return [Advice(f"{mismatches[0]}: {advice}"), *mismatches[1:]]
     cause = _broadcasting(experiment, batch) or (None if coupled else _cause(experiment, batch, seen))
-    told = {name: f"It likely divides by {known[name]}." if name in known else cause for name in wrong}
-    return [f"{seen.describe(name)} {sentence}" for name, sentence in told.items() if sentence is not None]
+    told = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
+    return [f"{seen.describe(name)}: {sentence}" for name, sentence in told.items() if sentence is not None]
 
 
 def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: int, tolerance: float) -> list[Candidate]:
@@ -114,7 +114,7 @@ def _broadcasting(experiment: Experiment, batch: Any) -> str | None:
         return None
     return (
         f"{criterion.name} broadcasts outputs of shape {shapes[0]} against targets of shape {shapes[1]}: "
-        "give both the same shape."
+        "give both the same shape"
     )
 
 
@@ -124,11 +124,8 @@ def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
     if not Comparison(experiment.objective, experiment.losses(batch), seen.parts, at_rest).mismatched(
         experiment.tolerance
     ):
-        return (
-            "In eval mode it is: some module couples the samples of a batch in training mode, "
-            "and accumulation is not exact."
-        )
-    return "No usual weight fits: the loss likely divides by what only you can tell."
+        return "some module couples the samples of a batch in training mode, in which accumulation is not exact"
+    return "no usual weight fits, and the loss likely divides by what only you can tell"
 
 
 def advise(
@@ -145,16 +142,16 @@ def advise(
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
-        return 'The loss is a sum; write: reduction = "sum"' + (", without weight" if objective.weight_function else "")
+        return 'the loss is a sum, write reduction = "sum"' + (", without weight" if objective.weight_function else "")
     if "sum" in codes or (objective.reduction == "sum" and not complete):
-        return "Some of its terms are sums and others are not: make all of them means."
+        return "some of its terms are sums and others are not, make all of them means"
     away = "" if objective.reduction == "mean" else ' without reduction = "sum"'
     if complete and len(codes) == 1:
         code = next(iter(codes))
         if code == samples and away:
-            return 'The loss is a mean over samples: leave reduction = "sum" away.'
+            return 'the loss is a mean over samples, leave reduction = "sum" away'
     elif objective.weight_function is None:
         code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:
-        return " ".join(f"{name_term(name).capitalize()} likely divides by {code}." for name, code in found.items())
-    return f"The {'' if sure else 'likely '}right weight{away}: def weight(batch): return {code}"
+        return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
+    return f"the {'' if sure else 'likely '}right weight{away} is: def weight(batch): return {code}"

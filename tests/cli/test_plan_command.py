@@ -70,16 +70,17 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_table_for_a_person(folder: Path) -> None:
+def test_the_answer_for_a_person(folder: Path) -> None:
     done = run(folder, "--target-batch", "96", "--max-micro-batch", "40", "-o", "plan.json")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.micro_batches == (32, 32, 32)
-    assert "micro-batch  32\n" in done.stdout
-    assert "parts        32 + 32 + 32 = 96\n" in done.stdout
-    assert "headroom" in done.stdout
-    assert "kept in plan.json\n" in done.stdout
-    assert "Accumulator(model, optimizer, criterion=criterion, plan=autoaccum.Plan.load('plan.json'))" in done.stdout
+    names, values = zip(*((line[:13].rstrip(), line[13:]) for line in done.stdout.splitlines()), strict=True)
+    assert names[:6] == ("micro-batch", "iter_size", "parts", "peak", "device", "train with")
+    assert [name for name in names[6:] if name] == ["note", "kept in plan."], "no more than is needed"
+    assert values[:3] == ("32", "3", "32 + 32 + 32 = 96")
+    assert "headroom" in values[3]
+    assert "Accumulator(model, optimizer, criterion=criterion, plan=autoaccum.Plan.load('plan.json'))" in values[5]
     lines = [line.split() for line in done.stderr.splitlines()]
     assert ["40", "ok"] in [line[:2] for line in lines]
     assert sum("ok" in line for line in lines) == len(plan.trials)
@@ -144,7 +145,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]) -> None:
     words = ["plan", "my model.py", "--target-batch", "2", "--memory", "80%", "--equal", "-q", "--world-size", "1"]
     words += ["--batchnorm", "frozen"]
-    result = CliRunner().invoke(main, words)
+    result = CliRunner().invoke(main, [*words, "-v"])
     offered = "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --batchnorm frozen --world-size 1 --equal"
     assert f"  {offered} -o plan.json\n" in result.stdout
     assert planned["batchnorm"] == "frozen"
@@ -165,7 +166,7 @@ def test_the_command_is_offered_as_it_was_called(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.setenv("PATH", "")
-    result = CliRunner().invoke(main, ["plan", "--target-batch", "2", "--", "-odd.py"])
+    result = CliRunner().invoke(main, ["plan", "--target-batch", "2", "-v", "--", "-odd.py"])
     assert f"  {offered} ./-odd.py --target-batch 2 -o plan.json\n" in result.stdout
 
 
@@ -176,7 +177,7 @@ def test_a_script_that_is_on_the_path_needs_no_path(
     script.touch(mode=0o755)
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "  autoaccum plan m.py" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2"]).stdout
+    assert "  autoaccum plan m.py" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-v"]).stdout
 
 
 def test_no_plan_that_is_there_is_offered_to_be_written(
@@ -185,7 +186,7 @@ def test_no_plan_that_is_there_is_offered_to_be_written(
     monkeypatch.chdir(tmp_path)
     Path("plan.json").touch()
     Path("plan-2.json").touch()
-    assert " -o plan-3.json\n" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2"]).stdout
+    assert " -o plan-3.json\n" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-v"]).stdout
 
 
 def test_warnings_are_said_once(planned: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_all_of_it_is_planned_and_offered_again(folder: Path) -> None:
     words = ["--keeps", "ema", "--keeps", "outputs", "--evaluation-batch", "6", "--worst-of", "10"]
-    done = run(folder, *words)
+    done = run(folder, *words, "-v")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert (

@@ -52,7 +52,7 @@ def run(folder: Path, *words: str, code: str | None = None) -> subprocess.Comple
 
 def test_a_table_a_plan_and_a_step(folder: Path) -> None:
     words = ["--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-o", "plan.json", "--emit", "step.py"]
-    done = run(folder, *words)
+    done = run(folder, *words, "-v")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.kind == "predicted"
@@ -67,6 +67,20 @@ def test_a_table_a_plan_and_a_step(folder: Path) -> None:
     assert "nothing ran on a card" in done.stdout
     assert "predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256" in done.stderr
     assert "predicted: nothing ran there" in " ".join((folder / "step.py").read_text().split())
+
+
+def test_the_answer_comes_first_and_is_short(folder: Path) -> None:
+    done = run(folder, "--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    answer, remarks = lines[:6], lines[6:]
+    names = [line[:13].rstrip() for line in answer]
+    assert names == ["micro-batch", "iter_size", "parts", "peak", "device", "train with"]
+    assert [line.split()[0] for line in remarks] == ["warning", "note", "note", "-v"]
+    assert "above the least that is needed, and the prediction may be off by" in remarks[0]
+    assert "`autoaccum verify` tells" in remarks[1]
+    assert "nothing ran on a card" in remarks[2]
+    assert remarks[3] == "-v shows 2 more"
 
 
 def test_json_alone_and_no_torch_in_this_process(folder: Path) -> None:

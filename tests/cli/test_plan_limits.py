@@ -49,7 +49,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_few_trials_are_marked(folder: Path) -> None:
-    done = run(folder, "--max-trials", "2", "-o", "plan.json")
+    done = run(folder, "--max-trials", "2", "-o", "plan.json", "-v")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)

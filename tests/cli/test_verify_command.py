@@ -65,12 +65,16 @@ def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_equivalent_is_zero_and_offers_a_plan() -> None:
+def test_equivalent_is_zero_and_one_line() -> None:
     result = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5")
     assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[0] == "equivalent: the accumulated update is the full batch's, to rounding in float64"
-    assert lines[-1].endswith(" plan model.py --optimizer SGD --target-batch 16")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("equivalent: the accumulated update is the full batch's, to ")
+    assert line.endswith(" of the largest gradient entry (16 as 4 + 4 + 4 + 4, float64)")
+    shown = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5", "-v").stdout.splitlines()
+    assert shown[0] == line
+    assert "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16" in shown
+    assert shown[-1].endswith(" plan model.py --optimizer SGD --target-batch 16")
     assert "model: Sequential, 51 parameters, SGD; compared in fp64 on cpu\n" in result.stderr
     assert list(Path.cwd().iterdir()) == [Path.cwd() / "model.py"]
 

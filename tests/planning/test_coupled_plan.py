@@ -20,7 +20,7 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.planning.notes import plan_notes
+from autoaccum.planning.notes import all_notes
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
 from autoaccum.units import MIB, MemorySize
@@ -62,7 +62,7 @@ def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
     assert made.coupling == Coupling(("1",), True, None)
     assert sum("what module 1 gives for a sample depends on the others" in said for said in made.warnings) == 1
     assert sum("the loss mixes the samples of a batch, as" in said for said in made.warnings) == 1
-    assert not any(said.startswith("The weighting") for said in made.warnings)
+    assert not any(said.startswith("the weighting") for said in made.warnings)
     assert Plan.from_json(made.to_json()) == made
 
 
@@ -103,7 +103,7 @@ def test_a_batchnorm_and_a_loss_that_mixes_are_warned_of_once_each() -> None:
 def test_a_weighting_is_told_of_beside_a_batchnorm() -> None:
     found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square, reduction="sum")
     (weighting,) = found.warnings
-    assert weighting.endswith('leave reduction = "sum" away.')
+    assert weighting.endswith('leave reduction = "sum" away')
 
 
 def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
@@ -156,8 +156,8 @@ def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
     found = inspect(small.mlp)
     if not looked:
         found = dataclasses.replace(found, coupling=None)  # As where a card is simulated.
-    notes = plan_notes(make_schedule(8, cut), Request(8), cut, found)
-    assert any("was not looked at" in note for note in notes) == (cut < 8 and not looked)
+    notes = all_notes(found, make_schedule(8, cut), Request(8), cut, None, ())
+    assert any("`autoaccum verify` tells" in note for note in notes) == (cut < 8 and not looked)
 
 
 def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class ScriptedDevice:
         limit_bytes: int = GIB,
         warnings: tuple[str, ...] = (),
         accumulation_warnings: tuple[str, ...] = (),
+        cautions: tuple[str, ...] = (),
         reduction: str = "mean",
         least_size: int = 1,
         fails: AutoaccumError | None = None,
@@ -40,6 +41,7 @@ class ScriptedDevice:
         hangs_from: int | None = None,
     ) -> None:
         self._seconds, self._hangs_from = seconds, hangs_from
+        self._cautions = cautions
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
         self._least_size, self._accumulation_warnings = least_size, accumulation_warnings
         self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
@@ -77,6 +79,7 @@ class ScriptedDevice:
             least_size=self._least_size,
             warnings=self._warnings,
             accumulation_warnings=self._accumulation_warnings,
+            cautions=self._cautions,
         )
 
     def trial(
@@ -235,7 +238,7 @@ def test_the_longest_share_decides() -> None:
     assert found.ranks == ((65, 64), (64, 64))
     assert found.micro_batches == (65, 64)
     assert device.asked[-1] == ((65, 64), True)
-    assert run(ScriptedDevice(), 3, world_size=4).notes[-1].startswith("1 of 4 ranks have no samples")
+    assert run(ScriptedDevice(), 3, world_size=4).notes[0].startswith("1 of 4 ranks have no samples")
 
 
 def test_a_cap_of_the_user() -> None:
@@ -255,13 +258,13 @@ def test_equal_parts_and_their_cost() -> None:
 @pytest.mark.parametrize(
     ("target", "reduction", "text"),
     [
-        (256, "mean", "stays what it is for a batch of 256; an undivided loss would act as 3 times the rate under"),
-        (256, "sum", "the loss is a sum, so its parts are added and not divided"),
-        (10, "mean", "nothing is accumulated, one micro-batch is the update"),
+        (256, "mean", "keep the learning rate of a batch of 256: each part counts by its share of that"),
+        (256, "sum", "the loss is a sum, and the parts' losses are added up"),
+        (10, "mean", "one micro-batch is the whole update"),
     ],
 )
 def test_the_learning_rate(target: int, reduction: str, text: str) -> None:
-    assert text in run(ScriptedDevice(reduction=reduction), target).notes[0]
+    assert text in run(ScriptedDevice(reduction=reduction), target).notes[-1]
 
 
 def test_batchnorm_is_no_concern_of_a_single_micro_batch() -> None:
@@ -272,6 +275,16 @@ def test_batchnorm_is_no_concern_of_a_single_micro_batch() -> None:
 
 def test_warnings_of_the_inspection_reach_the_plan() -> None:
     assert run(ScriptedDevice(warnings=("BatchNorm in bn1", "BatchNorm in bn1"))).warnings == ("BatchNorm in bn1",)
+
+
+def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
+    device = ScriptedDevice(
+        warnings=("the weighting",), accumulation_warnings=("BatchNorm in bn1",), cautions=("weak",)
+    )
+    warnings = run(device, max_trials=3).warnings
+    assert warnings[:2] == ("the weighting", "BatchNorm in bn1")
+    assert "the limit of 3 trials" in warnings[2]
+    assert warnings[3:] == ("weak",)
 
 
 def test_tells_what_it_does() -> None:

@@ -36,7 +36,7 @@ def along(plan: Plan, **changes: Any) -> Plan:
 
 def draw(plan: Plan) -> str:
     file = io.StringIO()
-    print_plan(make_console(file=file, width=200), plan, command=["autoaccum", "plan"])
+    print_plan(make_console(file=file, width=200), plan, command=["autoaccum", "plan"], verbose=True)
     return file.getvalue()
 
 

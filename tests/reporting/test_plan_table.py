@@ -69,34 +69,45 @@ def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool 
 
 def test_a_tuned_plan_names_its_rate() -> None:
     said = "tuned rate   0.0123457, the learning rate that `autoaccum fit --plan` trains by\n"
-    assert said in draw(make_plan(learning_rate=0.0123456789))
-    assert "tuned rate" not in draw(make_plan())
+    assert said in draw(make_plan(learning_rate=0.0123456789), verbose=True)
+    assert "tuned rate" not in draw(make_plan(), verbose=True)
 
 
-def test_says_all_that_matters() -> None:
-    assert draw(make_plan()) == (
-        "micro-batch  86\n"
-        "iter_size    3\n"
-        "parts        86 + 85 + 85 = 256\n"
+ANSWER = (
+    "micro-batch  86\n"
+    "iter_size    3\n"
+    "parts        86 + 85 + 85 = 256\n"
+    "peak         874 MiB of 1.0 GiB, headroom 150 MiB\n"
+    "device       cpu\n"
+    "train with   autoaccum.Accumulator(model, optimizer, loss, micro_batch=86).step(batch)\n"
+)
+REMARKS = "warning      BatchNorm in bn1 sees 86 samples at a time\nnote         the learning rate stays what it is\n"
+
+
+def test_says_the_answer_and_what_must_be_known() -> None:
+    assert draw(make_plan()) == ANSWER + REMARKS
+
+
+def test_says_all_that_is_known_where_it_is_asked_for() -> None:
+    assert draw(make_plan(), verbose=True, name="plan-2.json", seconds=41.26) == (
+        f"{ANSWER}"
+        "batch        of 256 samples\n"
         "largest fit  100 (101 ran out of memory)\n"
-        "peak         874 MiB of 1.0 GiB, headroom 150 MiB\n"
-        "device       cpu\n"
-        "trials       3 in 3.0 s\n"
-        "note         the learning rate stays what it is\n"
-        "warning      BatchNorm in bn1 sees 86 samples at a time\n"
+        "trials       3 in 41.3 s (3.0 s without the start of processes)\n"
+        f"{REMARKS}"
         "\n"
         "keep the plan:\n"
-        "  autoaccum plan 'my model.py' --target-batch 256 -o plan.json\n"
-        "train with it (`batch` holds 256 samples):\n"
-        "  autoaccum.Accumulator(model, optimizer, loss, micro_batch=86).step(batch)\n"
+        "  autoaccum plan 'my model.py' --target-batch 256 -o plan-2.json\n"
     )
 
 
-def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
-    file = io.StringIO()
-    print_plan(make_console(file=file, width=100), make_plan(), command=COMMAND, name="plan-2.json", seconds=41.26)
-    assert "trials       3 in 41.3 s (3.0 s without the start of processes)\n" in file.getvalue()
-    assert " -o plan-2.json\n" in file.getvalue()
+def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
+    many = make_plan(warnings=("first", "second"), notes=("third", "fourth", "fifth"))
+    assert draw(many).removeprefix(ANSWER) == (
+        "warning      first\nwarning      second\nnote         third\n-v shows 2 more\n"
+    )
+    assert "note         fifth\n" in draw(many, verbose=True)
+    assert "more" not in draw(many, verbose=True)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +120,18 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (make_plan(257, 100, world_size=2), "parts        1 rank of 65 + 64; 1 rank of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "parts        2 ranks of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
-        (make_plan(257, 100, world_size=2), "on every rank, `batch` holds its share of 128 or 129 samples"),
+        (make_plan(257, 100, world_size=2), "batch        on every rank its share of 128 or 129 samples\n"),
         (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
         (make_plan(stopped="time"), "largest fit  100, the largest that ran before the limit on time ended the"),
         (
             make_plan(limit_bytes=700 * MIB, peak_bytes=1, least_bytes=700 * MIB),
-            "least budget 700 MiB, where the schedule still ran\n",
+            "peak         1 B of 700 MiB, headroom 700 MiB, least budget 700 MiB\n",
         ),
         (make_plan(device={"name": "cpu", "in_place": True}), "device       cpu, in this process\n"),
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(device={**CARD, "used_by_others_bytes": None}), "device       cuda:1, NVIDIA GeForce RTX 3090\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
-        (predicted(), "peak         874 MiB (predicted) of 1.0 GiB, headroom 150 MiB\n"),
+        (predicted(), "peak         874 MiB of 1.0 GiB (predicted), headroom 150 MiB\n"),
         (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
         (predicted(), "band         40.0 MiB either way, of what is needed and of what the card has free\n"),
         (predicted(), "largest fit  100 (101 does not fit)\n"),
@@ -133,18 +144,18 @@ def test_says_what_all_of_it_took_and_offers_a_free_name() -> None:
         (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),
         (
             predicted(peak_bytes=1100 * MIB),
-            "1.1 GiB (predicted) where nothing limits it; within 1.0",
+            "peak         1.1 GiB of 1.0 GiB (predicted), least budget 800 MiB\n",
         ),
     ],
 )
 def test_says_how_it_is(plan: Plan, text: str) -> None:
-    assert text in draw(plan)
+    assert text in draw(plan, verbose=True)
 
 
 def test_a_kept_plan_is_not_offered_to_be_kept() -> None:
     text = draw(make_plan(), kept=Path("plan.json"))
     assert "kept in plan.json\n" in text
-    assert " -o " not in text
+    assert " -o " not in draw(make_plan(), kept=Path("plan.json"), verbose=True)
 
 
 def test_names_the_step_that_was_written() -> None:
@@ -159,17 +170,17 @@ def test_names_the_picture_that_was_drawn() -> None:
 
 
 def test_nothing_is_lost_on_a_narrow_terminal() -> None:
-    wide, narrow = draw(make_plan(), width=200), draw(make_plan(), width=30)
+    wide, narrow = (draw(make_plan(), width=width, verbose=True) for width in (200, 30))
     assert "".join(wide.split()) == "".join(narrow.split())
     table = narrow.split("\n\n")[0]
-    assert max(len(line) for line in table.splitlines()) <= 37
-    command = narrow.splitlines()[-3].strip()
+    assert max(len(line) for line in table.splitlines() if "Accumulator" not in line) <= 37
+    command = narrow.splitlines()[-1].strip()
     assert shlex.split(command) == [*COMMAND, "-o", "plan.json"]
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
 def test_no_trailing_spaces(width: int) -> None:
-    assert all(line == line.rstrip() for line in draw(make_plan(), width=width).splitlines())
+    assert all(line == line.rstrip() for line in draw(make_plan(), width=width, verbose=True).splitlines())
 
 
 def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +216,8 @@ def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
 
 
 def test_a_mode_of_batchnorm_is_shown_where_it_is_not_pytorch_s_own() -> None:
-    assert "batchnorm" not in draw(replace(make_plan(), workload={"batchnorm": "micro"}))
-    shown = draw(replace(make_plan(), workload={"batchnorm": "frozen"}))
+    assert "batchnorm" not in draw(replace(make_plan(), workload={"batchnorm": "micro"}), verbose=True)
+    shown = draw(replace(make_plan(), workload={"batchnorm": "frozen"}), verbose=True)
     assert "frozen: normalises by its running statistics" in shown
 
 

@@ -86,18 +86,27 @@ DIFFERENT = dataclasses.replace(
 )
 
 
-def drawn(found: Verification, width: int = 100) -> str:
+def drawn(found: Verification, width: int = 100, *, verbose: bool = False) -> str:
     text = io.StringIO()
     console = make_console(file=text, width=width)
     plan, again = ["autoaccum", "plan", "my model.py", "--target-batch", "16"], ["autoaccum", "verify", "my model.py"]
-    print_verification(console, found, command=plan, again=again)
+    print_verification(console, found, command=plan, again=again, verbose=verbose)
     return text.getvalue()
 
 
-def test_equal_is_one_verdict_and_the_next_command() -> None:
-    lines = drawn(FOUND).splitlines()
-    assert lines[0] == "equivalent: the accumulated update is the full batch's, to rounding in float64"
-    assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16" or "4 x 4" in lines[2]
+def test_equal_is_one_line() -> None:
+    batch = "of the largest gradient entry (16 as 4 + 4 + 4 + 4"
+    said = f"equivalent: the accumulated update is the full batch's, to 1.5e-16 {batch}, float64)"
+    assert drawn(FOUND) == f"{said}; -v shows 1 note\n"
+    assert drawn(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
+    assert drawn(FOUND, verbose=True).startswith(f"{said}\n\n")
+    rough = drawn(dataclasses.replace(FOUND, notes=(), precision="bf16"))
+    assert rough.endswith(f"{batch}, bf16, tolerance 1.0e-10)\n")
+
+
+def test_all_that_was_compared_is_shown_where_it_is_asked_for() -> None:
+    lines = drawn(FOUND, verbose=True).splitlines()
+    assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16"
     assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
     assert lines[5].split() == ["gradients", "4", "1.5e-16", "1.0e-10", "2.weight"]
     assert lines[6].split() == ["update", "4", "1.0e-19", "3.0e-18", "0.bias"]
@@ -109,8 +118,12 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     text = drawn(DIFFERENT)
     lines = text.splitlines()
     assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest entry, at 2.weight"
-    assert "accumulate() of the workload, shorter window, as at the end of an epoch: 4 + 3 = 7" in lines
-    assert next(line for line in lines if "1.count" in line).split() == [
+    assert lines[2].startswith("cause 1 ")
+    assert "tolerance" not in text
+    shown = drawn(DIFFERENT, verbose=True).splitlines()
+    assert shown[: len(lines) - 3] == lines[:-3]
+    assert "accumulate() of the workload, shorter window, as at the end of an epoch: 4 + 3 = 7" in shown
+    assert next(line for line in shown if "1.count" in line).split() == [
         *("buffers", "4", "infinite", "exact", "1.count", "differs")
     ]
     assert "cause 1      last window: the short window is divided by 4, it has 2 micro-batches" in lines
@@ -122,11 +135,14 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert any(line.startswith("unproved") for line in lines)
     assert "plan" not in text
     assert lines[-2:] == [
-        "see what remains with BatchNorm frozen:",
+        "see what remains with BatchNorm frozen (-v shows all that was compared):",
         "  autoaccum verify 'my model.py' --batchnorm frozen",
     ]
     again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
-    assert again[-2:] == ["make the change, and verify again:", "  autoaccum verify 'my model.py'"]
+    assert again[-2:] == [
+        "make the change, and verify again (-v shows all that was compared):",
+        "  autoaccum verify 'my model.py'",
+    ]
 
 
 def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
@@ -135,6 +151,7 @@ def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
     assert "change       divide by as many as" in lines
     unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
     assert "no cause was found by experiment" in unknown
+    assert "1.count" in unknown, "what was compared is all that is known then"
 
 
 def test_a_function_is_a_line_of_its_own() -> None:

@@ -107,13 +107,13 @@ def lengths_less_one(model: nn.Module, batch: Any) -> Any:
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mask": (masked, {}, 'return (batch["labels"] != -100).sum()'),
-    "sum": (summed, {}, 'The loss is a sum; write: reduction = "sum"'),
-    "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write: reduction = "sum", without weight'),
-    "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'leave reduction = "sum" away.'),
+    "sum": (summed, {}, 'the loss is a sum, write reduction = "sum"'),
+    "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum", without weight'),
+    "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'leave reduction = "sum" away'),
     "mean over tokens, said to be a sum": (
         token_loss,
         {"reduction": "sum"},
-        'without reduction = "sum": def weight(batch): return (batch["labels"] != -100).sum()',
+        'without reduction = "sum" is: def weight(batch): return (batch["labels"] != -100).sum()',
     ),
     "mean over samples, weighted by tokens": (
         sample_loss,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.company.words import modules
 
-_MORE = "`autoaccum verify` tells by how much"
-
 
 @dataclass(frozen=True)
 class Coupling:
@@ -42,12 +40,11 @@ class Coupling:
             said.append(
                 f"what {modules(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the others of"
                 " its micro-batch, so that the gradient is not the full batch's: use what looks at one sample at a time"
-                f" (GroupNorm in place of a norm over the batch), or as large a micro-batch as fits; {_MORE}"
+                " (GroupNorm)"
             )
         if self.loss:
             said.append(
-                "the loss mixes the samples of a batch, as contrastive losses, normalised targets and roots of means"
-                " do: it sees one micro-batch at a time, and the gradient is not the full batch's; make it a mean over"
-                f" samples, or the micro-batch as large as fits; {_MORE}"
+                "the loss mixes the samples of a batch, as contrastive losses do, and sees one micro-batch at a time,"
+                " so that the gradient is not the full batch's: make it a mean over samples"
             )
         return tuple(said)

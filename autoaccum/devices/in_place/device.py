@@ -129,7 +129,7 @@ class InPlaceDevice:
         place, _ = self._start()
         inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
         place.meter.settle()
-        return dataclasses.replace(inspection, warnings=(*inspection.warnings, *self._warnings(place)))
+        return dataclasses.replace(inspection, cautions=tuple(self._cautions(place)))
 
     def trial(
         self,
@@ -243,7 +243,7 @@ class InPlaceDevice:
             forget(failure)
             del failure
 
-    def _warnings(self, place: Place) -> list[str]:
+    def _cautions(self, place: Place) -> list[str]:
         """What the caller has to know of trials in place."""
         said = [] if place.weakness is None else [place.weakness]
         if self._tried.is_live and not self._tried.roots[""].training:

@@ -17,8 +17,7 @@ from autoaccum.devices.simulated.placement import convert_module
 from autoaccum.devices.simulated.values import SimulationLimit, answer_values, asked_by_torch, unknown_value
 
 COMPILED = (
-    "the model is compiled (torch.compile), and what is predicted is its eager step: compiled kernels fuse operators,"
-    " so that they hold less as a rule, and inductor's own buffers are not seen"
+    "the model is compiled (torch.compile), and its eager step is what is predicted: compiled, it takes less as a rule"
 )
 _META = torch.device("meta")
 _AS_TENSOR = torch.as_tensor

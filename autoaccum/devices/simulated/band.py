@@ -29,20 +29,22 @@ class Band:
         """In all, either way."""
         return self.outside.band_bytes + self.demand.band_bytes
 
-    def note(self, card: str) -> str:
-        """What was done and what the band covers, as a sentence for the plan."""
-        context = format_bytes(self.outside.bytes)
-        parts = [
-            f"the CUDA context and what is loaded into it ({context} assumed, give or take "
-            f"{format_bytes(self.outside.band_bytes)})"
-        ]
+    def note(self) -> str:
+        """That nothing ran, and how far off it may be, as a sentence for the plan."""
+        return (
+            f"nothing ran on a card: memory is predicted, give or take {format_bytes(self.bytes)}, and measured by the"
+            " same command without --gpu, on the card"
+        )
+
+    def made_of(self) -> str:
+        """What the band covers and what it does not, as a sentence for the plan."""
+        parts = [f"the CUDA context ({format_bytes(self.outside.bytes)} assumed)"]
         if self.demand.band_bytes:
             rules = ", ".join(rule.replace("_", " ") for rule in self.demand.guessed) or "libraries"
-            parts.append(f"workspaces that were never measured ({rules}: {format_bytes(self.demand.band_bytes)})")
+            parts.append(f"workspaces that nobody measured ({rules}: {format_bytes(self.demand.band_bytes)})")
         return (
-            f"nothing ran on a card: an update was traced, and its allocations replayed in the memory of {card}; the "
-            f"band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for rules read in PyTorch's "
-            "source, which count as known, nor for what other programs hold, nor for batches larger than batch(size)"
+            f"the band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for other programs on the card"
+            " or batches larger than batch(size)"
         )
 
     def warning(self, limit_bytes: int, least_bytes: int) -> str | None:

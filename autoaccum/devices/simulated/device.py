@@ -167,7 +167,7 @@ class SimulatedDevice:
             least_bytes=least_bytes,
             band_bytes=band.bytes,
             warnings=(*self._traces.warnings, *([caution] if caution else [])),
-            notes=(*self._traces.notes, band.note(self._card.title), *assumed),
+            notes=(band.note(), *self._traces.notes, *assumed, band.made_of()),
         )
 
     def explain(

@@ -52,7 +52,7 @@ def inspect_simulated(
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, made.model),
         found_multiple=found_multiple,
-        warnings=tuple(mode.notices),
         accumulation_warnings=tuple(said),
+        cautions=tuple(mode.notices),
     )
     return inspection, trace

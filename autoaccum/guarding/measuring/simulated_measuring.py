@@ -95,7 +95,7 @@ def _at_the_cap(task: Task, device: SimulatedDevice) -> Sizing | None:
         micro_batches=task.micro_batches,
         largest=task.request.cap,
         capped=True,
-        warnings=(*inspection.warnings, *further),
+        warnings=(*inspection.warnings, *further, *inspection.cautions),
     )
 
 

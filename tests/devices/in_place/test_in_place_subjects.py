@@ -202,7 +202,7 @@ def test_resident_gradients_are_told() -> None:
     model = nn.Linear(1024, 1024, bias=False)
     model.weight.grad = torch.ones(1024, 1024)
     made = InPlaceDevice(live(model, batch=(torch.ones(4, 1024), torch.zeros(4, dtype=torch.long))), share=4)
-    warnings = made.inspect().warnings
+    warnings = made.inspect().cautions
     assert any(warning.startswith("gradients of 4.0 MiB lie beside the trials") for warning in warnings)
 
 
@@ -211,7 +211,7 @@ def test_a_live_model_keeps_its_mode_and_one_at_rest_is_told() -> None:
         model = nn.Linear(2, 2).train(training)
         made = InPlaceDevice(live(model), share=4)
         assert live(model).as_workload().build_model().training is training
-        told = [warning for warning in made.inspect().warnings if warning.startswith("the model is in eval mode")]
+        told = [warning for warning in made.inspect().cautions if warning.startswith("the model is in eval mode")]
         assert len(told) == (not training)
         assert model.training is training
 
