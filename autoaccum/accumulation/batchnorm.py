@@ -74,8 +74,8 @@ def batchnorm_warning(names: Sequence[str]) -> str:
 def instancenorm_warning(names: Sequence[str]) -> str:
     """One sentence on the running statistics of the modules `names`, and the way out."""
     return (
-        f"InstanceNorm in {listed(names)} updates its running statistics once per micro-batch instead of once per"
-        ' update: batchnorm="running" keeps the full batch\'s'
+        f"InstanceNorm updates its running statistics per micro-batch, not per update, in {listed(names)}:"
+        ' batchnorm="running" keeps the full batch\'s'
     )
 
 

@@ -128,9 +128,8 @@ def search(
 
 def _warnings(tried: Tried, stop: SearchStopped | None, need: Need | None) -> Iterator[str]:
     predicted = need is not None and need.predicted
-    tight = sorted({t.micro_batch for t in tried.trials if t.outcome == "tight"})
-    if tight:
-        yield tight_warning(tight, tried.largest_fit, predicted=predicted)
+    if any(t.outcome == "tight" and t.micro_batch == tried.largest_fit for t in tried.trials):
+        yield tight_warning(tried.largest_fit, predicted=predicted)
     if stop is not None:
         yield stop_warning(str(stop), tried.largest_fit, tried.first_fail, predicted=predicted)
 

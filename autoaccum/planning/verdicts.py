@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,14 +120,14 @@ def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
     return found
 
 
-def tight_warning(tight: Sequence[int], largest_fit: int, *, predicted: bool = False) -> str:
-    """The sentence on sizes that ran only by the allocator's retries, in ascending order."""
+def tight_warning(largest_fit: int, *, predicted: bool = False) -> str:
+    """The sentence on a largest size that runs only by the allocator's retries."""
     if predicted:
-        slow = "fits only if the allocator releases its cache and tries again in every update, which is slow"
-        return f"micro-batch {largest_fit} {slow}" if largest_fit in tight else f"size {tight[0]} {slow}: not chosen"
-    if largest_fit in tight:
-        return f"micro-batch {largest_fit} ran only because the allocator released its cache and tried again"
-    return f"size {tight[0]} ran only because the allocator released its cache and tried again: it was not chosen"
+        return (
+            f"micro-batch {largest_fit} fits only if the allocator releases its cache and tries again in every update,"
+            " which is slow"
+        )
+    return f"micro-batch {largest_fit} ran only because the allocator released its cache and tried again"
 
 
 def stop_warning(limit: str, largest_fit: int, first_fail: int | None, *, predicted: bool = False) -> str:

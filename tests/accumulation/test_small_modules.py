@@ -41,7 +41,7 @@ def test_names_the_batchnorms_that_see_the_batch() -> None:
 def test_the_warning_names_few_modules_and_the_way_out() -> None:
     text = batchnorm_warning([f"layer{index}" for index in range(9)])
     assert "layer4 and 4 more:" in text
-    assert "once per micro-batch instead of once per update" in text
+    assert len(text) < 260, "one sentence, whatever the number"
     assert "GroupNorm" in text
 
 

@@ -76,11 +76,11 @@ def test_the_answer_comes_first_and_is_short(folder: Path) -> None:
     answer, remarks = lines[:6], lines[6:]
     names = [line[:13].rstrip() for line in answer]
     assert names == ["micro-batch", "iter_size", "parts", "peak", "device", "train with"]
-    assert [line.split()[0] for line in remarks] == ["warning", "note", "note", "-v"]
-    assert "above the least that is needed, and the prediction may be off by" in remarks[0]
-    assert "`autoaccum verify` tells" in remarks[1]
-    assert "nothing ran on a card" in remarks[2]
-    assert remarks[3] == "-v shows 2 more"
+    assert [line.split()[0] for line in remarks] == ["note", "note", "note", "-v"]
+    assert "`autoaccum verify` tells" in remarks[0]
+    assert "nothing ran on a card" in remarks[1]
+    assert "keep the learning rate of a batch of 256" in remarks[2]
+    assert remarks[3] == "-v shows 1 more"
 
 
 def test_json_alone_and_no_torch_in_this_process(folder: Path) -> None:
