@@ -100,7 +100,7 @@ def test_inspects_before_any_trial(device: Device) -> None:
     assert (inspection.precision, inspection.reduction, inspection.weight) == ("fp32", "mean", "samples")
     assert {"python", "torch", "platform"} <= set(inspection.environment)
     assert inspection.update_bytes is not None
-    assert [warning.split(",")[0] for warning in inspection.warnings] == ["trials ran in this process"]
+    assert [warning.split(",")[0] for warning in inspection.cautions] == ["trials ran in this process"]
 
 
 def test_runs_one_sample(device: Device) -> None:
