@@ -19,7 +19,9 @@ from autoaccum.accumulation.batchnorm import (
     instancenorm_names,
     instancenorm_warning,
 )
+from autoaccum.accumulation.company.tables import COMPARED, compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.shares import has_weight
@@ -82,6 +84,7 @@ class Backpropagation:
         self._scaler = scaler
         self._enter = enter
         self._observer = observer
+        self._looks = self._has_looked = False
 
     def run(
         self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
@@ -91,6 +94,7 @@ class Backpropagation:
         Parts without share are left out: their loss may be 0/0. `scale` is what the scaler multiplies losses by.
         """
         record = LossRecord()
+        self._looks = not self._has_looked and sum(map(has_weight, shares)) > 1
         device = model_device(self._model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
@@ -132,6 +136,10 @@ class Backpropagation:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
         loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        if self._looks:
+            self._looks, self._has_looked = False, True
+            if compares_samples(loss, self._model, part):
+                warn_caller(COMPARED)
         self._enter("backward")
         common_share = next(iter(shares.values())) if len(set(shares.values())) == 1 else None
         applied = (1.0 if common_share is None else common_share) / common

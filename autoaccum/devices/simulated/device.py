@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.accumulation.company.tables import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.explanation import Account
@@ -162,11 +163,13 @@ class SimulatedDevice:
         least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
         band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
-        caution = band.warning(self.limit_bytes, least_bytes)
+        cautions = [COMPARED] if self._traces.are_square and len(parts) > 1 else []
+        if caution := band.warning(self.limit_bytes, least_bytes):
+            cautions.append(caution)
         return Prediction(
             least_bytes=least_bytes,
             band_bytes=band.bytes,
-            warnings=(*self._traces.warnings, *([caution] if caution else [])),
+            warnings=(*self._traces.warnings, *cautions),
             notes=(band.note(), *self._traces.notes, *assumed, band.made_of()),
         )
 

@@ -84,6 +84,19 @@ def make_family(traces: Sequence[Trace]) -> Family:
     return Family(sizes, ordered[0], len(sizes) > 2, lines)
 
 
+def grow_squarely(traces: Sequence[Trace]) -> bool:
+    """Whether some block grows with the square of the micro-batch, as a table of samples by samples does."""
+    sizes = [trace.parts[0] for trace in traces]
+    rows = zip(*(trace.sizes for trace in traces), strict=False)
+    return len(set(sizes)) > 2 and any(_is_square(sizes, [n for n in row if isinstance(n, int)]) for row in rows)
+
+
+def _is_square(sizes: Sequence[int], values: Sequence[int]) -> bool:
+    return len(values) == len(sizes) and all(
+        value > 0 and value * sizes[0] ** 2 == values[0] * size**2 for size, value in zip(sizes, values, strict=True)
+    )
+
+
 def _check_alike(one: Trace, other: Trace) -> None:
     if len(one.parts) != len(other.parts):
         raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts make no family")

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.simulated.family import Family, NotAffineError, make_family
+from autoaccum.devices.simulated.family import Family, NotAffineError, grow_squarely, make_family
 from autoaccum.devices.simulated.labels import LabelledTrace
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracer import Offer, Tracer
@@ -32,6 +32,7 @@ class Traces:
         step: What micro-batches are multiples of.
         notes: Sentences on sizes that do not follow from small ones.
         warnings: Likewise, where that showed only when trials had relied on it.
+        are_square: Whether something grows with the square of the micro-batch.
     """
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
@@ -45,6 +46,7 @@ class Traces:
         self._follows = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
+        self.are_square = False
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """As the tracer does.
@@ -147,6 +149,7 @@ class Traces:
         for size in self._sizes:
             left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
             traces.append(self.make((size, size), left))
+        self.are_square = grow_squarely(traces)
         return make_family(traces)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_traces import linear, make_trace
 
-from autoaccum.devices.simulated.family import NotAffineError, make_family
+from autoaccum.devices.simulated.family import NotAffineError, grow_squarely, make_family
 from autoaccum.devices.simulated.trace import Scratch, Trace
 
 Size = Callable[[int], int | Scratch]
@@ -78,6 +78,13 @@ def test_one_part_follows_as_two_do() -> None:
 def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
     with pytest.raises(NotAffineError, match=re.escape(message)):
         make_family([trace(size, *blocks) for size in (2, 4, 8)])
+
+
+def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
+    others = weight, row, lambda n: -(-n // 3) * 512, lambda n: n * n + n, lambda n: Scratch("rows", (n * n,))
+    assert not grow_squarely([trace(size, *others) for size in (2, 5, 3)])
+    assert grow_squarely([trace(size, *others, lambda n: 2 * n * n) for size in (2, 5, 3)])
+    assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
 
 
 def test_two_sizes_do_not_tell_what_a_third_would() -> None:
