@@ -28,7 +28,8 @@ def two_views(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def by_sample(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+    outputs: Tensor = model(batch)
+    return outputs.square().mean()
 
 
 def warned(loss: Any, size: int, micro_batch: int, features: int = 24) -> list[str]:
