@@ -19,7 +19,8 @@ from autoaccum.accumulation.batchnorm import (
     instancenorm_names,
     instancenorm_warning,
 )
-from autoaccum.accumulation.company.tables import COMPARED, compares_samples
+from autoaccum.accumulation.company.tables import compares_samples
+from autoaccum.accumulation.company.words import COMPARED
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver

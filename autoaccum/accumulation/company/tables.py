@@ -19,11 +19,6 @@ _LEAST = 5
 _VIEWS = 4
 """Of each sample at the most, in a table of all views by all views."""
 
-COMPARED = (
-    "the loss compares samples with each other (in-batch negatives?): those of a micro-batch know nothing of the"
-    " others, and the gradient is not the full batch's; `autoaccum verify` tells by how much"
-)
-
 
 def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:
     """Whether `loss` comes of a square of as many rows as `part` has samples, or views of them.

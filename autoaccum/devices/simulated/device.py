@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.company.tables import COMPARED
+from autoaccum.accumulation.company.words import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.explanation import Account
