@@ -18,7 +18,7 @@ from autoaccum.accumulation.copies import MAPPINGS, SEQUENCES
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.randomness import GENERATORS, Generator
 
-_DEPTH = 3
+_DEPTH = 6
 _PLAIN = (bool, int, float, str, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LISTED = ("param_groups", "state", "defaults")
@@ -31,6 +31,8 @@ _FOLDERS = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "pla
 def is_users(kind: type) -> bool:
     """Whether a class is the user's own: defined in no installed library, nor in Python's."""
     top = kind.__module__.partition(".")[0]
+    if top == "__main__":  # Of `python -m tool`, too, which runs the user's code.
+        return True
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)

@@ -91,6 +91,7 @@ class Draws:
     def end_part(self) -> None:
         """The last backward is over: later draws are the update's, and given as they were, not joined."""
         self._finish()
+        self._host.finish()
         self._part = None
 
     @contextmanager
@@ -103,6 +104,7 @@ class Draws:
         self._host.forget()
         with open_kernels(), RandomCalls(self._record):
             yield
+        self._host.finish()
         self._part = None
 
     @contextmanager

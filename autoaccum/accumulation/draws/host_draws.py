@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,11 +23,16 @@ class HostDraws:
     Args:
         named: Others, beside the global ones; torch's among them are passed over, whose draws can be given (`Draws`).
         onward: See above.
+
+    Attributes:
+        ends: Where they were as each part ended, to be compared: rewound, equal ends mean equal draws.
     """
 
     def __init__(self, named: Iterable[Generator] = (), *, onward: bool = False) -> None:
         self._named, self._onward = of_host(named), onward
         self._starts: dict[int, list[Any]] = {}
+        self.ends: list[bytes] = []
+        self._is_open = False
 
     def forget(self) -> None:
         """The next part to begin is the first again."""
@@ -39,11 +45,19 @@ class HostDraws:
             index: The part.
             own: Generators of this run alone, as of a model's copy; equal ones are given for each run.
         """
+        self.finish()
+        self._is_open = True
         generators = [*self._named, *of_host(own)]
         if index not in self._starts:
             now = host_places(generators)
             self._starts[index] = now if self._onward else next(iter(self._starts.values()), now)
         _put(generators, self._starts[index])
+
+    def finish(self) -> None:
+        """The part that began last, if any, is over."""
+        if self._is_open:
+            self.ends.append(pickle.dumps(host_places(self._named)))
+        self._is_open = False
 
 
 def of_host(generators: Iterable[Generator]) -> list[Generator]:

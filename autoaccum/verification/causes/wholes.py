@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autoaccum.accumulation.company.words import listed
-from autoaccum.accumulation.draws.calm import calm
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.decomposition import Decomposition
@@ -18,6 +17,7 @@ from autoaccum.verification.causes.factors import find_factors
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.words import LARGER
 from autoaccum.verification.laboratory.bench import Bench
+from autoaccum.verification.laboratory.chance import calmed
 from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.candidates import find_leaves
@@ -152,7 +152,7 @@ class _Moves:
         bench = Bench(self._lab.specimen, self._change)
         seed_everything()
         try:
-            with bench.running(), torch.no_grad(), calm():
+            with bench.running(), torch.no_grad(), calmed():
                 terms = bench.trained.objective.terms(bench.trained.model, batch)
         except Exception:  # Outside of the range that the loss takes.
             return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
+from autoaccum.accumulation.draws.calm import calm
 from autoaccum.accumulation.randomness import Generator, generator_rewind
 
 _OTHER_SEED = 1
@@ -17,6 +19,83 @@ def host_state() -> tuple[bytes, bytes]:
     """Where Python's and NumPy's global generators are, to be compared."""
     kind, keys, *rest = np.random.get_state()
     return repr(random.getstate()).encode(), repr((kind, rest)).encode() + np.asarray(keys).tobytes()
+
+
+@contextmanager
+def calmed() -> Iterator[None]:
+    """As `calm`; Python's and NumPy's own functions, too, give values that do nothing.
+
+    Not held are generators of one's own (`default_rng`), and functions that are no more called by way of their module.
+    """
+    known = [(module, name, getattr(module, name)) for module, held in _HELD.items() for name in held]
+    with calm():
+        for module, name, _ in known:
+            setattr(module, name, _HELD[module][name])
+        try:
+            yield
+        finally:
+            for module, name, function in known:
+                setattr(module, name, function)
+
+
+def _middle(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+    return _filled((low + high) / 2, size)
+
+
+def _mean(mean: Any = 0.0, deviation: Any = 1.0, size: Any = None) -> Any:
+    return _filled(mean, size)
+
+
+def _filled(value: Any, size: Any) -> Any:
+    return value if size is None else np.full(size, value)
+
+
+def _lowest(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+    return _filled(dtype(0 if high is None else low), size)
+
+
+def _in_order(items: Any) -> Any:
+    return np.arange(items) if np.ndim(items) == 0 else np.array(items)
+
+
+def _first(items: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+    ordered = _in_order(items)
+    if size is None:
+        return ordered[0]
+    count = int(np.prod(size))
+    return (ordered[np.zeros(count, dtype=int)] if replace else ordered[:count]).reshape(size)
+
+
+def _of_shape(value: float) -> Callable[..., Any]:
+    return lambda *shape: _filled(value, shape or None)
+
+
+_HELD: Mapping[Any, Mapping[str, Callable[..., Any]]] = {
+    random: {
+        "random": lambda: 0.5,
+        "uniform": _middle,
+        "gauss": _mean,
+        "normalvariate": _mean,
+        "betavariate": lambda alpha, beta: alpha / (alpha + beta),
+        "randint": lambda low, high: low,
+        "choice": lambda items: items[0],
+        "sample": lambda items, k, **_: list(items)[:k],
+        "shuffle": lambda items: None,
+    },
+    np.random: {
+        **dict.fromkeys(("random", "random_sample"), lambda size=None: _filled(0.5, size)),
+        "rand": _of_shape(0.5),
+        "randn": _of_shape(0.0),
+        "standard_normal": lambda size=None: _filled(0.0, size),
+        "uniform": _middle,
+        "normal": _mean,
+        "beta": lambda a, b, size=None: _filled(a / (a + b), size),
+        "randint": _lowest,
+        "permutation": _in_order,
+        "shuffle": lambda items: None,
+        "choice": _first,
+    },
+}
 
 
 @contextmanager

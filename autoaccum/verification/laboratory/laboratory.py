@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from autoaccum.accumulation.draws.calm import calm
 from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.laboratory.chance import host_state, seeded_otherwise, whose
+from autoaccum.verification.laboratory.chance import calmed, host_state, seeded_otherwise, whose
 from autoaccum.verification.laboratory.mixing import draws_mix
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 from autoaccum.verification.laboratory.pairs import Pair, PairMaker
@@ -74,7 +73,8 @@ class Laboratory:
     def draw_sites(self) -> tuple[str, ...]:
         """Where random numbers are drawn, and were joined for the full batch."""
         pair = self._pair(UNCHANGED)
-        return () if pair.is_calm else pair.draws.sites
+        whose_host = self.host_freedom()
+        return () if pair.is_calm else (*pair.draws.sites, *([f"{whose_host} generators"] if whose_host else []))
 
     @cached_property
     def draws_mix(self) -> bool | None:
@@ -123,7 +123,7 @@ class Laboratory:
         return self
 
     def host_freedom(self) -> str | None:
-        """Whose generators change the full batch's gradient: Python's, NumPy's; None where none does.
+        """Whose generators change the full batch's gradient, and draw otherwise for parts; None where none does.
 
         They draw where no one sees it, so that what they draw cannot be given to another run.
         """
@@ -142,7 +142,7 @@ class Laboratory:
         pair = self._pair(change)
         seed_everything()
         try:
-            with calm() if pair.is_calm else pair.draws.of_part(index):
+            with calmed() if pair.is_calm else pair.draws.of_part(index):
                 return run_part(self.specimen, self.parts[index], change, lambda own: pair.draws.take(index, own))
         except DrawMismatch as error:
             raise _not_matched("a part by itself", error) from error

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from autoaccum.accumulation.draws.calm import calm
 from autoaccum.accumulation.draws.draws import Draws
 from autoaccum.accumulation.draws.host_draws import HostDraws
 from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.verification.comparing import distance, largest_entry
-from autoaccum.verification.laboratory.chance import host_state
+from autoaccum.verification.laboratory.chance import calmed, host_state
 from autoaccum.verification.laboratory.outcomes import Change, Outcome
 from autoaccum.verification.laboratory.runs import run_accumulated, run_full, run_own, run_part
 from autoaccum.verification.laboratory.specimen import Specimen
@@ -35,7 +34,7 @@ class Pair:
         accumulated: By the Accumulator.
         draws: What both share; of calm ones only what Python's and NumPy's generators do.
         is_calm: Whether random operations do nothing.
-        uses_host: Whether the full one may have drawn from Python's or NumPy's generators.
+        uses_host: Whether the full one may have drawn otherwise from Python's or NumPy's generators than parts did.
     """
 
     full: Outcome
@@ -46,7 +45,7 @@ class Pair:
 
     def joined(self) -> AbstractContextManager[None]:
         """Around another full run."""
-        return calm() if self.is_calm else self.draws.joined()
+        return calmed() if self.is_calm else self.draws.joined()
 
 
 class PairMaker:
@@ -74,10 +73,10 @@ class PairMaker:
     def _try_calm(self, change: Change, *, onward: bool) -> Pair:
         draws = Draws(self._sizes, host=HostDraws(self._specimen.generators, onward=onward))
         seed_everything()
-        with calm():
+        with calmed():
             accumulated = run_accumulated(self._specimen, self._batch, self._parts, change, draws.take, draws.end_part)
         seed_everything()
-        with calm():
+        with calmed():
             full, uses_host = self._full(change, draws)
         return Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host)
 
@@ -107,13 +106,16 @@ class PairMaker:
 
     def _try(self, change: Change, *, innermost: bool = False, onward: bool = False) -> Pair | DrawMismatch:
         """Both updates under joined draws; of those found to be shared, the next recording takes the first's."""
-        draws = Draws(self._sizes, innermost=innermost, host=HostDraws(self._specimen.generators, onward=onward))
+        host = HostDraws(self._specimen.generators, onward=onward)
+        draws = Draws(self._sizes, innermost=innermost, host=host)
         mismatch = DrawMismatch("which draws are shared never settles")
         for _ in range(_MOST_RECORDINGS):
             shared = draws.shared
             seed_everything()
+            host.ends.clear()
             with draws.recording():
                 accumulated = self._accumulated(draws, change)
+            ends = set(host.ends)
             seed_everything()
             try:
                 with draws.joined():
@@ -123,7 +125,9 @@ class PairMaker:
                     return error
                 continue
             if draws.shared == shared:
-                return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host)
+                # Onward, an order of all samples takes as many numbers as those of the parts.
+                is_matched = not onward and ends == {host.ends[-1]} and not self._specimen.keeps_generators
+                return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host and not is_matched)
         return mismatch
 
     def _full(self, change: Change, draws: Draws) -> tuple[Outcome, bool]:
@@ -141,7 +145,7 @@ class PairMaker:
             DrawMismatch: It draws otherwise than they did.
         """
         draws = pair.draws
-        ways = (calm,) if pair.is_calm else (draws.as_taken, draws.in_order, draws.joined_elsewhere)
+        ways = (calmed,) if pair.is_calm else (draws.as_taken, draws.in_order, draws.joined_elsewhere)
         plain: Outcome | None = None
         mismatch = DrawMismatch("it is not known which part it draws for, or when")
         for way in ways if pair.is_calm or draws.sites else ways[:1]:

@@ -94,13 +94,43 @@ def test_generators_that_a_model_names_or_keeps_begin_alike(model: type[nn.Modul
     assert _verified(model()).equivalent
 
 
-def test_an_order_that_numpy_draws_is_no_coupled_loss() -> None:
+ORDERS: dict[str, Callable[[int], Any]] = {
+    "numpy": lambda count: np.random.permutation(count),
+    "numpy, chosen": lambda count: np.random.choice(count, count, replace=False),
+    "python": lambda count: random.sample(range(count), count),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_that_is_drawn_is_held(name: str) -> None:
     def loss(model: nn.Module, pair: Any) -> Tensor:
-        order = torch.from_numpy(np.random.permutation(len(pair[0])))
+        order = torch.as_tensor(ORDERS[name](len(pair[0])))
+        return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
+
+    (cause,) = _verified(nn.Linear(4, 3), loss).causes
+    assert (cause.kind, cause.proved) == ("randomness", True)
+    assert cause.where == ("Python's generators" if name == "python" else "NumPy's generators",)
+
+
+def test_an_order_of_a_generator_of_ones_own_cannot_be_held() -> None:
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        order = torch.from_numpy(NUMPY.permutation(len(pair[0])))
         return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
 
     with pytest.raises(NotMeasuredError, match="otherwise from NumPy's generators .*: draw with torch"):
         _verified(nn.Linear(4, 3), loss)
+
+
+@pytest.mark.parametrize("draw", [lambda: np.random.beta(0.4, 0.4), lambda: NUMPY.beta(0.4, 0.4)], ids=["old", "new"])
+def test_a_mixup_is_a_coupled_loss_whatever_it_draws(draw: Callable[[], float]) -> None:
+    """As timm's: each sample is mixed with its opposite, by one share that NumPy draws for the batch."""
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        share, targets = draw(), F.one_hot(pair[1], 3).to(pair[0].dtype)
+        inputs, targets = (one * share + one.flip(0) * (1 - share) for one in (pair[0], targets))
+        return torch.sum(-targets * F.log_softmax(model(inputs), dim=-1), dim=-1).mean()
+
+    assert [cause.kind for cause in _verified(nn.Linear(4, 3), loss).causes] == ["coupled loss"]
 
 
 def test_a_coupled_loss_is_told_where_draws_make_no_difference() -> None:
