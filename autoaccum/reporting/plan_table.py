@@ -174,13 +174,12 @@ def _peak(plan: Plan) -> str:
     limit = format_bytes(plan.limit_bytes)
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return f"not measured, the budget is {limit}"
-    measured, least = plan.kind == "measured", plan.least_bytes
-    known = f"{format_bytes(plan.peak_bytes)} of {limit}{'' if measured else ' (predicted)'}"
-    if plan.headroom_bytes >= 0:
-        known += f", headroom {plan.headroom_bytes / MIB:,.0f} MiB"
-    if least is not None and (measured or plan.headroom_bytes < 0):
-        known += f", least budget {format_bytes(least)}"
-    return known
+    peak, least = format_bytes(plan.peak_bytes), plan.least_bytes
+    label = "" if plan.kind == "measured" else " (predicted)"
+    if least is not None and plan.headroom_bytes < 0:
+        return f"{format_bytes(least)} of {limit} at least, {peak} with room to spare{label}"
+    asked = "" if least is None or label else f", least budget {format_bytes(least)}"
+    return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{asked}"
 
 
 def _batch_words(plan: Plan) -> str:

@@ -144,7 +144,7 @@ def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
         (predicted(stopped="time"), "largest fit  100, the largest that fits and was tried before the limit on time"),
         (
             predicted(peak_bytes=1100 * MIB),
-            "peak         1.1 GiB of 1.0 GiB (predicted), least budget 800 MiB\n",
+            "peak         800 MiB of 1.0 GiB at least, 1.1 GiB with room to spare (predicted)\n",
         ),
     ],
 )
