@@ -21,7 +21,8 @@ from autoaccum.accumulation.savers import (
     updated_twice,
 )
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.tracer import CHECKPOINT, Offer
+from autoaccum.devices.simulated.chunked_loss import CHUNKS, is_wide
+from autoaccum.devices.simulated.tracer import CHECKPOINT, CHUNKED, Offer
 from autoaccum.errors import UsageError
 from autoaccum.workload.companions import Keep
 from autoaccum.workload.nests import type_name
@@ -48,6 +49,7 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
     return [
         *_precisions(workload, model, card),
         *_checkpoints(workload, model),
+        *_losses(model),
         *_optimizers(optimizer),
         *_companions(workload),
     ]
@@ -93,6 +95,16 @@ def _trained_blocks(model: nn.Module) -> list[str]:
         return any(parameter.requires_grad for parameter in model.get_submodule(name).parameters())
 
     return [name for name in find_blocks(model) if is_trained(name)]
+
+
+def _losses(model: nn.Module) -> Iterator[Offer]:
+    """Whether there is a table that logits of many classes may be made by; whether they are, its simulation tells."""
+    if any(parameter.dim() == 2 and is_wide(*reversed(parameter.shape)) for parameter in model.parameters()):
+        yield Offer(
+            CHUNKED,
+            f"make the logits of 1/{CHUNKS} of the rows at a time, and again in backward: torch.utils.checkpoint around"
+            " head and cross_entropy of each chunk of rows, or Liger's LigerFusedLinearCrossEntropyLoss",
+        )
 
 
 def _optimizers(optimizer: Optimizer) -> Iterator[Offer]:
@@ -185,6 +197,7 @@ _CHANGES: Final[Mapping[str, _Change]] = {
     "bf16": partial(_in_precision, "bf16"),
     "fp16": partial(_in_precision, "fp16"),
     CHECKPOINT: _checkpointed,
+    CHUNKED: lambda workload, optimizer: (workload, optimizer),  # By a mode, while it runs (`ChunkedLoss`).
     _SINGLE: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
     _PLAIN: _plainly_updated,

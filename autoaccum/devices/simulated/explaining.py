@@ -20,7 +20,7 @@ from autoaccum.devices.simulated.ledger import Ledger
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.timeline import draw_timeline
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import CHECKPOINT, ChangeFailed, Offer
+from autoaccum.devices.simulated.tracer import CHECKPOINT, CHUNKED, ChangeFailed, Offer
 from autoaccum.devices.simulated.traces import Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
@@ -174,7 +174,9 @@ class Accountant:
             if clock.is_over:
                 left.append(offer.name)
             else:
-                found.append(self._change(offer, trace, clock))
+                change = self._change(offer, trace, clock)
+                if offer.name != CHUNKED or _saves_much(change):
+                    found.append(change)
         if left:
             said = (f"the limit on time ended the changes before {', '.join(left)}",)
         return tuple(sorted(found, key=_saving)), said
@@ -202,6 +204,11 @@ class Accountant:
             saved_bytes=self.replays.peak_bytes(trace) - peak_bytes,
             least_bytes=replays.least_bytes(changed, self.limit_bytes),
         )
+
+
+def _saves_much(change: Change) -> bool:
+    """Whether a tenth of the peak goes; what is much work to write is not offered for less."""
+    return change.saved_bytes is not None and 9 * change.saved_bytes >= (change.peak_bytes or 0)
 
 
 def _saving(change: Change) -> tuple[float, float]:

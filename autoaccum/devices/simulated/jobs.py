@@ -7,7 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from autoaccum.devices.rehearsal import place_model, seed_everything
@@ -16,12 +16,15 @@ from autoaccum.devices.simulated.building import built_lazily, on_the_host, with
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
+from autoaccum.devices.simulated.chunked_loss import ChunkedLoss
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.inspection import inspect_simulated
 from autoaccum.devices.simulated.refusals import reads_host, refuse
 from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import CHUNKED
 from autoaccum.devices.simulated.tracing import label_rehearsal, trace_rehearsal
+from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
 
 
@@ -104,9 +107,12 @@ class SimulatedChild:
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
             other, optimizer = with_change(workload, request["optimizer"], change)
-            with warnings.catch_warnings():
+            chunked = ChunkedLoss()
+            with warnings.catch_warnings(), chunked if change == CHUNKED else nullcontext():
                 warnings.simplefilter("ignore")
                 trace, _ = trace_rehearsal(other, parts, optimizer, mode)
+            if change == CHUNKED and not chunked.losses:
+                raise WorkloadError("no cross entropy is computed of a head's logits", hint="change something else")
             return {"trace": trace.to_record()}
 
         assert self._mode is not None

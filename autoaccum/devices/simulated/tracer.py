@@ -11,6 +11,8 @@ from autoaccum.devices.simulated.trace import Trace
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the offer to run blocks again in backward."""
+CHUNKED: Final = "chunked loss"
+"""The name of the offer to make logits of some rows at a time: a change only where much is saved so."""
 
 
 class ChangeFailed(Exception):

@@ -54,7 +54,8 @@ class GPT2(nn.Module):
         """Logits."""
         positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = self.blocks(self.dropout(self.tokens(ids) + positions))
-        return torch.as_tensor(self.head(self.norm(x)))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
 model = GPT2

@@ -87,7 +87,8 @@ class Llama(nn.Module):
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return torch.as_tensor(self.head(self.norm(x)))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
 model = Llama

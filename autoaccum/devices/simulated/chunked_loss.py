@@ -1,0 +1,243 @@
+"""A cross entropy whose logits are made of some rows at a time, and again in backward, whatever the model looks like.
+
+What a head returns is put off (`Logits`). A loss takes it in pieces; whoever else reads it gets the whole, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partialmethod
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+CHUNKS = 8
+_LEAST_CLASSES = 1024
+_LINEAR = (F.linear, torch._C._nn.linear)
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_FIRST = slice(None)
+
+
+class Logits:
+    """What a head makes of hidden states, once somebody reads it.
+
+    Args:
+        hidden: What it takes.
+        head: Makes logits of any rows of that.
+        classes: How many it makes.
+        swapped: Whether the classes are the second of three dimensions.
+    """
+
+    def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor], classes: int, swapped: bool = False) -> None:
+        self.hidden, self.head, self.classes, self.swapped = hidden, head, classes, swapped
+        self._whole: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached where `ChunkedLoss` is not entered, as in its own parts."""
+        args, kwargs = tree_map(_read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole(), name)
+
+    def whole(self) -> Tensor:
+        """All of them, as if nothing had been put off."""
+        if self._whole is None:
+            with torch._C.DisableTorchFunction():
+                made = self.head(self.hidden)
+            self._whole = made.transpose(1, 2) if self.swapped else made
+        return self._whole
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of the whole."""
+        rows = self.hidden.shape[:-1]
+        return torch.Size((rows[0], self.classes, *rows[1:]) if self.swapped else (*rows, self.classes))
+
+    @property
+    def device(self) -> torch.device:
+        """As of the whole."""
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        """As of the whole."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """As of the whole."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of the whole."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Any:
+        """Logits are, as they are made."""
+        return self
+
+    def float(self) -> Any:
+        """Rows become so as they are made."""
+        return self._then(lambda made: made.float())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise, onto a dtype or the device they are on."""
+        return self._then(lambda made: made.to(*args, **kwargs))
+
+    def view(self, *sizes: Any) -> Any:
+        """Rows are arranged as hidden states."""
+        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+            sizes = tuple(sizes[0])
+        if self.swapped or sizes[-1] != self.classes:
+            return self.whole().reshape(sizes)
+        return self._of(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """Likewise."""
+        if self.swapped or end_dim % self.ndim == self.ndim - 1:
+            return self.whole().flatten(start_dim, end_dim)
+        return self._of(self.hidden.flatten(start_dim, end_dim))
+
+    def transpose(self, one: int, other: int) -> Any:
+        """Of three dimensions, the last two."""
+        if self.ndim != 3 or {one % 3, other % 3} != {1, 2}:
+            return self.whole().transpose(one, other)
+        return Logits(self.hidden, self.head, self.classes, not self.swapped)
+
+    def permute(self, *dims: Any) -> Any:
+        """Likewise."""
+        return self.transpose(1, 2) if tuple(dims) == (0, 2, 1) else self.whole().permute(*dims)
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        plain = all(isinstance(each, slice) or each is ... for each in keys)
+        of_rows = keys[-1] == _FIRST if ... in keys or len(keys) == self.ndim else True
+        return self._of(self.hidden[key]) if plain and of_rows and not self.swapped else self.whole()[key]
+
+    def _scaled(self, name: str, other: Any) -> Any:
+        """Numbers scale rows as they are made; anything else reads the whole."""
+        if isinstance(other, Number):
+            return self._then(lambda made: getattr(made, name)(other))
+        return getattr(self.whole(), name)(_read(other))
+
+    __mul__ = __rmul__ = partialmethod(_scaled, "__mul__")
+    __truediv__ = partialmethod(_scaled, "__truediv__")
+    __add__ = __radd__ = partialmethod(_scaled, "__add__")
+    __sub__ = partialmethod(_scaled, "__sub__")
+    __rsub__ = partialmethod(_scaled, "__rsub__")
+    __pow__ = partialmethod(_scaled, "__pow__")
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.whole() @ other
+
+    def __neg__(self) -> Any:
+        return self._then(torch.neg)
+
+    def _of(self, hidden: Tensor) -> Logits:
+        return Logits(hidden, self.head, self.classes)
+
+    def _then(self, step: Callable[[Tensor], Tensor]) -> Logits:
+        head = self.head
+        return Logits(self.hidden, lambda hidden: step(head(hidden)), self.classes, self.swapped)
+
+
+class ChunkedLoss(TorchFunctionMode):
+    """While it is entered, what a wide enough head returns is put off, and `cross_entropy` takes it in `CHUNKS`.
+
+    Attributes:
+        losses: How many were computed so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put a head off, or compute a loss in chunks."""
+        kwargs = kwargs or {}
+        if func in _LINEAR and not kwargs and is_wide(*args[1].shape[::-1]):
+            weight, bias = args[1], args[2] if len(args) > 2 else None
+            return Logits(args[0], lambda hidden: F.linear(hidden, weight, bias), weight.shape[0])
+        if func in _PRODUCTS and isinstance(args[0], Tensor) and _is_table(args[1]):
+            table = args[1]
+            return Logits(args[0], lambda hidden: hidden @ table, table.shape[1])
+        if args and isinstance(args[0], Logits):
+            if func is F.cross_entropy and _in_rows(args[0], args[1] if len(args) > 1 else kwargs.get("target")):
+                self.losses += 1
+                return self._in_chunks(*args, **kwargs)
+            if func in (torch.flatten, torch.reshape, torch.transpose):
+                return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+            if func is torch.tanh:
+                return args[0]._then(torch.tanh)
+        args, kwargs = tree_map(_read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _in_chunks(
+        self,
+        logits: Logits,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """`cross_entropy` of chunks of rows, each of which makes its logits again in backward."""
+
+        def of_rows(hidden: Tensor, wanted: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():  # In backward, where it is run again, too.
+                made, summed = logits.head(hidden), "none" if reduction == "none" else "sum"
+                return F.cross_entropy(
+                    made, wanted, weight, ignore_index=ignore_index, reduction=summed, label_smoothing=label_smoothing
+                )
+
+        rows = zip(logits.hidden.flatten(0, -2).chunk(CHUNKS), target.flatten().chunk(CHUNKS), strict=True)
+        losses = [_checkpointed(of_rows, hidden, wanted) for hidden, wanted in rows]
+        if reduction == "none":
+            return torch.cat(losses).view(target.shape)
+        total = _sum(losses)
+        if reduction == "sum":
+            return total
+        counted = target != ignore_index
+        return total / (counted.sum() if weight is None else (weight[target.clamp(min=0)] * counted).sum())
+
+
+def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _sum(losses: Iterable[Tensor]) -> Tensor:
+    first, *others = losses
+    for other in others:
+        first = first + other
+    return first
+
+
+def _in_rows(logits: Logits, target: Any) -> bool:
+    """Whether the target tells one class for each row, as PyTorch reads both."""
+    plain = isinstance(target, Tensor) and not target.is_floating_point()
+    return plain and target.shape == logits.hidden.shape[:-1] and (logits.swapped or logits.ndim == 2)
+
+
+def _is_table(other: Any) -> bool:
+    return isinstance(other, Tensor) and other.dim() == 2 and is_wide(*other.shape)
+
+
+def is_wide(inputs: int, outputs: int) -> bool:
+    """Whether what is so projected may be logits worth a thought."""
+    return outputs >= _LEAST_CLASSES and outputs > inputs
+
+
+def _read(value: Any) -> Any:
+    return value.whole() if isinstance(value, Logits) else value
