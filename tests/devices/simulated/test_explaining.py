@@ -17,6 +17,7 @@ from autoaccum.devices.simulated.at_hand import explain_at_hand
 from autoaccum.devices.simulated.catalog import card_at_hand
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.labels import LabelledTrace
+from autoaccum.devices.simulated.tracer import CHUNKED, ChangeFailed
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import GIB, MIB
 
@@ -101,6 +102,20 @@ def test_what_is_run_again_already_is_not_offered() -> None:
         "half",
         "expandable_segments",
     ]
+
+
+@pytest.mark.parametrize(("sample", "offered"), [(6 * MIB, False), (11 * MIB // 2, False), (3 * MIB, True)])
+def test_a_chunked_loss_is_offered_where_it_saves_a_tenth(sample: int, offered: bool) -> None:
+    found = account(SyntheticTracer(offers={CHUNKED: linear(sample=sample), "half": linear(sample=sample)}))
+    changes = {change.name: change for change in found.explanation.changes}
+    assert (CHUNKED in changes) == offered
+    saved = changes["half"].saved_bytes or 0
+    assert (saved >= found.explanation.peak_bytes / 10) == offered
+
+
+def test_a_chunked_loss_that_does_not_run_is_not_offered() -> None:
+    found = account(SyntheticTracer(offers={CHUNKED: ChangeFailed("no cross entropy"), "x": ChangeFailed("no")}))
+    assert [change.name for change in found.explanation.changes] == ["expandable_segments", "x"]
 
 
 def test_where_sizes_do_not_follow_there_is_no_curve() -> None:
