@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ from autoaccum.accumulation.validation import (
     checked_micro_batch,
 )
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
-from autoaccum.workload.batches import batch_size
+from autoaccum.workload.batches import batch_size, read_batching
 from autoaccum.workload.modes import AccumulateIn, BatchNormMode
 from autoaccum.workload.tracebacks import kernel_error
 
@@ -96,6 +97,9 @@ class Accumulator:
             `running`: it normalises by the micro-batch, and updates its running statistics once, as the full batch
             would. `frozen`: it normalises by its running statistics, which stay as they are, so that the gradient is
             exactly the full batch's; its weight and bias train.
+        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors
+            (graphs, images of many patches, packed tokens); `size` goes with it.
+        size: `size(batch)`: the number of its samples.
         multiple_of: Every micro-batch is a multiple of so many samples, as is every batch of a step; the plan's, or 1,
             when None.
         accumulate_in: What gradients of half-precision parameters are summed in: `fp32` (if no plan tells), or
@@ -125,6 +129,8 @@ class Accumulator:
         recover: bool = True,
         check_finite: bool = False,
         batchnorm: BatchNormMode | None = None,
+        split: Callable[[Any, list[int]], Sequence[Any]] | None = None,
+        size: Callable[[Any], int] | None = None,
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
         observer: StepObserver | None = None,
@@ -140,13 +146,15 @@ class Accumulator:
         objective = choose_objective(
             loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
         )
+        if split is not None or size is not None:
+            objective = dataclasses.replace(objective, batching=read_batching(split, size))
         norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model, objective.criterion_module)
         sums = choose_accumulation(plan, accumulate_in)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms, sums)
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
-        self._model = model
+        self._model, self._objective = model, objective
         self._recover = recover
         self._observer = observer
         self._attempt = Attempt(
@@ -220,6 +228,7 @@ class Accumulator:
         check_group()
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
+        batches = [self._objective.counted(batch) for batch in batches]
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
         for size in sizes:
             check_multiple(size, self._each, "a batch's size")

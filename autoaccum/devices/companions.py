@@ -161,7 +161,7 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
     assert workload.evaluation_batch is not None
     held = workload.build_batch(workload.evaluation_batch)
     device = model_device(model)
-    run = _evaluates_loss(workload) if workload.evaluate is None else workload.evaluate
+    run = _evaluates_loss(workload) if workload.evaluate is None else _own_evaluation(workload.evaluate)
     outputs = None
     with _resting(model), torch.no_grad():
         for _ in range(_PASSES):
@@ -169,6 +169,10 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
             with autocast(workload.precision, device):
                 outputs = run(model, batch)
     del outputs
+
+
+def _own_evaluation(function: Any) -> Any:
+    return lambda model, batch: function(model, nests.held_batch(batch))
 
 
 def _evaluates_loss(workload: Workload) -> Any:

@@ -44,6 +44,8 @@ def plan(
     loss: Any = None,
     criterion: Any = None,
     weight: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
     reduction: str | None = None,
     optimizer: Any = None,
     precision: str | None = None,
@@ -85,6 +87,9 @@ def plan(
         loss: For it, `loss(model, batch)`, or a criterion.
         criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
         weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
+        split: For it, `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of
+            tensors; `size` goes with it.
+        size: For it, `size(batch)`: the number of its samples.
         reduction: For it, `mean` (when None) or `sum`.
         optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, whose
             state is put back, or a function or class that makes one; AdamW when None.
@@ -153,6 +158,8 @@ def plan(
             "criterion": criterion,
             "weight": weight,
             "evaluate": evaluate,
+            "split": split,
+            "size": size,
         },
         Settings(
             share=request.share,

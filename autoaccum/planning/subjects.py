@@ -73,7 +73,8 @@ def find_subject(workload: Any, parts: Mapping[str, Any], settings: Settings) ->
 
     Args:
         workload: A reference, a Workload, or None.
-        parts: `model`, `batch`, `loss`, `criterion`, `weight` and `evaluate` of live objects; None where not given.
+        parts: `model`, `batch`, `loss`, `criterion`, `weight`, `evaluate`, `split` and `size` of live objects; None
+            where not given.
         settings: How trials run.
 
     Raises:
@@ -202,6 +203,7 @@ def _live_objects(
     from torch import nn
 
     from autoaccum.devices.in_place import LiveObjects
+    from autoaccum.workload.batches import read_batching
     from autoaccum.workload.weights import resolve_objective
 
     objective = resolve_objective(
@@ -211,6 +213,7 @@ def _live_objects(
         reduction="mean" if settings.reduction is None else settings.reduction,
         model=parts["model"] if isinstance(parts["model"], nn.Module) else None,
     )
+    objective = dataclasses.replace(objective, batching=read_batching(parts.get("split"), parts.get("size")))
     return LiveObjects(
         model=parts["model"],
         batch=parts["batch"],

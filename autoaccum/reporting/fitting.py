@@ -32,6 +32,8 @@ def fit(
     optimizer: Any = None,
     weight: Callable[[Any], Any] | None = None,
     reduction: str = "mean",
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     plan: Plan | str | Path | None = None,
@@ -90,6 +92,9 @@ def fit(
             workload's own when None, else AdamW.
         weight: For a model: `weight(batch)`, what the mean in `loss` divides by; the number of samples when None.
         reduction: For a model: `mean` or `sum`.
+        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors;
+            a workload's own when None. `size` goes with it.
+        size: `size(batch)`: the number of its samples.
         epochs: How often to go through the data.
         steps: How many updates to make; with `epochs`, whichever is reached first.
         plan: A plan or the file of one; it must be for this model, batch and device.
@@ -151,6 +156,8 @@ def fit(
         optimizer=optimizer,
         weight=weight,
         reduction=reduction,
+        split=split,
+        size=size,
         epochs=epochs,
         steps=steps,
         plan=plan,

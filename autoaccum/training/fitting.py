@@ -148,6 +148,7 @@ def _open_source(request: FitRequest, subject: Subject, stack: ExitStack) -> Sou
         seed=request.seed,
         workers=request.workers,
         collate=subject.collate,
+        batching=subject.batching,
         pin_memory=subject.device if subject.device.type == "cuda" else None,
     )
     stack.callback(source.close)

@@ -47,6 +47,8 @@ class FitRequest:
     optimizer: Any = None
     weight: Callable[[Any], Any] | None = None
     reduction: str = "mean"
+    split: Callable[[Any, list[int]], Any] | None = None
+    size: Callable[[Any], int] | None = None
     epochs: int | None = None
     steps: int | None = None
     plan: Plan | str | Path | None = None

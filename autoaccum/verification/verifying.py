@@ -41,6 +41,8 @@ def verify(
     loss: Any = None,
     criterion: Any = None,
     weight: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
     reduction: str | None = None,
     optimizer: Any = None,
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
@@ -66,6 +68,9 @@ def verify(
         loss: For it, `loss(model, batch)`, or a criterion.
         criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
         weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
+        split: For it, `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of
+            tensors; `size` goes with it.
+        size: For it, `size(batch)`: the number of its samples.
         reduction: For it, `mean` (when None) or `sum`.
         optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, which
             is copied with its state, or a function or class that makes one; AdamW when None.
@@ -87,6 +92,7 @@ def verify(
     check_launch()
     began = time.monotonic()
     named = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
+    named |= {"split": split, "size": size}
     request = VerifyRequest(
         workload=workload,
         parts=named,

@@ -5,12 +5,17 @@ A sequence is read in one of two ways, whichever agrees with the rest of the bat
 hold the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample (captions, images of
 unequal shape, a list of dicts). Samples are of one kind. Where both readings agree, mappings and dataclasses with
 the same names, and lists of plain values, are samples; all else is a record.
+
+Samples that are not rows (patches of all images in one tensor, graphs of many nodes, packed tokens) are counted and cut
+by functions of the workload's own: `Batching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,11 +24,90 @@ from torch import Tensor
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
+from autoaccum.workload.nests import OwnBatch
 
 Batch: TypeAlias = Any
 
 _ANY = -1
 """The size of what belongs to all samples: it agrees with every size."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a workload counts and cuts batches whose samples are not rows.
+
+    Attributes:
+        split: `split(batch, sizes)`: a list of parts with so many samples each, in order.
+        size: `size(batch)`: the number of its samples.
+    """
+
+    split: Callable[[Any, list[int]], Sequence[Any]]
+    size: Callable[[Any], int]
+
+    def wrap(self, batch: Batch) -> OwnBatch:
+        """`batch`, counted; what is wrapped already stays as it is.
+
+        Raises:
+            WorkloadError: `size` does not return a number. What the user's code raises comes through as it is.
+        """
+        if isinstance(batch, OwnBatch):
+            return batch
+        samples = self.size(batch)
+        try:
+            number = index(samples)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(samples, bool):
+            raise WorkloadError(f"size(batch) returned {samples!r}", hint="return the number of samples, an int")
+        return OwnBatch(batch, number, self)
+
+    def cut(self, batch: OwnBatch, sizes: Sequence[int]) -> list[OwnBatch]:
+        """Parts of `sizes` samples, which add up; those of 0 hold None.
+
+        Raises:
+            WorkloadError: `split` returns other parts than asked for.
+        """
+        asked = [size for size in sizes if size]
+        made = [batch] if len(asked) == 1 else []
+        if len(asked) > 1:
+            parts = self.split(batch.held, list(asked))
+            if not isinstance(parts, list | tuple) or len(parts) != len(asked):
+                seen = f"{len(parts)} parts" if isinstance(parts, list | tuple) else nests.kind(parts)
+                raise WorkloadError(f"split(batch, {asked}) returned {seen}", hint="return a list, one part a size")
+            made = [self.wrap(part) for part in parts]
+            if [part.samples for part in made] != asked:
+                counted = [part.samples for part in made]
+                raise WorkloadError(
+                    f"split(batch, {asked}) returned parts of {counted} samples, as size(batch) counts them",
+                    hint="return the next samples of the batch for each size, in order",
+                )
+        following = iter(made)
+        return [next(following) if size else OwnBatch(None, 0, self) for size in sizes]
+
+
+def read_batching(split: Any, size: Any) -> Batching | None:
+    """How batches are counted and cut; None where neither function is given.
+
+    Raises:
+        WorkloadError: One of them is missing, or is no function.
+    """
+    if split is None and size is None:
+        return None
+    given = {"split": split, "size": size}
+    for name, function in given.items():
+        if function is None:
+            (other,) = (key for key in given if key != name)
+            raise WorkloadError(
+                f"{other} is given without {name}", hint="write both: def split(batch, sizes) and def size(batch)"
+            )
+        if not callable(function):
+            raise WorkloadError(f"{name} is {nests.kind(function)}", hint="write a function")
+    return Batching(split, size)
+
+
+def counted(batch: Batch, batching: Batching | None) -> Batch:
+    """`batch` as all else is to have it: wrapped where the workload counts and cuts its batches itself."""
+    return batch if batching is None else batching.wrap(batch)
 
 
 def batch_size(batch: Batch) -> int:
@@ -62,6 +146,8 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
             f"parts of {list(sizes)} samples add up to {total}, the batch has {batch_size(batch)}",
             hint="every sample belongs to exactly one part",
         )
+    if isinstance(batch, OwnBatch):
+        return [*batch.batching.cut(batch, sizes)]
     bounds = list(accumulate(sizes, initial=0))
     return _split(batch, total, list(zip(bounds, bounds[1:], strict=False)), top=True)
 
@@ -69,20 +155,24 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def move_batch(batch: Batch, device: torch.device | str) -> Batch:
     """`batch` with every tensor on `device`; one tensor named twice stays one tensor. What is there already is kept.
 
-    Raises:
-        WorkloadError: An object holds tensors and has no method `to`.
+    An object that is no container is moved by its method `to`, or else copied with its tensors moved.
     """
-    return _move(batch, torch.device(device), "batch", {})
+    return _move(batch, torch.device(device), {})
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """The batch whose consecutive parts are `parts`: the inverse of `split_batch`.
 
     Raises:
-        WorkloadError: There are no parts, or they differ in more than their number of samples.
+        WorkloadError: There are no parts, or they differ in more than their number of samples, or are cut by functions
+            of the workload's own, which have no inverse.
     """
     if not parts:
         raise WorkloadError("there are no parts to join", hint="give at least one")
+    if isinstance(parts[0], OwnBatch):
+        if len(parts) == 1:
+            return parts[0]
+        raise WorkloadError("batches that are cut by split(batch, sizes) cannot be joined", hint="make a larger one")
     sized = [(part, batch_size(part)) for part in parts]
     filled = [(part, size) for part, size in sized if size > 0] or sized[:1]
     return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
@@ -102,6 +192,8 @@ def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
 
 def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
     """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
+    if isinstance(node, OwnBatch):
+        return {node.samples: 0}
     if nests.is_leaf(node):
         return {_rows(node): 0} if nests.holds_rows(node) else {_ANY: 0}
     children = nests.children(node)
@@ -166,10 +258,10 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
     columns = [_split(child, size, bounds) for _, child in children]
     if all(part is child for column, (_, child) in zip(columns, children, strict=True) for part in column):
         return [node] * len(bounds)
-    return [nests.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
+    return [nests.rebuild(node, [column[place] for column in columns]) for place in range(len(bounds))]
 
 
-def _move(node: Any, device: torch.device, path: str, seen: dict[int, Any]) -> Any:
+def _move(node: Any, device: torch.device, seen: dict[int, Any]) -> Any:
     if isinstance(node, Tensor):
         if id(node) not in seen:
             seen[id(node)] = node.to(device)
@@ -178,19 +270,19 @@ def _move(node: Any, device: torch.device, path: str, seen: dict[int, Any]) -> A
     if nests.is_leaf(node) or nests.is_plain(node):
         return node
     if children is None:
-        return _move_object(node, device, path)
-    moved = [_move(child, device, path + step, seen) for step, child in children]
+        return _move_object(node, device)
+    moved = [_move(child, device, seen) for _, child in children]
     if all(new is old for new, (_, old) in zip(moved, children, strict=True)):
         return node
     return nests.rebuild(node, moved)
 
 
-def _move_object(node: Any, device: torch.device, path: str) -> Any:
+def _move_object(node: Any, device: torch.device) -> Any:
     if not nests.hides_tensors(node):
         return node
-    if not callable(getattr(node, "to", None)):
-        raise nests.refusal(node, path)
-    return node.to(device)
+    if callable(getattr(node, "to", None)):
+        return node.to(device)
+    return nests.with_tensors(node, lambda tensor: tensor.to(device))
 
 
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
@@ -256,5 +348,6 @@ def _disagreement(batch: Batch) -> WorkloadError:
     unit = odd[2] if odd[1] != 1 else {"rows": "row", "entries": "entry"}[odd[2]]
     return WorkloadError(
         f"{odd[0]} has {odd[1]} {unit}, {reference[0]} has {reference[1]}",
-        hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss",
+        hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss, and"
+        " samples that are no rows want split(batch, sizes) and size(batch)",
     )

@@ -49,9 +49,11 @@ def count_candidates(batch: Any, parts: list[Any], likely: str | None = None) ->
     shared = {path: leaf for path, leaf in leaves.items() if all(path in part for part in of_parts)}
     if not shared:
         return []
-    found = [Candidate(f"len({next(iter(shared))})", tuple(float(batch_size(part)) for part in parts))]
+    own = isinstance(batch, nests.OwnBatch)
+    samples = "size(batch)" if own else f"len({next(iter(shared))})"
+    found = [Candidate(samples, tuple(float(batch_size(part)) for part in parts))]
     ordered = sorted(shared, key=unlikeliness)
-    for countings in (_unmarked, _summed_masks, _summed, _entries):
+    for countings in (*([_rows] if own else []), _unmarked, _summed_masks, _summed, _entries):
         for path in ordered:
             for code, count in countings(path, shared[path]):
                 counts = tuple(count(part[path]) for part in of_parts)
@@ -95,6 +97,12 @@ def _sum_of_table(table: Tensor, labels: Tensor) -> float:
 _Count: TypeAlias = Callable[[Any], float]
 
 
+def _rows(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+    """What need not be samples where a workload counts these itself: tokens, boxes, patches."""
+    if isinstance(leaf, Tensor):
+        yield f"len({path})", _length
+
+
 def _unmarked(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
     if _is_integer(leaf):
         for code, cut in _cuts(path, leaf):
@@ -123,6 +131,10 @@ def _entries(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
     elif isinstance(leaf, list | tuple) and all(nests.holds_rows(entry) for entry in leaf):
         yield f"sum(len(x) for x in {path})", _sum_lengths
         yield f"sum(x.numel() for x in {path})", _sum_elements
+
+
+def _length(leaf: Tensor) -> float:
+    return float(len(leaf))
 
 
 def _count_unmarked(cut: slice, marker: int, leaf: Tensor) -> float:

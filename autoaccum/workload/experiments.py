@@ -218,8 +218,10 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, Tensor):
         return change(node)
     children = nests.children(node)
-    if nests.is_leaf(node) or children is None:
-        return copy.copy(node) if isinstance(node, np.ndarray) else node
+    if nests.is_leaf(node):
+        return copy.copy(node)
+    if children is None:
+        return nests.with_tensors(node, change) if nests.hides_tensors(node) else node
     return nests.rebuild(node, [map_tensors(child, change) for _, child in children])
 
 

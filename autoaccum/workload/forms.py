@@ -1,10 +1,10 @@
 """The form of a batch, as JSON: which containers it is made of, and what of it is cut and moved.
 
 A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `array` (rows to cut,
-stays where it is), `value` (of all samples, stays where it is), `other` (nothing that could be written down), or a
-container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, `{"mapping": {name: form}}` (of a class
-that is made from a dict), `{"namedtuple": {name: form}}`, `{"dataclass": {name: form}}`, or `{"samples": form}`, a list
-with one entry of that form for each sample.
+stays where it is), `value` (of all samples, stays where it is), `other` (nothing that could be written down), `own`
+(cut by functions of the workload), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`,
+`{"mapping": {name: form}}` (of a class that is made from a dict), `{"namedtuple": {name: form}}`, `{"dataclass": {name:
+form}}`, or `{"samples": form}`, a list with one entry of that form for each sample.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def describe_form(batch: Any, size: int) -> Form:
 
 
 def _form(node: Any, size: int, *, top: bool = False) -> Form:
+    if isinstance(node, nests.OwnBatch):
+        return "own"
     if isinstance(node, Tensor):
         return "tensor" if nests.holds_rows(node) else "scalar"
     if isinstance(node, np.ndarray):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import itertools
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +39,10 @@ def load_workload(reference: str) -> Workload:
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `multiple_of`,
-    `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or instance) that stands in
-    for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see `worst_case`), and a
-    `batchnorm` that is no word (a layer, a function) is the file's own business.
+    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `split` and `size`,
+    `multiple_of`, `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or instance)
+    that stands in for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see
+    `worst_case`), and a `batchnorm` that is no word (a layer, a function) is the file's own business.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
@@ -113,11 +114,28 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     found |= {key: value for key, value in beside.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
         del found["accumulate"]  # Imported for other ends.
+    found |= _batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", called)
     return Workload(model=model, name=title, **found, **origin)
+
+
+def _batching(module: ModuleType) -> dict[str, Any]:
+    """`split` and `size`, where they are functions of a batch: a file may call other things so."""
+    takes = {"split": ["batch", "sizes"], "size": ["batch"]}
+    found = {name: getattr(module, name, None) for name in takes}
+    functions = {name: value for name, value in found.items() if inspect.isroutine(value)}
+    alike = [name for name in functions if _parameters(functions[name]) == takes[name]]
+    return functions if alike and (len(functions) == len(takes) or len(alike) == len(functions)) else {}
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
 
 
 def _lookup(module: ModuleType, name: str, called: str) -> Any:

@@ -33,6 +33,36 @@ _DEPTH = 4
 """How deep an unknown object is searched for tensors."""
 
 
+class OwnBatch:
+    """A batch with the workload's own way to count its samples and to cut it; see `batches.Batching`.
+
+    Attributes:
+        held: The batch as the user's code made it, and gets it.
+        samples: How many it holds.
+        batching: How it is counted and cut.
+    """
+
+    def __init__(self, held: Any, samples: int, batching: Any) -> None:
+        self.held, self.samples, self.batching = held, samples, batching
+
+    def __getitem__(self, key: Any) -> Any:
+        """An entry of the user's batch."""
+        return self.held[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnBatch:
+        """Another of the batch, and none of the functions."""
+        return self.around(copy.deepcopy(self.held, memo))
+
+    def around(self, held: Any) -> OwnBatch:
+        """As many samples, held otherwise: moved, or cast."""
+        return OwnBatch(held, self.samples, self.batching)
+
+
+def held_batch(batch: Any) -> Any:
+    """The batch as the user's code is to have it."""
+    return batch.held if isinstance(batch, OwnBatch) else batch
+
+
 def type_name(value: Any) -> str:
     """The name of a value's class, without its module."""
     return type(value).__name__
@@ -122,6 +152,8 @@ def _likeness(entry: Any) -> Any:
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """The content of a container as pairs of a path step, such as `['x']` or `.x`, and a child; None: no container."""
+    if isinstance(node, OwnBatch):
+        return [("", node.held)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if is_dataclass(node):
@@ -150,6 +182,8 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
 
     A mapping whose class cannot be rebuilt from its items becomes a dict.
     """
+    if isinstance(node, OwnBatch):
+        return node.around(content[0])
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, dict(zip(node, content, strict=True)))
     if is_dataclass(node):
@@ -179,6 +213,12 @@ def hides_tensors(node: Any) -> bool:
     return not is_plain(node) and _finds_tensor(node, _DEPTH)
 
 
+def with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of an object that is no container, with every tensor changed that is found in it."""
+    found = {id(tensor): tensor for tensor in _hidden_tensors(node, _DEPTH)}
+    return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
+
+
 def refusal(node: Any, path: str) -> WorkloadError:
     """The error that says why `node`, found at `path`, cannot be split."""
     if isinstance(node, PackedSequence):
@@ -190,7 +230,7 @@ def refusal(node: Any, path: str) -> WorkloadError:
         return WorkloadError(f"{path} is an iterator, which can be read only once", hint="make it a list")
     return WorkloadError(
         f"{path} is {kind(node)}, which holds tensors that cannot be split into samples",
-        hint="give tensors in tuples, lists, dicts or dataclasses",
+        hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
     )
 
 
@@ -219,16 +259,27 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 def _finds_tensor(node: Any, depth: int) -> bool:
     if isinstance(node, Tensor | PackedSequence | Iterator | nn.Module) or holds_rows(node):
         return True
+    return any(_finds_tensor(value, depth - 1) for value in _inside(node, depth))
+
+
+def _hidden_tensors(node: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+        return
+    for value in _inside(node, depth):
+        yield from _hidden_tensors(value, depth - 1)
+
+
+def _inside(node: Any, depth: int) -> list[Any]:
+    """What an object holds, of whatever kind it is; nothing at the end of the search."""
     if depth == 0 or is_plain(node) or isinstance(node, type):
-        return False
+        return []
     if isinstance(node, Mapping):
-        inside: list[Any] = list(node.values())
-    elif isinstance(node, list | tuple | Set):
-        inside = list(node)
-    else:
-        slots = [name for cls in type(node).__mro__ for name in _slot_names(cls)]
-        inside = list(getattr(node, "__dict__", {}).values()) + [getattr(node, name, None) for name in slots]
-    return any(_finds_tensor(value, depth - 1) for value in inside)
+        return list(node.values())
+    if isinstance(node, list | tuple | Set):
+        return list(node)
+    slots = [name for cls in type(node).__mro__ for name in _slot_names(cls)]
+    return list(getattr(node, "__dict__", {}).values()) + [getattr(node, name, None) for name in slots]
 
 
 def _slot_names(cls: type) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.nests import held_batch, kind, type_name
 
 IGNORED = -100
 """The label that does not count, in torch and in transformers."""
@@ -140,6 +140,7 @@ def keep_labels(labels: Tensor, divisor: str) -> Tensor:
 
 
 def _named(batch: Any) -> Mapping[str, Any]:
+    batch = held_batch(batch)
     if isinstance(batch, Mapping):
         return batch
     raise WorkloadError(f"neither loss nor criterion is given, and the batch is {kind(batch)}", hint=_HINT)

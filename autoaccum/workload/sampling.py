@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
-from autoaccum.workload.batches import batch_size
+from autoaccum.workload.batches import batch_size, counted
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.spec import Workload, no_batch
 
@@ -35,9 +35,9 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     collate = default_collate if workload.collate is None else workload.collate
     if made is None:
         with users_code("putting samples of the dataset together"):
-            return collate(samples)
+            return counted(collate(samples), workload.batching)
     try:
-        collated = collate(samples)
+        collated = counted(collate(samples), workload.batching)
         return collated if _form(collated) == _form(made) and batch_size(collated) == size else made
     except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, has_size
+from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
 from autoaccum.workload.companions import read_count, read_keeps
 from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in, read_mode
 from autoaccum.workload.nests import kind, type_name
@@ -64,6 +65,9 @@ class Workload:
             (`modes.AccumulateIn`).
         name: What reports call it.
         path: The file it came from; None when made in code.
+        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows; `size` goes
+            with it.
+        size: `size(batch)`: the number of its samples.
         multiple_of: Every micro-batch is a multiple of so many samples, as timm's Mixup or fixed shapes need it; None:
             1, unless a plan finds out that odd sizes do not run.
         digest: SHA-256 over that file and the local modules it imported; empty when made in code.
@@ -90,6 +94,8 @@ class Workload:
     scheduler: Callable[[Optimizer], Any] | None = None
     evaluation_dataset: Any = None
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
+    split: Callable[[Any, list[int]], Sequence[Any]] | None = None
+    size: Callable[[Any], int] | None = None
     multiple_of: int | None = None
     accumulate_in: AccumulateIn = "fp32"
     name: str = "workload"
@@ -109,6 +115,9 @@ class Workload:
         read_accumulate_in(self.accumulate_in)
         if callable(self.weight):
             _check_call(self.weight, "weight", 1, "write def weight(batch)")
+        if callable(self.split) and callable(self.size):
+            _check_call(self.split, "split", 2, "write def split(batch, sizes)")
+            _check_call(self.size, "size", 1, "write def size(batch)")
         check_optimizer(self.optimizer)
         _check_dataset(self.dataset, "dataset")
         _check_dataset(self.evaluation_dataset, "evaluation_dataset")
@@ -130,7 +139,13 @@ class Workload:
     @property
     def objective(self) -> Objective:
         """The loss, and what its mean divides by."""
-        return resolve_objective(self.loss, criterion=self.criterion, weight=self.weight, reduction=self.reduction)
+        given = {"criterion": self.criterion, "weight": self.weight, "reduction": self.reduction}
+        return dataclasses.replace(resolve_objective(self.loss, **given), batching=self.batching)
+
+    @property
+    def batching(self) -> Batching | None:
+        """How its batches are counted and cut; None: by their rows."""
+        return read_batching(self.split, self.size)
 
     def build_model(self) -> nn.Module:
         """A new model, to be trained; an instance is copied, so that every trial starts alike.
@@ -175,7 +190,7 @@ class Workload:
         Raises:
             WorkloadError: It holds another number of samples.
         """
-        made = self.batch(size)
+        made = counted(self.batch(size), self.batching)
         if not has_size(made, size):
             raise WorkloadError(
                 f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked: {size}"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size
+from autoaccum.workload.batches import Batching, batch_size, counted
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
-from autoaccum.workload.nests import kind
+from autoaccum.workload.nests import held_batch, kind
 from autoaccum.workload.own_loss import OwnLoss
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -38,6 +38,7 @@ class Objective:
         criterion: The criterion, when the loss is one.
         loss_function: `loss(model, batch)`, when it is not.
         weight_function: The user's `weight(batch)`.
+        batching: How batches are counted and cut whose samples are not rows; None: by their rows.
     """
 
     reduction: Reduction
@@ -45,6 +46,11 @@ class Objective:
     criterion: Criterion | None = None
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
+    batching: Batching | None = None
+
+    def counted(self, batch: Any) -> Any:
+        """`batch` as all else is to have it (`batches.counted`)."""
+        return counted(batch, self.batching)
 
     @property
     def own_loss(self) -> OwnLoss | None:
@@ -73,7 +79,7 @@ class Objective:
         """
         if self.criterion is None:
             assert self.loss_function is not None
-            raw = self.loss_function(model, batch)
+            raw = self.loss_function(model, held_batch(batch))
         else:
             raw = self.criterion.loss(self.outputs(model, batch), batch[1])
         terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
@@ -86,7 +92,7 @@ class Objective:
         Raises:
             WorkloadError: The batch is no such pair.
         """
-        return _call_model(model, _inputs_and_targets(batch)[0])
+        return _call_model(model, _inputs_and_targets(held_batch(batch))[0])
 
     def weight(self, batch: Any) -> Weights:
         """What the mean of the loss of `batch` divides by, as float64: a number, or one for each term.
@@ -97,15 +103,14 @@ class Objective:
             WorkloadError: A weight is negative, not finite, or not a number.
         """
         if self.weight_function is not None:
-            raw = self.weight_function(batch)
+            raw = self.weight_function(batch if self.weighs_itself else held_batch(batch))
             if isinstance(raw, Mapping):
                 return {str(name): _number(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
             return _number(raw, "weight(batch)")
         if self.criterion is None or self.reduction == "sum":
             return float(batch_size(batch))
-        return _number(
-            self.criterion.weight(batch, _inputs_and_targets(batch)[1]), f"the weight of {self.criterion.name}"
-        )
+        targets = _inputs_and_targets(held_batch(batch))[1]
+        return _number(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
 
     def move_criterion(self, device: torch.device | str) -> None:
         """Move a criterion's buffers (class weights) to `device`, in place."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
-from autoaccum.workload.batches import batch_size, has_size
+from autoaccum.workload.batches import Batching, batch_size, counted, has_size
 from autoaccum.workload.companions import read_count
 from autoaccum.workload.experiments import own_randomness, users_code
 from autoaccum.workload.spec import Workload
@@ -31,10 +31,16 @@ class LongestBatches:
     Args:
         samples: The longest first, at least one.
         collate: From a list of samples to a batch; None: as a DataLoader does by itself.
+        batching: How batches are counted.
     """
 
-    def __init__(self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> None:
-        self._samples, self._collate = samples, collate
+    def __init__(
+        self,
+        samples: Sequence[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batching: Batching | None = None,
+    ) -> None:
+        self._samples, self._collate, self._batching = samples, collate, batching
 
     def __call__(self, size: int) -> Any:
         """One batch of `size` samples.
@@ -44,9 +50,9 @@ class LongestBatches:
         """
         samples = list(itertools.islice(itertools.cycle(self._samples), size))
         if self._collate is None:
-            return _collated(samples)
+            return counted(_collated(samples), self._batching)
         with users_code(f"collate() of the {size} longest samples"):
-            made = self._collate(samples)
+            made = counted(self._collate(samples), self._batching)
         if not has_size(made, size):
             raise WorkloadError(
                 f"collate() made {batch_size(made)} samples of {size}", hint="return as many as it is given"
@@ -76,7 +82,8 @@ def take_longest(workload: Workload, count: Any, most: int | None = None) -> Wor
         longest = longest_first(_some_samples(workload.dataset, number), number if most is None else most)
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one that has, or write def batch(size)")
-    return dataclasses.replace(workload, batch=LongestBatches(longest, workload.collate), worst_of=number)
+    made = LongestBatches(longest, workload.collate, workload.batching)
+    return dataclasses.replace(workload, batch=made, worst_of=number)
 
 
 def longest_first(samples: Iterable[Any], most: int) -> list[Any]:

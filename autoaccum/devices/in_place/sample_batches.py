@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from torch.utils.data import DataLoader
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload import nests
-from autoaccum.workload.batches import batch_size, has_size, join_batches, split_batch
+from autoaccum.workload.batches import Batching, batch_size, counted, has_size, join_batches, split_batch
 from autoaccum.workload.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
@@ -22,8 +25,8 @@ _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated an
 class CalledBatches:
     """The user's `batch(size)`, whatever kind of function it is; what goes wrong in it is told as theirs."""
 
-    def __init__(self, batch: Callable[[int], Any]) -> None:
-        self._batch = batch
+    def __init__(self, batch: Callable[[int], Any], batching: Batching | None = None) -> None:
+        self._batch, self._batching = batch, batching
         functools.update_wrapper(self, batch)
 
     def __call__(self, size: int) -> Any:
@@ -33,7 +36,7 @@ class CalledBatches:
             WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
         """
         try:
-            made = self._batch(size)
+            made = counted(self._batch(size), self._batching)
         except StopIteration as error:
             raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
         except AutoaccumError:
@@ -60,6 +63,8 @@ class SampleBatches:
 
     def __call__(self, size: int) -> Any:
         """One batch of `size` samples; neither a change to it nor a gradient reaches the sample batch."""
+        if isinstance(self._sample, nests.OwnBatch):
+            return self._cut(self._sample, size)
         times, rest = divmod(size, self._size)
         # Views of their own: what is the same object in all parts counts as belonging to all samples.
         parts = [split_batch(self._sample, [self._size])[0] for _ in range(times)]
@@ -67,17 +72,34 @@ class SampleBatches:
             parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
         return _owned(join_batches(parts), set(_addresses(self._sample)))
 
+    def _cut(self, sample: nests.OwnBatch, size: int) -> Any:
+        """What a workload cuts by its own function cannot be repeated."""
+        if size > self._size:
+            raise WorkloadError(
+                f"the sample batch has {self._size} samples, {size} are asked for, and what split(batch, sizes) cuts"
+                " cannot be repeated",
+                hint="give a function batch(size), a larger sample batch, or, to train, a micro_batch of your own",
+            )
+        return copy.deepcopy(split_batch(sample, [size, self._size - size])[0])
 
-def make_batches(batch: Any) -> Callable[[int], Any]:
+
+def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int], Any]:
     """What makes batches of the `batch` a user gives: `batch(size)`, or a sample batch.
+
+    Args:
+        batch: What the user gives; with `batching` it is a sample batch where `size(batch)` counts it.
+        batching: How batches are counted and cut; None: by their rows.
 
     Raises:
         WorkloadError: It is neither.
     """
+    if batching is not None and not inspect.isroutine(batch):
+        with suppress(Exception):  # A callable object of the user's, which is no batch.
+            return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
         raise WorkloadError(f"batch is {nests.kind(batch)}", hint="give one batch of it: next(iter(loader))")
     if callable(batch) and not isinstance(batch, Tensor) and nests.children(batch) is None:
-        return CalledBatches(batch)
+        return CalledBatches(batch, batching)
     return SampleBatches(batch)
 
 

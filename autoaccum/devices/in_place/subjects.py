@@ -77,10 +77,10 @@ class LiveObjects:
         Raises:
             WorkloadError: They do not go together.
         """
-        criterion, optimizer = self.objective.criterion, self.optimizer
+        criterion, optimizer, batching = self.objective.criterion, self.optimizer, self.objective.batching
         return _LiveWorkload(
             model=lambda: self.model,
-            batch=make_batches(self.batch),
+            batch=make_batches(self.batch, batching),
             loss=self.objective.loss_function,
             criterion=None if criterion is None else criterion.function,
             optimizer=(lambda params: optimizer) if isinstance(optimizer, Optimizer) else optimizer,
@@ -91,6 +91,8 @@ class LiveObjects:
             evaluation_batch=self.evaluation_batch,
             evaluate=self.evaluate,
             batchnorm=self.batchnorm,
+            split=None if batching is None else batching.split,
+            size=None if batching is None else batching.size,
             multiple_of=self.multiple_of,
             accumulate_in=self.accumulate_in,
             name=self.name,

@@ -145,6 +145,11 @@ def entry(form: Form, index: int) -> Form:
 
 
 def _changed_leaf(form: str, name: str, change: Change) -> str:
+    if form == "own":
+        raise UsageError(
+            "the batch is cut by the workload's own split(batch, sizes), which --emit does not write down",
+            hint="train with autoaccum.Accumulator(split=split, size=size)",
+        )
     if form == "other" or form not in ("tensor", "scalar", "array", "value"):
         raise refused_form()
     if change == "cut":

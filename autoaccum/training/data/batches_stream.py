@@ -11,7 +11,7 @@ from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.regrouping import regroup
 from autoaccum.training.data.stream_source import StreamSource
 from autoaccum.training.data.window import Window
-from autoaccum.workload.batches import batch_size, split_batch
+from autoaccum.workload.batches import batch_size, counted, split_batch
 
 
 class BatchesSource(StreamSource):
@@ -36,7 +36,7 @@ class BatchesSource(StreamSource):
         if not batches:
             check_first_window(0, self._target_batch, self._reading.name)
         self._size(batches[0])
-        return batches[0]
+        return counted(batches[0], self._batching)
 
     def _fill(self) -> Window:
         self._held.begin()
@@ -46,6 +46,7 @@ class BatchesSource(StreamSource):
             batch = self._held.read(self._reading.take) if self._rest is None else self._rest
             if batch is END:
                 break
+            batch = counted(batch, self._batching)
             size = self._size(batch)
             self._rest = None
             if size > room:
@@ -58,7 +59,7 @@ class BatchesSource(StreamSource):
 
     def _size(self, entry: Any) -> int:
         try:
-            return batch_size(entry)
+            return batch_size(counted(entry, self._batching))
         except WorkloadError as error:
             raise UsageError(
                 f"{self._reading.name} yields what is no batch: {error.message}",
@@ -72,4 +73,4 @@ class BatchesSource(StreamSource):
                 f"{self._reading.name} has {size} samples where the run had read more than {samples}",
                 hint="give the data it began with, or another run folder",
             )
-        return split_batch(entry, [size - samples, samples])[1]
+        return split_batch(counted(entry, self._batching), [size - samples, samples])[1]

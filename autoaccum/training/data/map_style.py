@@ -18,6 +18,7 @@ from autoaccum.training.data.sampler_generators import capture_generators, resto
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import PartReader, WorkerOptions
 from autoaccum.training.seeds import mix
+from autoaccum.workload.batches import Batching, counted
 
 
 class MapStyleSource:
@@ -33,6 +34,7 @@ class MapStyleSource:
         seed: Of the run.
         options: How to read ahead.
         name: What the data is, for messages: `a map-style dataset`.
+        batching: How batches are counted and cut; None: by their rows.
     """
 
     def __init__(
@@ -45,13 +47,14 @@ class MapStyleSource:
         seed: int,
         options: WorkerOptions,
         name: str,
+        batching: Batching | None = None,
     ) -> None:
         self.part_size, self.multiple_of = target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeps_place = True
         self.samples_per_epoch = order.samples
         self._dataset, self._order, self._collate, self._name = dataset, order, collate, name
-        self._target_batch, self._seed = target_batch, seed
+        self._target_batch, self._seed, self._batching = target_batch, seed, batching
         self._reader = PartReader(
             PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers"), order.draws
         )
@@ -74,7 +77,8 @@ class MapStyleSource:
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size: batches of the longest of some samples."""
-        return longest_of_dataset(self._dataset, self._order.some, self._collate, worst_of or LOOKED_AT)
+        count = worst_of or LOOKED_AT
+        return longest_of_dataset(self._dataset, self._order.some, self._collate, count, self._batching)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch; the one that `restore` went to goes on where it was."""
@@ -154,9 +158,10 @@ class MapStyleSource:
         sizes: list[int] = []
         self._held.begin()
         while room > 0 and (part := self._held.read(self._reader.read)) is not None:
-            check_size(*part)
+            held = counted(part[1], self._batching)
+            check_size(part[0], held)
             sizes.append(part[0])
-            self._held.add(part[1])
+            self._held.add(held)
             room -= part[0]
         return self._held.done(), sizes
 

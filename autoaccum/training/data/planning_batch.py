@@ -10,6 +10,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.planning.request import LOOKED_AT as LOOKED_AT
 from autoaccum.training.data.fetching import item
 from autoaccum.training.data.kept_generators import find_generators, kept_states
+from autoaccum.workload.batches import Batching
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.worst_case import LongestBatches, longest_first
 
@@ -28,6 +29,7 @@ def longest_of_dataset(
     choose: Callable[[int], Sequence[Any]],
     collate: Callable[[list[Any]], Any] | None,
     count: int = LOOKED_AT,
+    batching: Batching | None = None,
 ) -> PlanningBatches:
     """Batches of the longest of some samples of `dataset`.
 
@@ -36,13 +38,16 @@ def longest_of_dataset(
         choose: From a number to at most as many of its indices.
         collate: As training's own.
         count: Samples to look at.
+        batching: How batches are counted.
     """
     with own_randomness(), kept_states(find_generators(dataset)):
-        return longest_of([item(dataset, index) for index in choose(count)], collate)
+        return longest_of([item(dataset, index) for index in choose(count)], collate, batching)
 
 
-def longest_of(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> PlanningBatches:
+def longest_of(
+    samples: list[Any], collate: Callable[[list[Any]], Any] | None, batching: Batching | None = None
+) -> PlanningBatches:
     """Batches of `samples`, the longest first; as they come where nothing in them can be counted."""
     with suppress(WorkloadError):
         samples = longest_first(samples, len(samples))
-    return PlanningBatches(samples, collate)
+    return PlanningBatches(samples, collate, batching)

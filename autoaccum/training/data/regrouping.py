@@ -52,7 +52,7 @@ def _joined(parts: list[Any], sizes: list[int], ceiling: int, multiple_of: int) 
 
 
 def _alike(left: Any, left_size: int, right: Any, right_size: int, *, top: bool = False) -> bool:
-    if type(left) is not type(right):
+    if type(left) is not type(right) or isinstance(left, nests.OwnBatch):
         return False
     if nests.is_leaf(left):
         return _leaves_alike(left, left_size, right, right_size)

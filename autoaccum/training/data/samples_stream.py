@@ -21,6 +21,7 @@ from autoaccum.training.data.window import Window
 from autoaccum.training.data.worker_start import WorkerStart
 from autoaccum.training.data.workers import handed_over
 from autoaccum.training.seeds import kept_randomness, mix, seed_generators
+from autoaccum.workload.batches import Batching, counted
 
 _HANDED_OVER = 16
 """Samples that a worker hands over at once; the same whatever the part size, since it decides their order."""
@@ -37,8 +38,9 @@ class SamplesSource(StreamSource):
         target_batch: int,
         seed: int,
         card: torch.device | None,
+        batching: Batching | None = None,
     ) -> None:
-        super().__init__(reading, target_batch=target_batch, unit="samples")
+        super().__init__(reading, target_batch=target_batch, unit="samples", batching=batching)
         self._collate = default_collate if collate is None else collate
         self._seed = seed
         self._card, self._pins = card, card is not None and torch.accelerator.is_available()
@@ -48,7 +50,7 @@ class SamplesSource(StreamSource):
         samples = self._reading.look_ahead(worst_of or LOOKED_AT)
         if not samples:
             check_first_window(0, self._target_batch, self._reading.name)
-        return longest_of(samples, self._collate)
+        return longest_of(samples, self._collate, self._batching)
 
     def _fill(self) -> Window:
         samples: list[Any] = []
@@ -68,8 +70,9 @@ class SamplesSource(StreamSource):
             if self._collate is not default_collate:
                 seed_generators(mix(self._seed, "collate", self._epoch, place))
             part = self._collate(list(islice(samples, size)))
-            check_size(size, part)
-            yield pin_memory(part) if self._pins else part  # type: ignore[no-untyped-call]
+            held = counted(part, self._batching)
+            check_size(size, held)
+            yield counted(pin_memory(part), self._batching) if self._pins else held  # type: ignore[no-untyped-call]
             place += size
 
     def _size(self, entry: Any) -> int:

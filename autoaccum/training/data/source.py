@@ -20,6 +20,7 @@ from autoaccum.training.data.samples_stream import SamplesSource, WorkerSamples
 from autoaccum.training.data.window import Window
 from autoaccum.training.data.workers import WorkerOptions
 from autoaccum.workload import nests
+from autoaccum.workload.batches import Batching
 
 
 class Source(Protocol):
@@ -89,6 +90,7 @@ def open_source(
     workers: int,
     collate: Callable[[list[Any]], Any] | None = None,
     pin_memory: torch.device | None = None,
+    batching: Batching | None = None,
 ) -> Source:
     """The source for `data` of any kind.
 
@@ -99,6 +101,7 @@ def open_source(
         seed: What order and augmentation depend on, with the epoch.
         workers: Processes that read ahead, where `data` is no DataLoader with workers of its own.
         collate: From a list of samples to a batch; a DataLoader has its own.
+        batching: How batches are counted and cut; None: by their rows.
         pin_memory: The card for whose copies parts are put into pinned memory; None: they are not.
 
     Raises:
@@ -113,6 +116,7 @@ def open_source(
             seed=seed,
             options=WorkerOptions.of(data, workers=workers, card=pin_memory),
             name="a DataLoader over a map-style dataset",
+            batching=batching,
         )
     if is_map_style(data):
         return MapStyleSource(
@@ -123,17 +127,19 @@ def open_source(
             seed=seed,
             options=WorkerOptions(num_workers=workers, pin_memory=pin_memory is not None, card=pin_memory),
             name="a map-style dataset",
+            batching=batching,
         )
     if isinstance(data, IterableDataset):
         lists = WorkerSamples(data, workers, seed).open if workers else None
         reading = Reading(data, f"{nests.kind(data)} of samples", seed, lists)
-        return SamplesSource(reading, collate, target_batch=target_batch, seed=seed, card=pin_memory)
+        options: dict[str, Any] = {"target_batch": target_batch, "seed": seed, "card": pin_memory}
+        return SamplesSource(reading, collate, **options, batching=batching)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview):
-        return listed_batches(data, target_batch=target_batch, seed=seed)
+        listed = data if batching is None else [batching.wrap(batch) for batch in data]
+        return listed_batches(listed, target_batch=target_batch, seed=seed)
     check_iterable(data)
-    return BatchesSource(
-        Reading(data, f"{nests.kind(data)} of batches", seed), target_batch=target_batch, unit="batches"
-    )
+    reading = Reading(data, f"{nests.kind(data)} of batches", seed)
+    return BatchesSource(reading, target_batch=target_batch, unit="batches", batching=batching)
 
 
 def is_taken_apart(loader: DataLoader[Any]) -> bool:

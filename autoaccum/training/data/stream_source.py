@@ -17,6 +17,7 @@ from autoaccum.training.data.counts import check_first_window
 from autoaccum.training.data.reading import END, Reading
 from autoaccum.training.data.window import Window
 from autoaccum.workload import nests
+from autoaccum.workload.batches import Batching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class StreamSource(abc.ABC):
         unit: What the data yields, in words: `batches`.
         length: How many of them it has; None where it does not tell.
         samples_per_epoch: As in a `Source`.
+        batching: How batches are counted and cut; None: by their rows.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class StreamSource(abc.ABC):
         unit: str,
         length: int | None = None,
         samples_per_epoch: int | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self.part_size, self.multiple_of = target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeps_place = True
         self.samples_per_epoch = samples_per_epoch
         self._reading, self._target_batch, self._unit, self._length = reading, target_batch, unit, length
+        self._batching = batching
         self._rest: Any = None
         self._epoch, self._is_restored, self._is_first = 0, False, True
         self._place = self._committed = _Place()

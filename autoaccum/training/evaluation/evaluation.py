@@ -101,7 +101,7 @@ class Evaluation:
 
     def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
         """Part by part; one that does not fit is cut further, those before it are not repeated."""
-        waiting, retries = [batch], 0
+        waiting, retries = [self._objective.counted(batch)], 0
         while waiting:
             part = waiting.pop(0)
             size = batch_size(part)

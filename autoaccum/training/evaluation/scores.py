@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.nests import kind
+from autoaccum.workload.nests import held_batch, kind
 from autoaccum.workload.weights import Objective, match_weights
 
 
@@ -81,7 +81,7 @@ class OwnScore:
 
     def add(self, model: nn.Module, part: Any, held: Any) -> None:
         """See `Score`."""
-        returned = self._evaluate(model, part)
+        returned = self._evaluate(model, held_batch(part))
         size = batch_size(held)
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
         for name, value in [(str(name), _number(value)) for name, value in named.items()]:

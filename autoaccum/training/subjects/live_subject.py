@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
 from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.trainee import Trainee, choose_ema_decay, find_device, make_trainee
+from autoaccum.workload.batches import read_batching
 from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.optimizers import make_optimizer
 
@@ -46,6 +48,8 @@ class LiveSubject:
             plan=None,
             model=model,
         )
+        self.batching = read_batching(request.split, request.size)
+        self._objective = dataclasses.replace(self._objective, batching=self.batching)
         if isinstance(request.optimizer, Optimizer):
             check_optimizer(request.optimizer, model)
         self.name = type(model).__name__
@@ -73,6 +77,8 @@ class LiveSubject:
             loss=request.loss,
             criterion=request.criterion,
             weight=request.weight,
+            split=request.split,
+            size=request.size,
             reduction=None if request.reduction == "mean" else request.reduction,
             optimizer=request.optimizer,
             precision=request.precision,

@@ -16,6 +16,7 @@ from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.live_subject import LiveSubject
 from autoaccum.training.subjects.trainee import Trainee
 from autoaccum.training.subjects.workload_subject import WorkloadSubject
+from autoaccum.workload.batches import Batching
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.nests import kind
 from autoaccum.workload.spec import Workload
@@ -30,6 +31,7 @@ class Subject(Protocol):
         eval_data: What it is evaluated on; None: nothing.
         collate: How samples become a batch; None: torch's default_collate.
         evaluation_batch: The micro-batch evaluation begins with; None: that of training.
+        batching: How its batches are counted and cut; None: by their rows.
         multiple_of: What its micro-batches are multiples of, where no plan knows better.
         digest: Of its source files; empty where there are none.
     """
@@ -39,6 +41,7 @@ class Subject(Protocol):
     eval_data: Any
     collate: Callable[[list[Any]], Any] | None
     evaluation_batch: int | None
+    batching: Batching | None
     multiple_of: int
     digest: str
 

@@ -46,6 +46,8 @@ class WorkloadSubject:
             batchnorm=request.batchnorm,
             multiple_of=request.multiple_of,
             accumulate_in=request.accumulate_in,
+            split=request.split,
+            size=request.size,
             optimizer=request.optimizer,
             scheduler=request.scheduler,
             collate=request.collate,
@@ -61,6 +63,7 @@ class WorkloadSubject:
             )
         self.eval_data = _samples(workload.evaluation_dataset) if request.eval_data is None else request.eval_data
         self.name, self.digest = workload.name, workload.digest
+        self.batching = workload.batching
         self.multiple_of = workload.multiple_of or 1
         self.collate, self.evaluation_batch = workload.collate, workload.evaluation_batch
 
@@ -72,7 +75,7 @@ class WorkloadSubject:
     def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """In processes of their own for a file whose code all of it is, in place otherwise."""
         request, workload = self._request, self._workload
-        in_code = (request.collate, request.evaluate, request.data)
+        in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = all(value is None for value in in_code) and isinstance(request.optimizer, (str, type(None)))
         asked: dict[str, Any] = {"device": request.device, "memory": request.memory, "reserve": request.reserve}
         if self._reference is not None and is_file:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoaccum.accumulation.company.words import listed
+from autoaccum.errors import WorkloadError
 from autoaccum.verification.causes.decomposition import Decomposition
 from autoaccum.verification.causes.factors import find_residual, flatten
 from autoaccum.verification.causes.inquiry import Inquiry
@@ -66,7 +67,10 @@ def _is_drawn(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -
     last = cuts[-1]
     if change.calm or not inquiry.lab.draw_sites or last.factors is None:
         return False
-    turned = Laboratory(inquiry.lab.specimen, join_batches(last.lab.parts[::-1]), last.lab.sizes[::-1])
+    try:
+        turned = Laboratory(inquiry.lab.specimen, join_batches(last.lab.parts[::-1]), last.lab.sizes[::-1])
+    except WorkloadError:
+        return False
     return not _has_factors(Decomposition(turned, change, inquiry.rounding), last.factors.values[::-1])
 
 

@@ -27,6 +27,7 @@ from autoaccum.verification.laboratory.micro_batches import MicroBatches
 from autoaccum.verification.laboratory.outcomes import Change, Outcome
 from autoaccum.verification.laboratory.specimen import Specimen
 from autoaccum.workload.batches import batch_size
+from autoaccum.workload.nests import held_batch
 from autoaccum.workload.weights import Objective, match_weights
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
@@ -128,7 +129,7 @@ def run_own(
     bench = Bench(specimen, change)
     trained, accumulate = bench.trained, specimen.workload.accumulate
     assert accumulate is not None
-    given = MicroBatches(copy.deepcopy(list(parts)), bench.telling(take))
+    given = MicroBatches(copy.deepcopy([held_batch(part) for part in parts]), bench.telling(take))
     trained.model.register_forward_pre_hook(given.called, with_kwargs=True)
     if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
         trained.model.register_forward_pre_hook(lambda *_: bench.begin_anew(), prepend=True)

@@ -26,6 +26,7 @@ from autoaccum.accumulation.torch_state import TorchState
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.laboratory.doubles import double_module, in_double, widened
 from autoaccum.workload.batches import move_batch
+from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
@@ -126,7 +127,7 @@ class Specimen:
 
     def prepare_batch(self, batch: Any) -> Any:
         """A batch as runs are given it: on the device, in float64 where that is the precision."""
-        return move_batch(widened(batch) if self.precision == "fp64" else batch, self.device)
+        return move_batch(map_tensors(batch, widened) if self.precision == "fp64" else batch, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
