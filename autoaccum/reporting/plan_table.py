@@ -112,9 +112,13 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         numbers.append(f'precision="{plan.workload["precision"]}"')
     if plan.workload.get("batchnorm") in _MODES:
         numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
+    own = ["split=split", "size=size"] if plan.workload.get("recipe", {}).get("batch") == "own" else []
+    if plan.multiple_of > 1:
+        numbers.append(f"multiple_of={plan.multiple_of}")
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
     if plan.workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
+    options += own
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
 
 
