@@ -12,6 +12,7 @@ by functions of the workload's own: `Batching`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -281,7 +282,7 @@ def _move_object(node: Any, device: torch.device) -> Any:
     if not nests.hides_tensors(node):
         return node
     if callable(getattr(node, "to", None)):
-        return node.to(device)
+        return copy.copy(node).to(device)  # torch_geometric's moves in place, and the whole batch would stay there.
     return nests.with_tensors(node, lambda tensor: tensor.to(device))
 
 

@@ -200,6 +200,8 @@ def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[t
         yield path, node
         return
     children = nests.children(node)
+    if children is None and callable(getattr(node, "keys", None)) and hasattr(node, "__getitem__"):
+        children = [(f"[{key!r}]", node[key]) for key in node.keys()]  # noqa: SIM118  # Such as torch_geometric's.
     if nests.is_leaf(node) or children is None:
         return
     if is_samples(node, size, top=top):

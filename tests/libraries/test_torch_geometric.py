@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import move_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Of its import.
 
@@ -111,6 +112,8 @@ def test_an_update_is_the_full_batch_s(graphs: dict[str, Any]) -> None:
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= 1e-10 * largest
     accumulator.step_parts([uneven(graphs, 3), uneven(graphs, 6)])
+    assert move_batch(full, "meta").x.is_meta
+    assert not full.x.is_meta
 
 
 def test_what_split_returns_is_checked(graphs: dict[str, Any]) -> None:
@@ -218,3 +221,19 @@ def test_a_training_plans_for_itself(graphs: dict[str, Any]) -> None:
     assert found.updates == 2
     assert found.plan is not None
     assert found.plan.target_batch == 8
+
+
+def test_the_weight_of_nodes_is_named(graphs: dict[str, Any]) -> None:
+    def of_nodes(model: Any, batch: Any) -> Tensor:
+        return torch.as_tensor((model.first(batch.x, batch.edge_index) ** 2).mean())
+
+    def drawn(size: int) -> Any:
+        return graphs["Batch"].from_data_list([graphs["graph"](number) for number in range(size)])
+
+    asked = {"split": graphs["split"], "size": graphs["size"]}
+    found = autoaccum.verify(model=graphs["model"](), batch=drawn, loss=of_nodes, **asked)
+    (cause,) = found.causes
+    nodes = [f'The right weight: def weight(batch): return len(batch["{name}"])' for name in ("x", "batch")]
+    assert cause.change in nodes
+    weighted = {"weight": lambda batch: batch.num_nodes, **asked}
+    assert autoaccum.verify(model=graphs["model"](), batch=drawn, loss=of_nodes, **weighted).equivalent
