@@ -146,6 +146,7 @@ class Inspection:
         warnings: Sentences for the plan on gradients that are not the full batch's.
         accumulation_warnings: Likewise, which hold only where more than one micro-batch makes an update.
         cautions: Sentences for the plan on what is weak about the way its trials are made.
+        notes: Sentences for the plan on what was taken for granted.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Inspection:
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Device(Protocol):

@@ -70,6 +70,7 @@ def all_notes(
             " computed: `autoaccum verify` proves it"
         )
     notes += of_prediction[:1]
+    notes += inspection.notes
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:
         notes.append(

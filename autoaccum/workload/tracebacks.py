@@ -45,6 +45,24 @@ def user_line(error: BaseException) -> str | None:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} (`{own[-1].line}`)" if own else None
 
 
+def reading_line(error: BaseException) -> str | None:
+    """As `user_line`; where a library's line is the last, that and whom it ran for."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    own = user_line(error)
+    if not frames or "site-packages" not in frames[-1].filename:
+        return own
+    place, _ = line_of(frames[-1].filename, frames[-1].lineno or 0)
+    last = f"{place} (`{frames[-1].line}`)"
+    is_alone = all("site-packages" in frame.filename for frame in frames)
+    return last if is_alone else f"{last}, for {own}"
+
+
+def line_of(filename: str, number: int) -> tuple[str, bool]:
+    """A line as it is named, a library's by its path within that; and whether it is the user's own."""
+    _, library, path = filename.rpartition("site-packages/")
+    return f"{path if library else Path(filename).name}:{number}", is_user_file(filename) and not library
+
+
 def is_own(error: BaseException) -> bool:
     """Whether it was raised by a line of autoaccum, or within Python's own library by one."""
     frames = reversed(traceback.extract_tb(error.__traceback__))

@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves
 from autoaccum.devices.simulated.impersonation import DEVICE, check_index
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.placement import convert_module
-from autoaccum.devices.simulated.values import SimulationLimit, answer_values, asked_by_torch, unknown_value
+from autoaccum.devices.simulated.values import (
+    SimulationLimit,
+    asked_by_torch,
+    known_array,
+    known_list,
+    unknown_value,
+)
 
 COMPILED = (
     "the model is compiled (torch.compile), and its eager step is what is predicted: compiled, it takes less as a rule"
@@ -36,12 +42,12 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "cuda", _cuda),
         (torch.Tensor, "type", _type),
         (torch, "Generator", Generator),
-        (FakeTensor, "tolist", answer_values),
+        (FakeTensor, "tolist", known_list),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
-        (FakeTensor, "numpy", _unreadable),
-        (FakeTensor, "__array__", _unreadable),
+        (FakeTensor, "numpy", known_array),
+        (FakeTensor, "__array__", known_array),
         (FakeTensor, "__dlpack__", _unreadable),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),

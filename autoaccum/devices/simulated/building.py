@@ -63,7 +63,7 @@ def built_lazily(workload: Workload, mode: CardMode) -> Workload:
 
     A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
     """
-    lazy = dataclasses.replace(workload, batch=partial(_lazily, mode, workload.batch))
+    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode))
     if isinstance(workload.model, nn.Module):
         return lazy
     return dataclasses.replace(lazy, model=partial(_build, workload, mode))
@@ -73,6 +73,13 @@ def _build(workload: Workload, mode: CardMode) -> nn.Module:
     with suppress(Exception):  # Whatever it is: built for real, it either works, or fails by the user's own fault.
         return _lazily(mode, workload.build_model)
     return workload.build_model()
+
+
+def _build_batch(batch: Callable[[int], Any], mode: CardMode, size: int) -> Any:
+    """A batch whose whole numbers and truths have values, since a forward pass may go by them."""
+    made = _lazily(mode, batch, size)
+    bare = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
+    return made if all(leaf.is_floating_point() for leaf in bare) else batch(size)
 
 
 def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:

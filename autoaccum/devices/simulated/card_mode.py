@@ -17,6 +17,7 @@ from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.devices.simulated.known import compute, follow_values, keep_values, values_of
 from autoaccum.devices.simulated.numbering import Numbering
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
@@ -25,8 +26,8 @@ from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
 _COPIES = torch.ops.aten._to_copy.default
-_READS = torch.ops.aten._local_scalar_dense.default
 _aten = torch.ops.aten
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default})
 _FACTORIES = frozenset(
     {
         _aten.empty.memory_format,
@@ -48,6 +49,21 @@ _INDEXING = frozenset(
         _aten._unsafe_index_put.default,
     }
 )
+_SHAPED_BY_VALUE = frozenset(
+    {
+        _aten.nonzero.default,
+        _aten.masked_select.default,
+        _aten.repeat_interleave.Tensor,
+        _aten.bincount.default,
+        _aten._unique.default,
+        _aten._unique2.default,
+        _aten.unique_dim.default,
+        _aten.unique_consecutive.default,
+        _aten.unique_dim_consecutive.default,
+    }
+)
+_BY_VALUE = _READS | _INDEXING | _SHAPED_BY_VALUE
+_GATHERS = frozenset({_aten.index.Tensor, _aten._unsafe_index.Tensor})
 _LAZY_ELEMENTS = 1 << 14
 """Floating tensors of at least so many elements are not materialised while a model or a batch is built; smaller ones
 are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""
@@ -62,6 +78,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         recorder: Is shown what operators return.
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on what is simulated otherwise than it would run.
+        checks: Sentences on checks of values that were taken as passed.
         kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
         numbering: Gives tensors and modules their hashes.
         phase: Where the last rehearsal was when it ended, one way or another.
@@ -79,6 +96,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.lazy = False
         self.notices: dict[str, None] = {}
+        self.checks: dict[str, None] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.numbering = Numbering()
         self.phase: Phase = "start"
@@ -100,10 +118,17 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
         if not self._is_ours(func, args, kwargs):
             return func(*args, **kwargs)
-        if func in _INDEXING:
-            args = [args[0], _numbered(args[1]), *args[2:]]
-        if func is _READS:
-            return answer_scalar(args[0])
+        if func in _BY_VALUE:
+            if func in _READS:
+                return self._read(func, args, kwargs)
+            if func in _INDEXING:
+                args = [args[0], self._numbered(func, args), *args[2:]]
+            elif self._depth == 0:
+                self.recorder.op = func
+                known = self._run(func, args, kwargs)
+                if known is not None:
+                    self._note(None, func, args, kwargs, known)
+                    return known
         if func is MAKES_SPARSE or (self._sparse and has_parts(args)):
             self._sparse = True
             return run_sparse(func, args, kwargs, self._make_sparse, lambda scratch: self.recorder.take([scratch]))
@@ -116,6 +141,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
             remember_host(moved, args[0])
             self.recorder.see(moved)
+            follow_values(func, args, kwargs, moved)
             return moved
         key = self._repetitions.key(func, args, kwargs)
         remake = None if key is None else self._repetitions.find(key)
@@ -130,7 +156,49 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 self._repetitions.learn(key, func, args, out)
         self._note(key, func, args, kwargs, out)
+        follow_values(func, args, kwargs, out)
         return out
+
+    def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A value that leaves the card, or the answer to whether two tensors are equal."""
+        if func is _aten._local_scalar_dense.default:
+            return answer_scalar(args[0], self.checks)
+        known = compute(func, args, kwargs)
+        return answer_scalar(args[0], self.checks, is_truth=True) if known is None else known
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operator gives whose shape follows from values, where those are known."""
+        if func is _aten.masked_select.default and values_of(args[1]) is not None:
+            tensor, mask = torch.broadcast_tensors(*args)
+            return tensor[mask]
+        made = compute(func, args, kwargs)
+        if made is None:
+            return None
+        known = []
+        for values in made if isinstance(made, list | tuple) else [made]:
+            known.append(self._make(tuple(values.shape), values.stride(), values.dtype))
+            keep_values(known[-1], values)
+        return tuple(known) if isinstance(made, list | tuple) else known[0]
+
+    def _numbered(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Masks that are known: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them.
+
+        Of the card's, where a kernel needs them: a single number is written by the mask itself.
+        """
+        indices: Sequence[torch.Tensor | None] = args[1]
+        by_number = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            elif not isinstance(index, FakeTensor):
+                found.extend(index.nonzero().unbind(1))
+            elif by_number and self._depth == 0 and values_of(index) is not None:
+                numbers = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
+                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (numbers, 1)))
+            else:
+                found.append(index)
+        return found
 
     def _note(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Show the recorder what the operator returned, and what it takes beside that."""
@@ -217,17 +285,6 @@ def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
     """What C++ is told: `meta` of tensors on the card."""
     device = tensor.fake_device
     return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
-
-
-def _numbered(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Masks on the host have values: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them."""
-    found: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
-            found.append(index)
-        else:
-            found.extend(index.nonzero().unbind(1))
-    return found
 
 
 def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:

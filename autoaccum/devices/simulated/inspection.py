@@ -54,5 +54,6 @@ def inspect_simulated(
         found_multiple=found_multiple,
         accumulation_warnings=tuple(said),
         cautions=tuple(mode.notices),
+        notes=tuple(mode.checks),
     )
     return inspection, trace

@@ -36,6 +36,7 @@ from autoaccum.devices.simulated.kernels import (
 from autoaccum.devices.simulated.numbering import hash_by_number
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.values import asked_by_torch
 
 _OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax, sparse)
 """Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
@@ -47,6 +48,7 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
     with ExitStack() as stack:
         mode = CardMode(card, recorder or Recorder())
         _answer_device_queries(stack)
+        _hide_fake_tensors(stack)
         impersonate(card, mode.recorder, stack)
         adapt_functions(mode.notices, stack)
         read_checkpoints(stack)
@@ -77,6 +79,28 @@ def _answer_device_queries(stack: ExitStack) -> None:
     for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
         stack.enter_context(replaced(FakeTensor, name, property(partial(_is_of, kind))))
     stack.enter_context(replaced(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+
+
+def _hide_fake_tensors(stack: ExitStack) -> None:
+    """Let no library see that tensors are fake: it would take another path, as one that is being traced.
+
+    PyTorch itself, which has to know, is told as before.
+    """
+    names: dict[str, Any] = vars(torch._subclasses)
+
+    def tell(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
+        return FakeTensor if asked_by_torch() else _NoTensor
+
+    names["__getattr__"] = tell
+    del names["FakeTensor"]
+    stack.callback(names.pop, "__getattr__")
+    stack.callback(names.__setitem__, "FakeTensor", FakeTensor)
+
+
+class _NoTensor:
+    """What no tensor is an instance of."""
 
 
 def _is_of(kind: str, tensor: FakeTensor) -> bool:

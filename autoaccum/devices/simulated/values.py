@@ -7,6 +7,11 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoaccum.devices.simulated.guards import passing_value
+from autoaccum.devices.simulated.known import values_of, verdict_of
+from autoaccum.workload.tracebacks import line_of
 
 _ANSWERS = (
     ("torch.amp.grad_scaler", "get_scale", 1.0),
@@ -58,18 +63,37 @@ class UnknownValue(SimulationLimit):
         self.on_host = on_host
 
 
-def answer_scalar(tensor: Tensor) -> float | int | bool:
-    """The value of `tensor` for those who may ask: losses and gradients are finite, and nothing else is told.
+def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
+    """The value of `tensor`, where it is known or decides no more than whether something is raised.
+
+    Losses and gradients are finite, and a check that only raises is passed.
+
+    Args:
+        tensor: Has one element.
+        checks: Gets a sentence on each check that was taken as passed.
+        is_truth: Whether it is asked for no value of it but a truth about it.
 
     Raises:
-        UnknownValue: Somebody else asks.
+        UnknownValue: Somebody asks for anything else.
     """
-    value = _answer()
+    known = None if is_truth else values_of(tensor)
+    if known is not None:
+        return known.item()  # type: ignore[no-any-return]
+    frame = _asker()
+    value = _answer(frame)
+    is_bool = is_truth or str(tensor.dtype) == "torch.bool"
+    is_float = not is_truth and tensor.is_floating_point()
+    if value is None and tensor.device.type != "cpu" and frame is not None:
+        value = verdict_of(tensor)
+        if value is None:
+            value = passing_value(frame, is_float=is_float, is_bool=is_bool)
+        if value is not None:
+            checks[f"a check at {_place(frame)} was taken as passed"] = None
     if value is None:
         raise unknown_value(tensor)
-    if tensor.is_floating_point():
-        return value
-    return bool(value) if str(tensor.dtype) == "torch.bool" else int(value)
+    if is_float:
+        return float(value)
+    return bool(value) if is_bool else int(value)
 
 
 def unknown_value(tensor: Tensor) -> UnknownValue:
@@ -84,20 +108,45 @@ def asked_by_torch() -> str | None:
     return name if name == "torch" or name.startswith("torch.") else None
 
 
-def answer_values(tensor: Tensor) -> Any:
-    """As `answer_scalar`, for `tensor.tolist()`."""
-    value = answer_scalar(tensor)
-    shape = list(tensor.shape)
-    nest: Any = value
-    for size in reversed(shape):
+def known_list(tensor: Tensor) -> Any:
+    """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one.
+
+    Raises:
+        UnknownValue: They are not.
+    """
+    known = values_of(tensor)
+    if known is not None:
+        return known.tolist()
+    value = _answer(_asker())
+    if value is None:
+        raise unknown_value(tensor)
+    nest: Any = value if tensor.is_floating_point() else int(value)
+    for size in reversed(tensor.shape):
         nest = [nest] * size
     return nest
 
 
-def _answer() -> float | None:
+def known_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`tensor.numpy()`, where its values are known.
+
+    Raises:
+        UnknownValue: They are not.
+    """
+    known = values_of(tensor) if tensor.device.type == "cpu" else None
+    if known is None:
+        raise unknown_value(tensor)
+    with _disable_current_modes():
+        return known.numpy()
+
+
+def _asker() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_plumbing(frame):
         frame = frame.f_back
+    return frame
+
+
+def _answer(frame: FrameType | None) -> float | None:
     if frame is None:
         return None
     module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -105,6 +154,19 @@ def _answer() -> float | None:
         if (module == asker or module.startswith(f"{asker}.")) and name in ("", function):
             return value
     return None
+
+
+def _place(frame: FrameType) -> str:
+    """Where a frame is, and for whom: a library's line with the user's."""
+    places = []
+    while frame is not None and len(places) < 2:
+        place, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
+        if not places or is_own:
+            places.append(place)
+        if is_own:
+            break
+        frame = frame.f_back
+    return ", for ".join(places)
 
 
 def _is_plumbing(frame: FrameType) -> bool:

@@ -1,0 +1,182 @@
+"""Models of transformers run the same operators on a simulated card as in a real run.
+
+The real run is one on the CPU. What CUDA does otherwise is brought to one vocabulary: attention is one call, noted with
+what it was given (which kernel a card takes for that, `test_attention_choice` tells); models have no dropout, which is
+one fused operator on CUDA; a number that is written into a tensor is copied there, and filled in on the CPU. No model
+here asks for its device otherwise: `use_gqa_in_sdpa`, by which heads of keys are not repeated, holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as tr
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.simulation import simulate
+
+Event = tuple[Any, ...]
+Batch = Mapping[str, Tensor]
+
+LAYERS: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.arange(2, 2 + torch.Size(shape).numel()).reshape(shape) % 30 + 2
+
+
+def padded(*shape: int) -> Tensor:
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, -3:] = 0
+    return mask
+
+
+def llama() -> Any:
+    config = tr.LlamaConfig(**LAYERS, vocab_size=40, num_key_value_heads=2, use_cache=False)
+    return tr.LlamaForCausalLM(config)
+
+
+def bert() -> Any:
+    return tr.BertForSequenceClassification(tr.BertConfig(**LAYERS, **NO_DROPOUT, vocab_size=40))
+
+
+def t5() -> Any:
+    config = tr.T5Config(
+        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
+    )
+    config.decoder_start_token_id = 0
+    return tr.T5ForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    sides = {
+        f"{side}_{name}": number
+        for side in ("encoder", "decoder")
+        for name, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
+    }
+    config = tr.WhisperConfig(
+        **sides, vocab_size=40, d_model=16, num_mel_bins=8, max_source_positions=10, max_target_positions=12,
+        dropout=0.0, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    return tr.WhisperForConditionalGeneration(config)
+
+
+def vit() -> Any:
+    return tr.ViTForImageClassification(tr.ViTConfig(**LAYERS, **NO_DROPOUT, image_size=16, patch_size=8))
+
+
+WRITTEN = ("scalar_tensor", "view", "expand", "copy_")
+IDS = tokens(3, 8)
+CASES: dict[str, tuple[Callable[[], Any], Batch]] = {
+    "llama": (llama, {"input_ids": IDS, "labels": IDS}),
+    "llama, no padding": (llama, {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}),
+    "llama, padding": (llama, {"input_ids": IDS, "labels": IDS, "attention_mask": padded(3, 8)}),
+    "llama, packed": (llama, {"input_ids": IDS, "labels": IDS, "position_ids": (torch.arange(8) % 5).expand(3, -1)}),
+    "bert": (bert, {"input_ids": IDS, "labels": torch.tensor([0, 1, 0])}),
+    "bert, no padding": (
+        bert,
+        {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": torch.ones_like(IDS)},
+    ),
+    "bert, padding": (bert, {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": padded(3, 8)}),
+    "t5": (t5, {"input_ids": IDS, "labels": tokens(3, 5)}),
+    "t5, padding": (t5, {"input_ids": IDS, "labels": tokens(3, 5), "attention_mask": padded(3, 8)}),
+    "whisper": (whisper, {"input_features": torch.zeros(3, 8, 20), "labels": tokens(3, 5)}),
+    "vit": (vit, {"pixel_values": torch.zeros(3, 3, 16, 16), "labels": torch.tensor([0, 1, 0])}),
+}
+
+
+class Operators(TorchDispatchMode):
+    """Notes each operator with the form of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            self.events.append((str(func), *(form(one) for one in tree_leaves(out))))
+        return out
+
+
+def form(out: Any) -> Any:
+    return (tuple(out.shape), out.dtype) if isinstance(out, Tensor) else type(out)
+
+
+class Attention(torch.autograd.Function):
+    """Attention as one operator: tensors as large as those that it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.given = [query, key, value, mask]
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        wanted = zip(ctx.given, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(one) if needed else None for one, needed in wanted)
+
+
+@contextmanager
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **how: Any
+    ) -> Any:
+        given = [form(one) for one in (query, key, value, attn_mask)]
+        operators.events.append(("attention", *given, how.get("is_causal"), how.get("enable_gqa")))
+        return Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+    with monkeypatch.context() as patch, Operators() as operators:
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        yield operators.events
+
+
+def run(make: Callable[[], Any], batch: Batch, device: str, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    torch.manual_seed(0)
+    model = make().to(device)
+    moved = {name: tensor.to(device) for name, tensor in batch.items()}
+    with noted(monkeypatch) as events:
+        loss = model(**moved).loss
+        torch.autograd.backward(loss)
+    return events
+
+
+def in_words_of_the_cpu(events: list[Event]) -> list[Event]:
+    """Numbers are written by `fill_` (`copy_to` in `ATen/TensorIndexing.h`)."""
+    said = list(events)
+    for at in reversed(range(len(events) - 4)):
+        one, selected, *others = said[at : at + 5]
+        if [name for name, *_ in (one, *others)] == [f"aten.{name}.default" for name in WRITTEN]:
+            said[at : at + 5] = [("aten.lift_fresh.default", *one[1:]), selected, ("aten.fill_.Tensor", *selected[1:])]
+    return said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_simulated_run_takes_the_path_of_a_real_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, batch = CASES[name]
+    real = run(make, batch, "cpu", monkeypatch)
+    with simulate(find_card("a100-80gb")):
+        fake = run(make, batch, "cuda", monkeypatch)
+    assert [event for event in real if event[0] == "attention"]
+    assert in_words_of_the_cpu(fake) == real
+
+
+def test_checks_of_labels_and_lengths_that_follow_from_a_mask_are_known() -> None:
+    config = tr.Wav2Vec2Config(
+        **LAYERS, vocab_size=12, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_length=2, layerdrop=0.0,
+    )  # fmt: skip
+    batch = {"input_values": torch.zeros(2, 400), "attention_mask": padded(2, 400), "labels": tokens(2, 4) % 10 + 1}
+    with simulate(find_card("a100-80gb")) as mode:
+        model = tr.Wav2Vec2ForCTC(config).to("cuda")
+        model(**{name: tensor.to("cuda") for name, tensor in batch.items()}).loss.backward()
+    assert not mode.checks
