@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tr
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.simulation import simulate
 
+tr: Any = transformers  # Its configurations are typed as no more than they are by default.
 Event = tuple[Any, ...]
 Batch = Mapping[str, Tensor]
 
@@ -94,11 +95,11 @@ CASES: dict[str, tuple[Callable[[], Any], Batch]] = {
 }
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operator with the form of what it returns."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ from autoaccum.devices.simulated.known import compute, follow_values, keep_value
 from autoaccum.devices.simulated.numbering import Numbering
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
-from autoaccum.devices.simulated.values import SimulationLimit, answer_scalar
+from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue, answer_scalar
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
@@ -164,12 +164,15 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default:
             return answer_scalar(args[0], self.checks)
         known = compute(func, args, kwargs)
-        return answer_scalar(args[0], self.checks, is_truth=True) if known is None else known
+        try:
+            return answer_scalar(args[0], self.checks, is_truth=True) if known is None else known
+        except UnknownValue as error:
+            raise fake_tensor.DataDependentOutputException(func) from error
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operator gives whose shape follows from values, where those are known."""
         if func is _aten.masked_select.default and values_of(args[1]) is not None:
-            tensor, mask = torch.broadcast_tensors(*args)
+            tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             return tensor[mask]
         made = compute(func, args, kwargs)
         if made is None:

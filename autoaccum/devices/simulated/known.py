@@ -135,7 +135,7 @@ class _Kept:
             assert self._call is not None
             made = self._call()
             values = made[self._index] if isinstance(made, list | tuple) else made
-            storage = torch.UntypedStorage(self._form.nbytes)
+            storage = torch.UntypedStorage(self._form.nbytes)  # type: ignore[no-untyped-call]
             self._form.lay(storage).copy_(values)
             self._storage, self._call = storage, None
         return self._storage
@@ -155,7 +155,7 @@ class _Written(_Kept):
 
     def storage(self) -> torch.UntypedStorage:
         if self._storage is None:
-            storage = torch.UntypedStorage(self._part.nbytes)
+            storage = torch.UntypedStorage(self._part.nbytes)  # type: ignore[no-untyped-call]
             if self._before is not None:
                 storage.copy_(self._before.storage())
             self._written.run(self._part.lay(storage))
@@ -312,7 +312,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 @cache
 def _is_certain(func: Any) -> bool:
     """Whether what it returns follows from what it is given."""
-    name = func._schema.name.partition("::")[2]
+    name: str = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty", "resize", "set_")) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return func.namespace == "aten"
+    return bool(func.namespace == "aten")

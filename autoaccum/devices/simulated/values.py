@@ -78,7 +78,7 @@ def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = F
     """
     known = None if is_truth else values_of(tensor)
     if known is not None:
-        return known.item()  # type: ignore[no-any-return]
+        return known.item()
     frame = _asker()
     value = _answer(frame)
     is_bool = is_truth or str(tensor.dtype) == "torch.bool"
@@ -158,15 +158,14 @@ def _answer(frame: FrameType | None) -> float | None:
 
 def _place(frame: FrameType) -> str:
     """Where a frame is, and for whom: a library's line with the user's."""
-    places = []
-    while frame is not None and len(places) < 2:
-        place, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
-        if not places or is_own:
-            places.append(place)
+    first, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
+    outer = frame.f_back
+    while outer is not None and not is_own:
+        place, is_own = line_of(outer.f_code.co_filename, outer.f_lineno)
         if is_own:
-            break
-        frame = frame.f_back
-    return ", for ".join(places)
+            return f"{first}, for {place}"
+        outer = outer.f_back
+    return first
 
 
 def _is_plumbing(frame: FrameType) -> bool:

@@ -49,7 +49,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "fractions": lambda ids: (1 - (ids == 0).float()) * -1e4,
     "positions": lambda ids: torch.arange(4, device=ids.device)[None].expand(3, -1) + ids,
     "triangle": lambda ids: torch.ones(4, 4, dtype=torch.bool, device=ids.device).tril() & (ids[:, None] > 0),
-    "views": lambda ids: ids.T[1:].unflatten(0, (1, 3)).flip(-1),
+    "views": lambda ids: ids.T[1:].reshape(1, 3, 3).flip(-1),
     "writing": written,
     "a counter": counted,
     "filling": filled,
@@ -60,7 +60,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "masked_select": lambda ids: torch.masked_select(ids, ids > 1),
     "repeated": lambda ids: torch.repeat_interleave(ids[0], ids[0]),
     "unique": lambda ids: torch.unique(ids, return_inverse=True)[1],
-    "split": lambda ids: torch.cat(ids.flatten().split([int(n) for n in ids[2, :3]])),
+    "split": lambda ids: torch.cat(torch.split(ids.flatten(), [int(n) for n in ids[2, :3]])),
     "sorted": lambda ids: ids.sort(-1).indices,
     "a range of a value": lambda ids: torch.arange(int(ids.max()), device=ids.device)[: ids[0, 1]],
 }
