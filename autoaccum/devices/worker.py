@@ -93,7 +93,9 @@ class Worker:
         fields = dict(reply["inspection"])
         told = fields.pop("coupling", None)
         coupling = None if told is None else Coupling(tuple(told["modules"]), told["loss"], told["reason"])
-        listed = {name: tuple(fields[name]) for name in ("keeps", "warnings", "accumulation_warnings", "cautions", "notes")}
+        listed = {
+            name: tuple(fields[name]) for name in ("keeps", "warnings", "accumulation_warnings", "cautions", "notes")
+        }
         return Inspection(**{**fields, **listed}, coupling=coupling)
 
     def trace(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Mapping[str, Any]:
