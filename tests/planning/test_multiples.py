@@ -66,6 +66,11 @@ def test_is_found_out_where_2_runs_and_1_and_3_raise() -> None:
     assert any("micro-batches are even: 2 and 4 samples run, 1 and 3 raise" in note for note in found.notes)
     assert Plan.from_json(found.to_json()) == found
     assert json.loads(found.to_json())["multiple_of"] == 2
+    model = nn.Linear(4, 2)
+    accumulator = autoaccum.Accumulator(model, torch.optim.AdamW(model.parameters()), mixed, plan=found)
+    assert accumulator.step(pairs(10)).micro_batches == (4, 4, 2)
+    of_ranks = autoaccum.plan(workload(multiple_of=2), target_batch=14, world_size=3, max_micro_batch=3, device="cpu")
+    assert of_ranks.ranks == ((2, 2, 2), (2, 2, 0), (2, 2, 0))
     with pytest.raises(UsageError, match="the target batch is 7, and micro-batches are to be multiples of 2"):
         autoaccum.plan(workload(), target_batch=7, device="cpu")
 
