@@ -89,6 +89,20 @@ def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[
     )
 
 
+def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path) -> None:
+    words = ["--keeps", "ema", "--ema-decay", "0.9", "--worst-of", "20", "--accumulate-in", "parameters"]
+    done = run(folder, "--micro-batch", "8", *words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"evaluation   loss [\d.]+, ema_loss [\d.]+", lines[2])
+    assert "average      run/ema.pt" in lines
+    assert torch.load(folder / "run" / "ema.pt", weights_only=True)["0.weight"].shape == (16, 8)
+    assert "worst_of is for planning, and the micro-batch was given: it is not used" in done.stderr
+    other = run(folder, "--micro-batch", "8")
+    assert other.returncode == 2
+    assert "ema_decay was 0.9, is None" in other.stderr
+
+
 def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path) -> None:
     done = run(folder, "--memory", "200MiB", "--seed", "1")
     assert done.returncode == 0, done.stderr
