@@ -96,6 +96,7 @@ class Child:
 
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One trial under the limit, which is lifted before anything is said about it."""
+        from autoaccum.accumulation.beside import find_beside, placed
         from autoaccum.devices.reading import Reading, without_stretch
         from autoaccum.devices.rehearsal import Rehearsal
 
@@ -117,7 +118,8 @@ class Child:
         with meter.limit(request["limit_bytes"]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
-                rehearsal.run(request["parts"])
+                with placed(find_beside(self._workload).values(), meter.device):
+                    rehearsal.run(request["parts"])
             except BaseException as error:
                 failure = error
         seconds = time.perf_counter() - began

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.accumulation.company.check import check_workload
 from autoaccum.accumulation.notices import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
@@ -60,15 +61,16 @@ def inspect_workload(
     made = workload.build_optimizer(model, optimizer)
     size = few_samples(workload, SAMPLES, share)
     batch = workload.build_batch(size)
-    accumulator = make_accumulator(workload, model, made, size)
-    with collected_warnings() as said:
-        first = accumulator.step(batch)
-        _check_finite(first.loss, size)
-        update_bytes = meter.read().peak_reserved_bytes
-        accumulator.step_parts([batch, batch])
-    workload, found_multiple = with_multiple(workload, model, share)
-    sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
-    least_size = find_least_size(workload, model)
+    with placed(find_beside(workload).values(), meter.device):
+        accumulator = make_accumulator(workload, model, made, size)
+        with collected_warnings() as said:
+            first = accumulator.step(batch)
+            _check_finite(first.loss, size)
+            update_bytes = meter.read().peak_reserved_bytes
+            accumulator.step_parts([batch, batch])
+        workload, found_multiple = with_multiple(workload, model, share)
+        sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
+        least_size = find_least_size(workload, model)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
@@ -124,7 +126,12 @@ def describe_subject(
         "batchnorm": workload.batchnorm,
         "accumulate_in": workload.accumulate_in,
         "multiple_of": workload.multiple_of or 1,
+        "modules": {name: _bytes_of(module) for name, module in find_beside(workload).items()},
     }
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return storage_bytes([*module.parameters(), *module.buffers()])
 
 
 def few_samples(workload: Workload, count: int, share: int) -> int:

@@ -9,6 +9,7 @@ from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.prediction import Prediction
 from autoaccum.planning.request import Request
+from autoaccum.units import format_bytes
 
 
 def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
         "worst_of": inspection.worst_of,
         "batchnorm": inspection.batchnorm,
         "accumulate_in": inspection.accumulate_in,
+        "modules": dict(inspection.modules),
     }
 
 
@@ -80,6 +82,9 @@ def all_notes(
         notes.append(cost)
     if inspection.found_multiple is not None:
         notes.append(inspection.found_multiple)
+    if inspection.modules:
+        listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in inspection.modules.items())
+        notes.append(f"beside the model, and on its device as well: {listed}")
     return (*notes, learning_rate_note(schedule, inspection.reduction), *of_prediction[1:], *further)
 
 

@@ -28,6 +28,7 @@ _BESIDE = (
     "scheduler",
     "evaluation_dataset",
     "accumulate",
+    "modules",
     "multiple_of",
     "accumulate_in",
 )
@@ -39,9 +40,9 @@ def load_workload(reference: str) -> Workload:
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `split` and `size`,
-    `multiple_of`, `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or instance)
-    that stands in for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see
+    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `modules`, `split` and
+    `size`, `multiple_of`, `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or
+    instance) that stands in for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see
     `worst_case`), and a `batchnorm` that is no word (a layer, a function) is the file's own business.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -63,6 +63,8 @@ class Workload:
             micro-batches of one update forward and backward and leaves the gradient in `.grad`.
         accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`
             (`modes.AccumulateIn`).
+        modules: Modules beside the model, such as a teacher: one, a list or a dict of them. They are not trained, and
+            go to the device with the model, as do those that the loss names.
         name: What reports call it.
         path: The file it came from; None when made in code.
         split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows; `size` goes
@@ -98,6 +100,7 @@ class Workload:
     size: Callable[[Any], int] | None = None
     multiple_of: int | None = None
     accumulate_in: AccumulateIn = "fp32"
+    modules: Any = ()
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
@@ -126,6 +129,7 @@ class Workload:
                 "there is neither batch nor dataset", hint="write def batch(size): return a batch of that many samples"
             )
         object.__setattr__(self, "keeps", read_keeps(self.keeps))
+        object.__setattr__(self, "modules", _read_modules(self.modules))
         read_count(self.evaluation_batch, "evaluation_batch")
         read_count(self.multiple_of, "multiple_of")
         if self.evaluation_batch is not None and self.evaluate is not None:
@@ -241,6 +245,26 @@ def _check_model(model: Any) -> None:
             f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
         )
     _check_call(model, "model", 0, "give a function without arguments, or an instance")
+
+
+def _read_modules(modules: Any) -> dict[str, nn.Module]:
+    """Modules beside the model by name, from one, a list or a tuple, or a dict of them.
+
+    Raises:
+        WorkloadError: Something else is among them.
+    """
+    if isinstance(modules, nn.Module):
+        modules = [modules]
+    if isinstance(modules, (list, tuple)):
+        modules = {f"modules[{index}]": module for index, module in enumerate(modules)}
+    given = modules.values() if isinstance(modules, Mapping) else [modules]
+    odd = [module for module in given if not isinstance(module, nn.Module)]
+    if odd:
+        raise WorkloadError(
+            f"modules has {kind(odd[0])} in it",
+            hint="give the modules beside the model: modules = [teacher]; or call something else by another name",
+        )
+    return {str(name): module for name, module in modules.items()}
 
 
 def _check_dataset(dataset: Any, name: str) -> None:

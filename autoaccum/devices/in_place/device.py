@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.diagnosis import describe_failure
@@ -223,7 +224,10 @@ class InPlaceDevice:
         with place.meter.limit(held_to), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
-                with interruptions.window():
+                with (
+                    placed(find_beside(self._tried.workload).values(), self._tried.device),
+                    interruptions.window(),
+                ):
                     rehearsal.run(parts)
             except BaseException as error:
                 failure = error

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.devices.rehearsal import place_model, seed_everything
 from autoaccum.devices.replies import failure_reply, load_asked, look_where
 from autoaccum.devices.simulated.building import built_lazily, on_the_host, with_own_criterion
@@ -142,7 +143,8 @@ class SimulatedChild:
         failure: BaseException | None = None
         try:
             workload = with_own_criterion(self._workload)
-            return job(built_lazily(workload, self._mode) if self._lazy else workload, self._mode)
+            with placed(find_beside(workload).values(), DEVICE):
+                return job(built_lazily(workload, self._mode) if self._lazy else workload, self._mode)
         except BaseException as error:
             failure = error
         if self._lazy and reads_host(failure):

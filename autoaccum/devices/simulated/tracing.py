@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.beside import find_beside
 from autoaccum.accumulation.results import StepResult
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.card_mode import CardMode
@@ -76,6 +77,7 @@ def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | N
     rehearsal = _rehearsal(workload, parts, optimizer, begin_update)
     loss = workload.objective.criterion
     beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
+    beside += find_beside(workload).values()
     labeller = Labeller(mode.recorder, rehearsal, mode.kept, beside)
     with labeller.labelling():
         trace, _ = _trace(rehearsal, parts, mode, labeller.see)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.beside import find_named
 from autoaccum.accumulation.planned import choose_accumulation, choose_objective
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.errors import UsageError
@@ -137,6 +138,8 @@ class LiveSubject:
                 hint="move the model first, then make the optimizer",
             )
         self._model.to(wanted)
+        for module in find_named(self._objective, self._model, self._request.evaluate).values():
+            module.to(wanted)
 
 
 def _check_follows(scheduler: Any, learning_rate: float) -> None:

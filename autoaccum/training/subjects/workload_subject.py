@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from autoaccum.accumulation.beside import find_beside
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan
@@ -106,6 +107,8 @@ class WorkloadSubject:
         """A new model, on the device, and what goes with it; the schedule is made of an optimizer with that rate."""
         workload = self._workload
         model = workload.build_model().to(self._device)
+        for module in find_beside(workload).values():
+            module.to(self._device)
         optimizer = workload.build_optimizer(model)
         if learning_rate is not None:
             set_rate(optimizer, learning_rate)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.beside import find_beside
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.planning.request import LOOKED_AT
@@ -40,6 +41,8 @@ class ThroughputJob:
         workload = adapt(workload, most=target_batch, worst_of=LOOKED_AT if workload.batch is no_batch else None)
         seed_everything()
         model = place_model(workload.build_model(), self._place)
+        for module in find_beside(workload).values():
+            place_model(module, self._place)
         optimizer = workload.build_optimizer(model)
         _stand_still(optimizer)
         self._batch = workload.build_batch(target_batch)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.attributes import OwnAttributes
+from autoaccum.accumulation.beside import placed
 from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws.host_draws import of_host
@@ -137,6 +138,7 @@ class Specimen:
                 stack.callback(generator_rewind(generator))
             for state in self._put_back:
                 stack.callback(state.restore)
+            stack.enter_context(placed(self.beside.values(), self.device))
             if self.precision == "fp64":
                 for module in self.beside.values():
                     with suppress(Exception):  # A quantised teacher stays, and what it is given tells by itself.
@@ -189,6 +191,8 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
     elif objective.criterion is not None:
         functions.append(objective.criterion.function)
     found, generators = find_reachable([*functions, *find_methods(modules)])
+    known = {id(module) for module in found.values()}
+    found |= {name: module for name, module in workload.modules.items() if id(module) not in known}
     return {f"{BESIDE}{name}>": module for name, module in found.items()}, generators
 
 
