@@ -42,7 +42,9 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
             what, hint = found
             line = reading_line(error)
             where = f", at {line}" if line else ""
-            return WorkloadError(f"{doing}: {what}{where}", hint=hint, user_traceback=format_user_traceback(error))
+            return WorkloadError(
+                f"{doing}: {what}{where}", hint=hint, user_traceback=format_user_traceback(error) if line else None
+            )
     return None
 
 
