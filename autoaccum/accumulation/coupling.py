@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -104,6 +105,11 @@ class _Trial:
 
     def _compare(self) -> Coupling:
         divergence = Divergence(Recorder(), self._sizes, self._alone)
+        found = self._diverge(divergence)
+        giving = {name or ITSELF for name in divergence.pairs()}
+        return replace(found, pairs=tuple(name for name in found.modules if name in giving))
+
+    def _diverge(self, divergence: Divergence) -> Coupling:
         terms, again = self._run_together(divergence.whole), self._run_together()
         if any(abs(again[name] - term) > _ROUNDING * abs(term) for name, term in terms.items()):
             return Coupling(reason="the loss differs from run to run")
@@ -170,14 +176,14 @@ def _seen_in_both(joined: Coupling, calmed: Coupling) -> Coupling:
     names = tuple(name for name in joined.modules if name in calmed.modules)
     is_kept = names == joined.modules and joined.loss is not True
     loss, reason = (joined.loss, joined.reason) if is_kept else (calmed.loss, calmed.reason)
-    return Coupling(names, loss, reason)
+    return Coupling(names, loss, reason, tuple(name for name in joined.pairs if name in names))
 
 
 def _unsure_of(calmed: Coupling, mismatch: DrawMismatch) -> Coupling:
     """Without chance, nothing is known of a loss that mixes samples by chance."""
     if calmed.loss is not False or not isinstance(mismatch, IndexMismatch):
         return calmed
-    return Coupling(calmed.modules, None, calmed.reason or str(mismatch))
+    return replace(calmed, loss=None, reason=calmed.reason or str(mismatch))
 
 
 def _reason(divergence: Divergence, loss: bool | None) -> str | None:

@@ -92,7 +92,11 @@ class Worker:
         self.kept_bytes = reply.get("kept_bytes", 0)
         fields = dict(reply["inspection"])
         told = fields.pop("coupling", None)
-        coupling = None if told is None else Coupling(tuple(told["modules"]), told["loss"], told["reason"])
+        coupling = (
+            None
+            if told is None
+            else Coupling(tuple(told["modules"]), told["loss"], told["reason"], tuple(told["pairs"]))
+        )
         listed = {
             name: tuple(fields[name]) for name in ("keeps", "warnings", "accumulation_warnings", "cautions", "notes")
         }

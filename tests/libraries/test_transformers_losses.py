@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 import autoaccum
 from autoaccum import Accumulator, Workload
+from autoaccum.accumulation.company.check import check_workload
 from autoaccum.workload.weighting import check_weighting
 
 SMALL: dict[str, Any] = {
@@ -227,3 +228,56 @@ def test_a_predicted_plan_warns_of_ignored_labels_and_emits_nothing_wrong(tmp_pa
     assert warning.endswith('def weight(batch): return (batch["labels"][..., 1:] != -100).sum()')
     with pytest.raises(autoaccum.errors.UsageError, match="weigh its parts wrongly"):
         emit_wrapper(plan)
+
+
+def mixtral(**settings: Any) -> Callable[[], Any]:
+    sizes = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, **SMALL}
+    config = hf.MixtralConfig(**sizes, router_aux_loss_coef=0.1, **settings)
+    return lambda: hf.MixtralForCausalLM(config)
+
+
+def verify(workload: Workload) -> Any:
+    return autoaccum.verify(workload, target_batch=6, micro_batch=2, precision="fp32")
+
+
+def test_the_loss_that_balances_experts_is_blamed_and_no_expert() -> None:
+    model = mixtral(output_router_logits=True)
+    (cause,) = verify(Workload(model=model, batch=text)).causes
+    assert (cause.kind, cause.proved, cause.where) == ("coupled loss", True, ("router_aux_loss_coef",))
+    assert "the auxiliary loss that balances experts (of output_router_logits)" in cause.found
+    assert "output_router_logits=False" in cause.change
+    assert model().config.router_aux_loss_coef == 0.1
+
+
+def test_experts_are_no_reason_for_an_update_to_differ() -> None:
+    assert verify(Workload(model=mixtral(), batch=text)).equivalent
+    unweighted = Workload(model=mixtral(), batch=text, loss=lambda model, batch: model(**batch).loss)
+    (cause,) = verify(unweighted).causes
+    assert (cause.kind, cause.proved) == ("weight", True)
+    assert '(batch["labels"][:, 1:] != -100).sum()' in cause.change
+
+
+def clip() -> Any:
+    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    text_config = {**SMALL, "max_position_embeddings": 16, "eos_token_id": 63, "bos_token_id": 1, "pad_token_id": 0}
+    vision_config = {**sizes, "image_size": 16, "patch_size": 8}
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text_config, vision_config=vision_config, projection_dim=8))
+
+
+def captions(size: int) -> dict[str, Any]:
+    ids = torch.randint(2, 63, (size, 9))
+    return {"input_ids": ids, "pixel_values": torch.randn(size, 3, 16, 16), "return_loss": True}
+
+
+def test_samples_that_are_compared_are_told_of_by_verify_plan_and_the_accumulator() -> None:
+    workload = Workload(model=clip, batch=captions)
+    model = workload.build_model()
+    found = check_workload(workload, model)
+    assert found.pairs == ("the model itself",)
+    (warning,) = found.warnings()
+    assert warning.startswith("the model itself compares samples with each other (in-batch negatives)")
+    (cause,) = verify(workload).causes
+    assert "in-batch negatives" in cause.found
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=6)
+    with pytest.warns(autoaccum.AccumulationWarning, match="the loss compares samples with each other"):
+        accumulator.step(captions(12))

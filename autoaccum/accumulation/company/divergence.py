@@ -50,6 +50,14 @@ class Divergence:
                 found.setdefault(None if blamed is None else blamed.name, blamed)
         return tuple(found.values())
 
+    def pairs(self) -> set[str]:
+        """Modules that give a table of all samples by all samples."""
+        one, other = (
+            {call.name for (call, slot, _), found in matches.items() if slot == "out" and found.state == "square"}
+            for matches in self.matches
+        )
+        return one & other
+
     def rows(self, call: Call, index: int) -> tuple[Tensor, Match, Match] | None:
         """An output tensor of the whole run, and where the two parts' rows lie in it; None where they do not."""
         first, second = (found.get((call, "out", index)) for found in self.matches)

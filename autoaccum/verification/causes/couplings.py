@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.module_calls import Recorder, following
-from autoaccum.accumulation.company.words import ITSELF, modules
+from autoaccum.accumulation.company.words import modules
 from autoaccum.accumulation.coupling import find_coupling
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.causes.wholes import loss_cause
 from autoaccum.verification.causes.words import LARGER
-from autoaccum.verification.laboratory.bench import Bench
-from autoaccum.verification.laboratory.outcomes import UNCHANGED
 from autoaccum.verification.laboratory.specimen import BESIDE
 from autoaccum.verification.records import Cause
 from autoaccum.workload.weights import Objective
@@ -44,7 +38,7 @@ def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     others = tuple(name for name in others if name not in beside)
     if beside:
         causes.append(_beside_cause(beside))
-    pairs = _giving_pairs(inquiry, others) if others else ()
+    pairs = tuple(name for name in others if name in coupling.pairs)
     if pairs:
         causes.append(_pairs_cause(pairs))
     if len(others) > len(pairs):
@@ -94,6 +88,24 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     )
 
 
+def balancing_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """The balancing loss of a mixture of experts (`laboratory.routers`)."""
+    seen = ": without it, both are the same" if proved else ""
+    return Cause(
+        kind="coupled loss",
+        found=(
+            "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
+            f" micro-batch at once{seen}"
+        ),
+        change=(
+            "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most"
+            f" training does; {LARGER}"
+        ),
+        where=names,
+        proved=proved,
+    )
+
+
 def _beside_cause(names: tuple[str, ...]) -> Cause:
     """A module that the loss names, such as a teacher, which is no part of the model."""
     return Cause(
@@ -117,32 +129,6 @@ def _pairs_cause(names: tuple[str, ...]) -> Cause:
         change=f"no weight mends that: {LARGER}",
         where=names,
     )
-
-
-def _giving_pairs(inquiry: Inquiry, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the modules that give a tensor with two dimensions of the size of the batch, whatever that is."""
-    small = inquiry.cuts[0]
-    whole, part = _shapes(inquiry, inquiry.lab.batch), _shapes(inquiry, small.parts[0])
-    pairs = {name: zip(whole.get(name, ()), part.get(name, ()), strict=False) for name in names}
-    sizes = sum(small.sizes), small.sizes[0]
-    return tuple(name for name in names if any(_is_square(one, other, sizes) for one, other in pairs[name]))
-
-
-def _is_square(whole: torch.Size, part: torch.Size, sizes: tuple[int, int]) -> bool:
-    pairs = list(zip(whole, part, strict=False))
-    return len(whole) == len(part) and pairs.count(sizes) >= 2
-
-
-def _shapes(inquiry: Inquiry, batch: Any) -> dict[str, list[torch.Size]]:
-    """Of all that each module gives."""
-    specimen, found = inquiry.lab.specimen, Recorder()
-    bench = Bench(specimen, UNCHANGED)
-    with bench.running(), torch.no_grad(), following(bench.trained.model, found):
-        bench.trained.objective.terms(bench.trained.model, copy.deepcopy(batch))
-    shapes: dict[str, list[torch.Size]] = {}
-    for call, outputs in found.outputs.items():
-        shapes.setdefault(call.name or ITSELF, []).extend(output.shape for output in outputs)
-    return shapes
 
 
 def _broadcast_cause(inquiry: Inquiry) -> Cause | None:

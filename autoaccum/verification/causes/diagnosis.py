@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.words import ITSELF, listed
 from autoaccum.verification.causes.couplings import (
+    balancing_cause,
     batchnorm_cause,
     coupling_causes,
     look_for_coupling,
@@ -148,6 +149,8 @@ def _cause(inquiry: Inquiry, one: Intervention, found: Finding[tuple[Cause, ...]
         return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "coupled model":
         return module_cause(one.where, proved=proved)
+    if one.kind == "balancing loss":
+        return balancing_cause(one.where, proved=proved)
     if one.kind == "hook":
         return hook_cause(one.where, proved=proved)
     if one.kind == "randomness":

@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change
+from autoaccum.verification.laboratory.routers import balancing_factors
 
 Explanation = TypeVar("Explanation")
 
@@ -23,7 +24,7 @@ class Intervention:
         where: Modules, attributes or buffers it lies in.
     """
 
-    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model"]
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
     where: tuple[str, ...] = ()
 
     def added(self, change: Change) -> Change:
@@ -34,6 +35,8 @@ class Intervention:
             return replace(change, unhooked=True)
         if self.kind == "randomness":
             return replace(change, calm=True)
+        if self.kind == "balancing loss":
+            return replace(change, unbalanced=True)
         return replace(change, rest=change.rest | frozenset(self.where))
 
 
@@ -55,6 +58,8 @@ class Finding(Generic[Explanation]):
 def suspect(inquiry: Inquiry) -> list[Intervention]:
     """What there is to put out of the way, the likeliest first."""
     found = [Intervention("batchnorm", inquiry.batchnorms)] if inquiry.batchnorms else []
+    if factors := balancing_factors(inquiry.model):
+        found.append(Intervention("balancing loss", factors))
     if inquiry.state:
         found.append(Intervention("state", inquiry.state))
     if inquiry.hooked:

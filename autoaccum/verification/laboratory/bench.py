@@ -17,6 +17,7 @@ from autoaccum.accumulation.randomness import Generator, own_generators
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.laboratory.outcomes import Change, Outcome
+from autoaccum.verification.laboratory.routers import leave_out_balancing
 from autoaccum.verification.laboratory.specimen import Specimen, Trained
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 
@@ -33,6 +34,8 @@ class Bench:
         if specimen.workload.batchnorm == "frozen":
             for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
                 norm.training = False
+        if change.unbalanced:
+            leave_out_balancing(self.trained.model)
         if change.unhooked:
             for parameter in self.trained.model.parameters():
                 for hooks in tensor_hooks(parameter):

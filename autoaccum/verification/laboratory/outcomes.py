@@ -42,6 +42,7 @@ class Change:
         weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
             number each, or pairs of a term and its number.
         unhooked: Hooks on parameters' gradients are left out.
+        unbalanced: The loss that balances experts is left out.
         summed: Losses of parts are added up, not averaged.
     """
 
@@ -51,6 +52,7 @@ class Change:
     weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
     summed: bool = False
     unhooked: bool = False
+    unbalanced: bool = False
 
 
 UNCHANGED = Change()
