@@ -51,5 +51,6 @@ if __name__ == "__main__":
         steps[name] = net, Accumulator(net, adam(net.parameters()), work.loss, plan=found)
         print(f"{name}: {found.micro_batches}")
     for _ in range(5):
-        losses = [f"{name} {step.step(batch(4096)).loss:.3f}" for name, (net, step) in steps.items() if alone(net)]
-        print(", ".join(losses))
+        for name, (net, accumulator) in steps.items():
+            alone(net)
+            print(f"{name} {accumulator.step(batch(4096)).loss:.3f}")
