@@ -57,7 +57,8 @@ def verify(
 
     Both begin from equal copies of model, criterion and optimizer and draw the same random numbers; loss, every
     gradient, every buffer and every parameter after one update are compared, for a whole window and for a shorter one,
-    as at the end of an epoch. Nothing of the caller's changes: copies are run, random states are put back.
+    as at the end of an epoch. Copies are run; random states and modules that the loss names are put back.
+    What the caller's own code counts or collects in globals and closures is the caller's.
 
     Args:
         workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.

@@ -60,7 +60,7 @@ class Inquiry:
 
     @cached_property
     def state(self) -> tuple[str, ...]:
-        """Attributes, variables and buffers that the accumulated run changed; those of `batchnorms` left out."""
+        """Attributes and buffers that the accumulated run changed; those of `batchnorms` left out."""
         pair = self.pair(UNCHANGED)
         if pair is None:
             return ()

@@ -33,7 +33,7 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
 
     Args:
         inquiry: What came out unequal.
-        names: Attributes, variables and buffers that a run changes.
+        names: Attributes and buffers that a run changes.
         without: What else was put out of the way, but not this.
     """
     differing = set(inquiry.differences(without) or ())

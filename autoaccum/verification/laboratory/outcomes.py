@@ -19,7 +19,7 @@ class Outcome:
         gradients: Of every parameter by name, before the update; None where there is none.
         buffers: Of the model and its criterion by name, after the update.
         parameters: By name, after the update.
-        state: Names of Python attributes of modules (and of globals of the loss) that it changed.
+        state: Names of plain attributes that it changed, of modules of the user's own classes.
     """
 
     loss: float
