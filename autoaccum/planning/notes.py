@@ -41,13 +41,13 @@ def all_warnings(
 ) -> tuple[str, ...]:
     """Every warning of a plan once, the most severe first, since only the first are shown.
 
-    First what makes the gradient another than the full batch's (`warnings` of the inspection), then what may keep the
-    plan from running (`of_sizes` that did not run as others let expect, and of the prediction), and last what is weak
-    about the way it was found (`cautions` of the inspection).
+    First what makes the gradient another than the full batch's (`warnings` of the inspection and the prediction), then
+    what may keep the plan from running (`of_sizes` that did not run as others let expect), and last what is weak about
+    the way it was found (`cautions` of the inspection).
     """
     of_parts = inspection.accumulation_warnings if schedule.iter_size > 1 else ()
     of_prediction = () if prediction is None else prediction.warnings
-    return tuple(dict.fromkeys((*inspection.warnings, *of_parts, *of_sizes, *of_prediction, *inspection.cautions)))
+    return tuple(dict.fromkeys((*inspection.warnings, *of_parts, *of_prediction, *of_sizes, *inspection.cautions)))
 
 
 def all_notes(

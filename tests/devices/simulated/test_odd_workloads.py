@@ -244,7 +244,7 @@ def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str]
 )
 def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: Callable[[str], Any]) -> None:
     inspection = simulated(lines)("inspect")["inspection"]
-    assert any("eager step" in warning for warning in inspection["warnings"])
+    assert any("eager step" in warning for warning in inspection["cautions"])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: 
     ids=["a function nobody calls", "a module nobody calls", "a function of the batch"],
 )
 def test_what_is_compiled_beside_the_step_is_no_compiled_model(lines: str, simulated: Callable[[str], Any]) -> None:
-    assert simulated(lines)("inspect")["inspection"]["warnings"] == ()
+    assert simulated(lines)("inspect")["inspection"]["cautions"] == ()
 
 
 def test_weights_are_not_materialised(simulated: Callable[[str], Any]) -> None:
