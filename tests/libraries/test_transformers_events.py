@@ -71,6 +71,16 @@ def whisper() -> Any:
     return tr.WhisperForConditionalGeneration(config)
 
 
+def bart() -> Any:
+    sides = {
+        f"{side}_{name}": number
+        for side in ("encoder", "decoder")
+        for name, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
+    }
+    config = tr.BartConfig(**sides, vocab_size=40, d_model=16, max_position_embeddings=16, dropout=0.0, use_cache=False)
+    return tr.BartForConditionalGeneration(config)
+
+
 def vit() -> Any:
     return tr.ViTForImageClassification(tr.ViTConfig(**LAYERS, **NO_DROPOUT, image_size=16, patch_size=8))
 
@@ -88,6 +98,8 @@ CASES: dict[str, tuple[Callable[[], Any], Batch]] = {
         {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": torch.ones_like(IDS)},
     ),
     "bert, padding": (bert, {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": padded(3, 8)}),
+    "bart": (bart, {"input_ids": IDS, "labels": tokens(3, 5)}),
+    "bart, padding": (bart, {"input_ids": IDS, "labels": tokens(3, 5), "attention_mask": padded(3, 8).float()}),
     "t5": (t5, {"input_ids": IDS, "labels": tokens(3, 5)}),
     "t5, padding": (t5, {"input_ids": IDS, "labels": tokens(3, 5), "attention_mask": padded(3, 8)}),
     "whisper": (whisper, {"input_features": torch.zeros(3, 8, 20), "labels": tokens(3, 5)}),

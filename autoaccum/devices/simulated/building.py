@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autoaccum.devices.simulated.card_mode import CardMode
+from autoaccum.devices.simulated.known import mark_unbuilt
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.nests import tensors, without_values
 from autoaccum.workload.spec import Workload
@@ -58,12 +59,12 @@ class _NoMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def built_lazily(workload: Workload, mode: CardMode) -> Workload:
-    """`workload`, whose models and batches are built without values for large tensors.
+def built_lazily(workload: Workload, mode: CardMode, *, batches: bool) -> Workload:
+    """`workload`, whose models, and batches where that is asked for, are built without values for large tensors.
 
     A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
     """
-    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode))
+    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode)) if batches else workload
     if isinstance(workload.model, nn.Module):
         return lazy
     return dataclasses.replace(lazy, model=partial(_build, workload, mode))
@@ -79,7 +80,11 @@ def _build_batch(batch: Callable[[int], Any], mode: CardMode, size: int) -> Any:
     """A batch whose whole numbers and truths have values, since a forward pass may go by them."""
     made = _lazily(mode, batch, size)
     bare = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
-    return made if all(leaf.is_floating_point() for leaf in bare) else batch(size)
+    if not all(leaf.is_floating_point() for leaf in bare):
+        return batch(size)
+    for leaf in bare:
+        mark_unbuilt(leaf)
+    return made
 
 
 def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:

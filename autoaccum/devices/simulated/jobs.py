@@ -37,7 +37,7 @@ class SimulatedChild:
         self._mode: CardMode | None = None
         self._card: Card | None = None
         self._workload: Workload | None = None
-        self._lazy = True
+        self._lazy: tuple[str, ...] = ("models", "batches")
         self._known: dict[tuple[int, ...], Trace] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,18 +137,24 @@ class SimulatedChild:
         return self._run(run, f"micro-batch {max(parts)} on the simulated card")
 
     def _run(self, job: Callable[[Workload, CardMode], dict[str, Any]], about: str) -> dict[str, Any]:
-        """Run a job; where something reads values that a lazily built model has not, again with a real one."""
+        """Run a job; where something reads values that a lazily built batch or model has not, again with a real one."""
         assert self._workload is not None
         assert self._mode is not None
         failure: BaseException | None = None
+        known = self._mode.recorder.known()
         try:
             workload = with_own_criterion(self._workload)
-            with placed(find_beside(workload).values(), DEVICE):
-                return job(built_lazily(workload, self._mode) if self._lazy else workload, self._mode)
+            beside = find_beside(workload).values()
+            if self._lazy:
+                workload = built_lazily(workload, self._mode, batches="batches" in self._lazy)
+            with placed(beside, DEVICE):
+                return job(workload, self._mode)
         except BaseException as error:
             failure = error
         if self._lazy and reads_host(failure):
-            self._lazy = False
+            self._lazy, failure = self._lazy[:-1], None
+            gc.collect()
+            self._mode.recorder.forget(known)
             return self._run(job, about)
         doing = f"{about}, in {self._mode.phase}"
         return failure_reply(refuse(failure, doing) or failure, doing)

@@ -29,7 +29,11 @@ _OVERWRITE = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Ten
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """What is in `tensor`, on the CPU; None where that is not known."""
+    """What is in `tensor`, on the CPU; None where that is not known.
+
+    Raises:
+        NotBuiltError: It would be known had a batch been built with values.
+    """
     if not isinstance(tensor, FakeTensor):
         return tensor
     kept = _kept(tensor)
@@ -38,6 +42,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
     with _disable_current_modes(), torch.no_grad():
         try:
             return _Part(kept, tensor).read()
+        except NotBuiltError:
+            raise
         except Exception:  # Whatever the operator cannot do on the CPU: then nothing is known.
             return None
 
@@ -70,8 +76,9 @@ def follow_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
             setattr(out.untyped_storage(), _MARK, _VERDICTS[func](*args))
         return
     made = [one for one in (out if isinstance(out, list | tuple) else [out]) if isinstance(one, FakeTensor)]
-    if not given and any(one.dtype.is_floating_point or one.dtype.is_complex for one in made):
-        return  # A weight, or noise: only what follows from whole numbers is worth to know.
+    hosts = () if given else tuple(_tensors((*args, *kwargs.values())))
+    if any(one.is_floating_point() and not _is_mask(one) for one in hosts):
+        return  # A weight, or a sample: only what follows from whole numbers is worth to know.
     if not _is_certain(func) or any(_too_large(one) for one in made):
         return
     fresh = [(index, one) for index, one in enumerate(made) if _kept(one) is None]  # The others are views.
@@ -97,6 +104,20 @@ def keep_values(tensor: FakeTensor, values: Tensor) -> None:
     """Note that `values` are in `tensor`."""
     if not _too_large(tensor):
         setattr(tensor.untyped_storage(), _MARK, _Kept(lambda: values, 0, _Form(tensor)))
+
+
+class NotBuiltError(Exception):
+    """A value was asked for that follows from a tensor which was left without values to save memory."""
+
+
+def mark_unbuilt(tensor: FakeTensor) -> None:
+    """Note that `tensor`, on the host, would have values had it been built for real."""
+
+    def build() -> Tensor:
+        raise NotBuiltError
+
+    if not _too_large(tensor):
+        setattr(tensor.untyped_storage(), _MARK, _Kept(build, 0, _Form(tensor)))
 
 
 class _Form:
@@ -287,6 +308,14 @@ def _kept(tensor: Tensor) -> _Kept | None:
 
 def _is_known(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) or _kept(tensor) is not None
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether fractions are zeros and ones only, as a mask is often made of."""
+    if isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
+        return False
+    few = tensor.flatten()[:64]
+    return all(bool(((one == 0) | (one == 1)).all()) for one in (few, tensor))
 
 
 def _too_large(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from autoaccum.devices.simulated.known import NotBuiltError
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.tracebacks import format_user_traceback, reading_line
@@ -50,7 +51,10 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
 
 def reads_host(error: BaseException) -> bool:
     """Whether `error` comes of a tensor on the CPU that has no values."""
-    return any(isinstance(cause, UnknownValue) and cause.on_host for cause in _chain(error))
+    return any(
+        isinstance(cause, NotBuiltError) or (isinstance(cause, UnknownValue) and cause.on_host)
+        for cause in _chain(error)
+    )
 
 
 def _sentence(error: BaseException) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "triangle": lambda ids: torch.ones(4, 4, dtype=torch.bool, device=ids.device).tril() & (ids[:, None] > 0),
     "views": lambda ids: ids.T[1:].reshape(1, 3, 3).flip(-1),
     "writing": written,
+    "a mask of fractions": lambda ids: torch.ones(3, 4, device=ids.device) * (torch.eye(3, 4).to(ids.device) == 0),
     "a counter": counted,
     "filling": filled,
     "nonzero": lambda ids: (ids == 4).nonzero(),
@@ -83,7 +85,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "written with unknown ones": lambda ids: ids.clone().copy_(torch.randn(3, 4, device=ids.device)),
     "partly written": lambda ids: torch.empty_like(ids)[1:].zero_(),
     "of a net": lambda ids: torch.randn(3, 4, device=ids.device).argmax(-1) + ids[:, 0],
-    "a fraction": lambda ids: torch.ones(2, device=ids.device),
+    "a sample": lambda ids: torch.full((3,), 0.5).to(ids.device),
     "too large": lambda ids: torch.zeros(1 << 23, dtype=torch.uint8, device=ids.device),
 }
 
@@ -108,3 +110,18 @@ def test_writing_on_the_host_later_changes_nothing(mode: CardMode) -> None:
     card = host.to("cuda")
     host.zero_()
     assert card.tolist() == IDS.tolist()
+
+
+@pytest.mark.parametrize("mask", ["torch.ones(n, 6000)", "(torch.rand(n, 6000) > -1).float()"])
+def test_a_large_mask_of_the_batch_is_known_as_a_small_one_is(mask: str, simulated: Callable[[str], Any]) -> None:
+    lines = f"""
+def model(): return nn.Linear(8, 4)
+def batch(n): return torch.randn(n, 8), {mask}
+del criterion
+def loss(m, b):
+    x = m(b[0]).mean()
+    return x if (b[1] == 1).all() else torch.cat([x[None]] * 99).sum()
+"""
+    ask = simulated(lines)
+    traces = [ask("trace", parts=[n, n])["trace"] for n in (2, 3, 5)]
+    assert traces[0]["events"] == traces[1]["events"] == traces[2]["events"]
