@@ -311,8 +311,8 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether fractions are zeros and ones only, as a mask is often made of."""
-    if isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
+    """Whether fractions are zeros and ones only, as a mask of samples by places is often made of."""
+    if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
         return False
     few = tensor.flatten()[:64]
     return all(bool(((one == 0) | (one == 1)).all()) for one in (few, tensor))
