@@ -169,7 +169,7 @@ class SimulatedDevice:
         return Prediction(
             least_bytes=least_bytes,
             band_bytes=band.bytes,
-            warnings=(*self._traces.warnings, *cautions),
+            warnings=(*cautions, *self._traces.warnings),
             notes=(band.note(), *self._traces.notes, *assumed, band.made_of()),
         )
 
