@@ -143,7 +143,6 @@ class Attempt:
             if not (self._sums_wide or self._told_rounding):
                 self._told_rounding = True
                 warn_caller(rounding_warning(trained))
-        self._warn_of_batchnorm(accumulates=accumulates)
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
         versions, outside = None, None
         if accumulates and not self._knows_buffers:
@@ -153,6 +152,7 @@ class Attempt:
             self._knows_weighting = True
             if said := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(said, WeightingWarning)
+        self._warn_of_batchnorm(accumulates=accumulates)
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
         if versions is not None and outside is not None:
             self._knows_buffers = True

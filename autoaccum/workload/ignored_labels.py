@@ -32,9 +32,8 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     if len(set(counts)) < 2 and known == "samples":
         return None
     return (
-        f"{path} has entries that do not count ({IGNORED}), and no weight is given: parts count by their samples, which"
-        " is wrong of a mean over entries."
-        f" The likely right weight: def weight(batch): return {label_code(path, divisor)}"
+        f"{path} has entries that do not count ({IGNORED}), and parts count by their samples, not by those that do: the"
+        f" likely right weight is: def weight(batch): return {label_code(path, divisor)}"
     )
 
 

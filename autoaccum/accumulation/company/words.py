@@ -8,8 +8,8 @@ ITSELF = "the model itself"
 """What the outermost module is called."""
 
 COMPARED = (
-    "the loss compares samples with each other (in-batch negatives?): those of a micro-batch know nothing of the"
-    " others, and the gradient is not the full batch's; `autoaccum verify` tells by how much"
+    "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
+    " gradient is not the full batch's: `autoaccum verify` tells by how much"
 )
 """Where a table of samples by samples is seen on the way to the loss."""
 
