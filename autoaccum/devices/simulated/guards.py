@@ -95,6 +95,10 @@ def _checks_of(node: ast.AST) -> Iterator[_Check]:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called.startswith(_RAISING):
             yield from (_Check(argument, passes=True) for argument in node.args)
+    elif isinstance(node, ast.FunctionDef) and "_assert" in node.name:  # As `torch.distributions` has it from 2.15 on.
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Call):
+                yield _Check(inner.value, passes=True)
 
 
 def _asked(check: _Check, frame: FrameType) -> ast.expr | None:
