@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.beside import check_together
 from autoaccum.accumulation.norms.modes import checked_batchnorm
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
@@ -199,8 +198,8 @@ class Accumulator:
             UpdateInterrupted: The update failed half-way, now or earlier.
             WorkloadError: The batch cannot be split, the loss is not usable, or the processor lacks its kernels.
             NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
-            UsageError: The mode of BatchNorm could not be kept, there are several ranks by now, or a module that the
-                loss names is on another device; the state is as before.
+            UsageError: The mode of BatchNorm could not be kept, or there are several ranks by now; the state is as
+                before.
         """
         with self._attempt.interrupts:
             return self._run([batch])
@@ -264,7 +263,6 @@ class Accumulator:
             lacking = kernel_error(error, self.phase)
             if lacking is not None:
                 raise lacking from error
-            check_together(error, self._objective, self._model)
             shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
             if shortage is None or not self._recover:
                 raise error

@@ -5,7 +5,6 @@ They are not trained. They go to the device with the model, and take their bytes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,15 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.reach import find_reachable
-from autoaccum.errors import UsageError
 
 if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
     from autoaccum.workload.weights import Objective
-
-_APART = re.compile(r"same device|expected device|should be the same|device type")
 
 
 def find_named(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
@@ -66,24 +61,6 @@ def placed(modules: Iterable[nn.Module], device: torch.device | None) -> Iterato
             table.update(before)  # type: ignore[arg-type]
         for parameter, values in data:
             parameter.data = values
-
-
-def check_together(error: BaseException, objective: Objective, model: nn.Module) -> None:
-    """Say which module lies on another device than the model, where `error` comes of that.
-
-    Raises:
-        UsageError: One does.
-    """
-    if not isinstance(error, (RuntimeError, NotImplementedError)) or not _APART.search(str(error)):
-        return
-    home = model_device(model)
-    for name, module in find_named(objective, model).items():
-        if model_device(module) != home:
-            raise UsageError(
-                f"the loss names {name or type(module).__name__}, which is on {model_device(module)}, and the model is"
-                f" on {home}",
-                hint=f"move it there too: {name or 'module'}.to({str(home)!r})",
-            ) from error
 
 
 def _holds_tensors(module: nn.Module) -> bool:

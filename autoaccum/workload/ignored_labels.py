@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoaccum.workload.candidates import find_leaves, unlikeliness
-from autoaccum.workload.own_loss import IGNORED, find_computing, find_divisor, keep_labels, label_code
+from autoaccum.workload.own_loss import IGNORED, find_divisor, keep_labels, label_code
 from autoaccum.workload.weights import Objective
 
 
@@ -25,8 +25,7 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     path = _find_path(parts)
     if path is None:
         return None
-    computing = find_computing(model)
-    known = (None if computing is None else find_divisor(computing)) or "samples"
+    known = find_divisor(model)
     divisor = f"labels != {IGNORED}" if known == "samples" else known
     counts = [count for part in parts for count in _counts(dict(find_leaves(part)).get(path), divisor)]
     if len(set(counts)) < 2 and known == "samples":

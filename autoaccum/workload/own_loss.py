@@ -41,9 +41,8 @@ class OwnLoss:
 
     def learn(self, model: nn.Module) -> None:
         """Look at the model whose loss this is."""
-        computing = find_computing(model)
-        self.model = type_name(model if computing is None else computing)
-        self.divisor = "samples" if computing is None else find_divisor(computing) or "samples"
+        computing = find_computing(model) or model
+        self.model, self.divisor = type_name(computing), find_divisor(model)
         if "ForCTC" in self.model and getattr(model.config, "ctc_loss_reduction", "mean") == "sum":
             self.reduction = "sum"
 
@@ -88,8 +87,14 @@ def find_computing(model: nn.Module) -> nn.Module | None:
     return next((each for each in model.modules() if _computes_loss(each)), None)
 
 
-def find_divisor(model: nn.Module) -> str | None:
-    """What the mean of the loss of a model of transformers divides by; None where its class does not tell.
+def find_divisor(model: nn.Module) -> str:
+    """What the mean of the loss of a model of transformers divides by; `samples` where no class of it tells."""
+    computing = find_computing(model)
+    return (None if computing is None else _told_divisor(computing)) or "samples"
+
+
+def _told_divisor(model: nn.Module) -> str | None:
+    """As its class tells.
 
     One whose `forward` calls `self.loss_function` is known by that function; another has a cross-entropy of its own.
     Decoders alone shift labels: what an encoder stands before is given them shifted (`decoder_input_ids`).
@@ -111,11 +116,7 @@ def find_divisor(model: nn.Module) -> str | None:
     else:
         is_known = any(each.endswith(("CrossEntropyLoss", "cross_entropy", "loss_fct")) for each in forward.co_names)
         shifts = "shift_labels" in forward.co_varnames
-    return _divisor(shifts) if is_known else None
-
-
-def _divisor(shifts: bool) -> str:
-    return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}"
+    return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}" if is_known else None
 
 
 def label_code(path: str, divisor: str) -> str:
@@ -129,8 +130,7 @@ def label_code(path: str, divisor: str) -> str:
 
 def likely_code(model: nn.Module) -> str | None:
     """What the loss of `model` likely divides by, as an expression; None where no class of transformers tells."""
-    computing = find_computing(model)
-    divisor = (None if computing is None else find_divisor(computing)) or "samples"
+    divisor = find_divisor(model)
     return None if divisor == "samples" else label_code('batch["labels"]', divisor)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum import Accumulator, Plan, Workload, fit, plan, verify
+from autoaccum import Plan, Workload, fit, plan, verify
 from autoaccum.accumulation.beside import find_beside, find_named
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.weights import resolve_objective
 
@@ -122,19 +122,6 @@ def test_listed_modules_are_read() -> None:
     for wrong in (3, "teacher", [other, 3], {"a": nn.Linear}):
         with pytest.raises(WorkloadError, match="modules has .*: give the modules beside the model"):
             make(wrong)
-
-
-def test_the_accumulator_says_what_lies_elsewhere() -> None:
-    model, teacher = nn.Linear(4, 2), nn.Linear(4, 2, device="meta")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, enclosing(teacher), micro_batch=2)
-    before, batch = copy.deepcopy(model.state_dict()), (torch.randn(4, 4), torch.randn(4, 2))
-    said = (
-        r"^the loss names teacher, which is on meta, and the model is on cpu: move it there too: teacher\.to\('cpu'\)"
-    )
-    with pytest.raises(UsageError, match=said):
-        accumulator.step(batch)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.fixture

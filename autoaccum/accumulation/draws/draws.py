@@ -130,16 +130,6 @@ class Draws:
             self._shared, self._unsure = shared, unsure
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Around another accumulated run: each part draws as recorded, and what is shared as the first part did.
-
-        Raises:
-            DrawMismatch: When a part draws otherwise than it did.
-        """
-        with self._giving(self._give_own, self._count_own):
-            yield
-
-    @contextmanager
     def in_order(self) -> Iterator[None]:
         """Around a run that takes the parts in their order, and does not tell where each begins; `end_part` does.
 

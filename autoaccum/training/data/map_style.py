@@ -66,11 +66,6 @@ class MapStyleSource:
         if order.samples is not None:
             check_first_window(order.samples, target_batch, self._name)
 
-    @property
-    def description(self) -> str:
-        """What it is, in words."""
-        return self._name if self.samples_per_epoch is None else f"{self._name} of {self.samples_per_epoch:,} samples"
-
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
         return {"kind": "map-style", "samples": self.samples_per_epoch, "order": self._order.kind}

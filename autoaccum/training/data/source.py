@@ -40,10 +40,6 @@ class Source(Protocol):
     keeps_place: bool
 
     @property
-    def description(self) -> str:
-        """What it is, in words: `a map-style dataset of 1,797 samples`."""
-
-    @property
     def samples_per_epoch(self) -> int | None:
         """How many samples an epoch has; None where the data does not tell."""
 

@@ -71,11 +71,6 @@ class StreamSource(abc.ABC):
         self._epoch, self._is_restored, self._is_first = 0, False, True
         self._place = self._committed = _Place()
 
-    @property
-    def description(self) -> str:
-        """What it is, in words."""
-        return self._reading.name
-
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
         return {"kind": self._unit, "length": self._length, **self._reading.reads_by}

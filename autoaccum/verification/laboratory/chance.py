@@ -23,7 +23,7 @@ def host_state() -> tuple[bytes, bytes]:
 
 @contextmanager
 def calmed() -> Iterator[None]:
-    """As `calm`; Python's and NumPy's own functions, too, give values that do nothing.
+    """As `calm`; what draws an order or a place from Python's or NumPy's global generators gives the first one, too.
 
     Not held are generators of one's own (`default_rng`), and functions that are no more called by way of their module.
     """
@@ -38,20 +38,9 @@ def calmed() -> Iterator[None]:
                 setattr(module, name, function)
 
 
-def _middle(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-    return _filled((low + high) / 2, size)
-
-
-def _mean(mean: Any = 0.0, deviation: Any = 1.0, size: Any = None) -> Any:
-    return _filled(mean, size)
-
-
-def _filled(value: Any, size: Any) -> Any:
-    return value if size is None else np.full(size, value)
-
-
 def _lowest(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
-    return _filled(dtype(0 if high is None else low), size)
+    value = dtype(0 if high is None else low)
+    return value if size is None else np.full(size, value)
 
 
 def _in_order(items: Any) -> Any:
@@ -66,36 +55,16 @@ def _first(items: Any, size: Any = None, replace: bool = True, p: Any = None) ->
     return (ordered[np.zeros(count, dtype=int)] if replace else ordered[:count]).reshape(size)
 
 
-def _of_shape(value: float) -> Callable[..., Any]:
-    return lambda *shape: _filled(value, shape or None)
-
-
 _HELD: Mapping[Any, Mapping[str, Callable[..., Any]]] = {
     random: {
-        "random": lambda: 0.5,
-        "uniform": _middle,
-        "gauss": _mean,
-        "normalvariate": _mean,
-        "betavariate": lambda alpha, beta: alpha / (alpha + beta),
         "randint": lambda low, high: low,
         "choice": lambda items: items[0],
         "sample": lambda items, k, **_: list(items)[:k],
         "shuffle": lambda items: None,
     },
-    np.random: {
-        **dict.fromkeys(("random", "random_sample"), lambda size=None: _filled(0.5, size)),
-        "rand": _of_shape(0.5),
-        "randn": _of_shape(0.0),
-        "standard_normal": lambda size=None: _filled(0.0, size),
-        "uniform": _middle,
-        "normal": _mean,
-        "beta": lambda a, b, size=None: _filled(a / (a + b), size),
-        "randint": _lowest,
-        "permutation": _in_order,
-        "shuffle": lambda items: None,
-        "choice": _first,
-    },
+    np.random: {"randint": _lowest, "permutation": _in_order, "shuffle": lambda items: None, "choice": _first},
 }
+"""Of which the range follows from the number of samples; others give parts and the whole alike (`HostDraws`)."""
 
 
 @contextmanager

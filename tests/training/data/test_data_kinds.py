@@ -42,68 +42,59 @@ def opened(data: Any, target: int = 4) -> Source:
     return open_source(data, target_batch=target, seed=0, workers=0)
 
 
-KINDS: dict[str, tuple[Any, str, dict[str, Any], int | None]] = {
+KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
     "dataset": (
         lambda: DrawingRows(1797),
-        "a map-style dataset of 1,797 samples",
         {"kind": "map-style", "samples": 1797, "order": "shuffled"},
         1797,
     ),
     "array": (
         lambda: np.zeros((9, 2)),
-        "a map-style dataset of 9 samples",
         {"kind": "map-style", "samples": 9, "order": "shuffled"},
         9,
     ),
     "loader": (
         lambda: DataLoader(DrawingRows(9), 2),
-        "a DataLoader over a map-style dataset of 9 samples",
         {"kind": "map-style", "samples": 9, "order": "BatchSampler of SequentialSampler"},
         9,
     ),
     "loader that drops": (
         lambda: DataLoader(DrawingRows(9), 2, drop_last=True),
-        "a DataLoader over a map-style dataset of 8 samples",
         {"kind": "map-style", "samples": 8, "order": "BatchSampler of SequentialSampler"},
         8,
     ),
     "batch sampler": (
         lambda: DataLoader(DrawingRows(9), batch_sampler=[[1, 2, 3, 4]]),
-        "a DataLoader over a map-style dataset",
         {"kind": "map-style", "samples": None, "order": "list"},
         None,
     ),
     "loader without batches": (
         lambda: DataLoader(DrawingRows(9), batch_size=None),
-        "a DataLoader of batches",
         {"kind": "batches", "length": None, "batch_size": None, "workers": 0},
         None,
     ),
     "loader of its own way": (
         lambda: OwnWay(DrawingRows(9), 2),
-        "an OwnWay of batches",
         {"kind": "batches", "length": None, "batch_size": 2, "workers": 0},
         None,
     ),
     "samples": (
         lambda: DrawingStream(9),
-        "a DrawingStream of samples",
         {"kind": "samples", "length": None},
         None,
     ),
-    "list": (lambda: [(x, y)] * 3, "a list of 3 batches", {"kind": "batches", "length": 3}, 24),
-    "tuple of tensors": (lambda: (x, x), "a tuple of 2 batches", {"kind": "batches", "length": 2}, 16),
-    "deque": (lambda: deque([(x, y)] * 3), "a deque of 3 batches", {"kind": "batches", "length": 3}, 24),
-    "user's list": (lambda: Listed([(x, y)]), "a Listed of 1 batches", {"kind": "batches", "length": 1}, 8),
-    "generator": (lambda: iter([x]), "a list_iterator of batches", {"kind": "batches", "length": None}, None),
+    "list": (lambda: [(x, y)] * 3, {"kind": "batches", "length": 3}, 24),
+    "tuple of tensors": (lambda: (x, x), {"kind": "batches", "length": 2}, 16),
+    "deque": (lambda: deque([(x, y)] * 3), {"kind": "batches", "length": 3}, 24),
+    "user's list": (lambda: Listed([(x, y)]), {"kind": "batches", "length": 1}, 8),
+    "generator": (lambda: iter([x]), {"kind": "batches", "length": None}, None),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_says_what_the_data_is(kind: str) -> None:
-    make, description, fingerprint, samples = KINDS[kind]
+    make, fingerprint, samples = KINDS[kind]
     source = opened(make())
-    assert source.description == description
     assert source.fingerprint() == fingerprint
     assert source.samples_per_epoch == samples
 
