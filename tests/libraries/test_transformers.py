@@ -12,39 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_transformers import SIZES, WORDS, bert, gpt2, llama
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertForSequenceClassification
 from transformers.activations import ACT2FN
 
 import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.digest import state_digest
-
-WORDS = 50
-SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZES |= {"intermediate_size": 32, "max_position_embeddings": 16}
-
-
-def bert() -> Any:
-    return BertForSequenceClassification(BertConfig(**SIZES))
-
-
-def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
-
-
-def gpt2() -> Any:
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config)
 
 
 def adapted() -> Any:
@@ -112,7 +87,7 @@ class Counting(BertForSequenceClassification):  # type: ignore[misc]
 
 
 def test_of_a_users_own_class_only_its_own_attributes_are_told() -> None:
-    model = Counting(BertConfig(**SIZES))
+    model = Counting(BertConfig(**SIZES, vocab_size=WORDS))
     plan = autoaccum.plan(model=model, batch=sentences, loss=loss, target_batch=4, max_micro_batch=2)
     assert [warning for warning in plan.warnings if "keeps in Python (calls), which" in warning]
     assert model.calls == 0

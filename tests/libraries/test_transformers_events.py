@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_transformers import NO_DROPOUT, SIDES, SIZES, bert, hf, llama, t5, vit, whisper
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,12 +23,8 @@ from torch.utils._pytree import tree_leaves
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.simulation import simulate
 
-tr: Any = transformers  # Its configurations are typed as no more than they are by default.
 Event = tuple[Any, ...]
 Batch = Mapping[str, Tensor]
-
-LAYERS: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def tokens(*shape: int) -> Tensor:
@@ -41,69 +37,36 @@ def padded(*shape: int) -> Tensor:
     return mask
 
 
-def llama() -> Any:
-    config = tr.LlamaConfig(**LAYERS, vocab_size=40, num_key_value_heads=2, use_cache=False)
-    return tr.LlamaForCausalLM(config)
-
-
-def bert() -> Any:
-    return tr.BertForSequenceClassification(tr.BertConfig(**LAYERS, **NO_DROPOUT, vocab_size=40))
-
-
-def t5() -> Any:
-    config = tr.T5Config(
-        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
-    )
-    config.decoder_start_token_id = 0
-    return tr.T5ForConditionalGeneration(config)
-
-
-def whisper() -> Any:
-    sides = {
-        f"{side}_{name}": number
-        for side in ("encoder", "decoder")
-        for name, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
-    }
-    config = tr.WhisperConfig(
-        **sides, vocab_size=40, d_model=16, num_mel_bins=8, max_source_positions=10, max_target_positions=12,
-        dropout=0.0, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
-    )  # fmt: skip
-    return tr.WhisperForConditionalGeneration(config)
-
-
 def bart() -> Any:
-    sides = {
-        f"{side}_{name}": number
-        for side in ("encoder", "decoder")
-        for name, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
-    }
-    config = tr.BartConfig(**sides, vocab_size=40, d_model=16, max_position_embeddings=16, dropout=0.0, use_cache=False)
-    return tr.BartForConditionalGeneration(config)
+    return hf.BartForConditionalGeneration(hf.BartConfig(**SIDES, max_position_embeddings=16))
 
 
-def vit() -> Any:
-    return tr.ViTForImageClassification(tr.ViTConfig(**LAYERS, **NO_DROPOUT, image_size=16, patch_size=8))
+def plain_bert() -> Any:
+    return bert(**NO_DROPOUT)
 
 
 WRITTEN = ("scalar_tensor", "view", "expand", "copy_")
-IDS = tokens(3, 8)
+IDS, CLASSES = tokens(3, 8), torch.tensor([0, 1, 0])
 CASES: dict[str, tuple[Callable[[], Any], Batch]] = {
     "llama": (llama, {"input_ids": IDS, "labels": IDS}),
     "llama, no padding": (llama, {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}),
     "llama, padding": (llama, {"input_ids": IDS, "labels": IDS, "attention_mask": padded(3, 8)}),
     "llama, packed": (llama, {"input_ids": IDS, "labels": IDS, "position_ids": (torch.arange(8) % 5).expand(3, -1)}),
-    "bert": (bert, {"input_ids": IDS, "labels": torch.tensor([0, 1, 0])}),
+    "bert": (plain_bert, {"input_ids": IDS, "labels": CLASSES}),
     "bert, no padding": (
-        bert,
-        {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": torch.ones_like(IDS)},
+        plain_bert,
+        {"input_ids": IDS, "labels": CLASSES, "attention_mask": torch.ones_like(IDS)},
     ),
-    "bert, padding": (bert, {"input_ids": IDS, "labels": torch.tensor([0, 1, 0]), "attention_mask": padded(3, 8)}),
+    "bert, padding": (
+        plain_bert,
+        {"input_ids": IDS, "labels": CLASSES, "attention_mask": padded(3, 8)},
+    ),
     "bart": (bart, {"input_ids": IDS, "labels": tokens(3, 5)}),
     "bart, padding": (bart, {"input_ids": IDS, "labels": tokens(3, 5), "attention_mask": padded(3, 8).float()}),
     "t5": (t5, {"input_ids": IDS, "labels": tokens(3, 5)}),
     "t5, padding": (t5, {"input_ids": IDS, "labels": tokens(3, 5), "attention_mask": padded(3, 8)}),
     "whisper": (whisper, {"input_features": torch.zeros(3, 8, 20), "labels": tokens(3, 5)}),
-    "vit": (vit, {"pixel_values": torch.zeros(3, 3, 16, 16), "labels": torch.tensor([0, 1, 0])}),
+    "vit": (vit, {"pixel_values": torch.zeros(3, 3, 16, 16), "labels": CLASSES}),
 }
 
 
@@ -184,12 +147,12 @@ def test_a_simulated_run_takes_the_path_of_a_real_one(name: str, monkeypatch: py
 
 
 def test_checks_of_labels_and_lengths_that_follow_from_a_mask_are_known() -> None:
-    config = tr.Wav2Vec2Config(
-        **LAYERS, vocab_size=12, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+    config = hf.Wav2Vec2Config(
+        **SIZES, vocab_size=12, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_length=2, layerdrop=0.0,
     )  # fmt: skip
     batch = {"input_values": torch.zeros(2, 400), "attention_mask": padded(2, 400), "labels": tokens(2, 4) % 10 + 1}
     with simulate(find_card("a100-80gb")) as mode:
-        model = tr.Wav2Vec2ForCTC(config).to("cuda")
+        model = hf.Wav2Vec2ForCTC(config).to("cuda")
         model(**{name: tensor.to("cuda") for name, tensor in batch.items()}).loss.backward()
     assert not mode.checks

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+from tiny_transformers import SIZES, WORDS, bert, gpt2, hf, llama, t5, vit, whisper
 from torch import Tensor
 from torch.optim import SGD
 
@@ -19,13 +20,7 @@ from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.company.check import check_workload
 from autoaccum.workload.weighting import check_weighting
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}
 HEAD = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,10 +38,6 @@ def batch(size):
 """
 
 
-def llama() -> Any:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1))
-
-
 def text(size: int, length: int = 12) -> dict[str, Tensor]:
     """Labels of which another number counts in each sample; the first one always does."""
     ids = torch.randint(1, 64, (size, length))
@@ -57,38 +48,11 @@ def text(size: int, length: int = 12) -> dict[str, Tensor]:
 
 
 def images(size: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(0, 2, (size,))}
-
-
-def t5() -> Any:
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    )
-
-
-def whisper() -> Any:
-    sizes = {
-        f"{part}_{name}": value
-        for part in ("encoder", "decoder")
-        for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
-    }
-    config = hf.WhisperConfig(
-        vocab_size=64,
-        d_model=16,
-        num_mel_bins=4,
-        max_source_positions=8,
-        pad_token_id=0,
-        max_target_positions=16,
-        decoder_start_token_id=1,
-        bos_token_id=1,
-        eos_token_id=2,
-        **sizes,
-    )
-    return hf.WhisperForConditionalGeneration(config)
+    return {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(0, 2, (size,))}
 
 
 def speech(size: int) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(size, 4, 16), "labels": text(size)["labels"]}
+    return {"input_features": torch.randn(size, 8, 20), "labels": text(size)["labels"]}
 
 
 def ctc() -> Any:
@@ -118,41 +82,20 @@ def regression(size: int) -> dict[str, Tensor]:
     return {"input_ids": text(size)["input_ids"], "labels": torch.randn(size)}
 
 
-def bert(head: str, **settings: Any) -> Callable[[], Any]:
-    return lambda: getattr(hf, f"BertFor{head}")(hf.BertConfig(**SMALL, **settings))
-
-
 SHIFTED, MARKED = "labels[..., 1:] != -100", "labels != -100"
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str]] = {
     "Llama": (llama, text, f"{SHIFTED} (LlamaForCausalLM)"),
-    "GPT-2": (
-        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
-        text,
-        f"{SHIFTED} (GPT2LMHeadModel)",
-    ),
-    "BERT, masked words": (bert("MaskedLM"), text, f"{MARKED} (BertForMaskedLM)"),
-    "BERT, tags": (bert("TokenClassification", num_labels=64), text, f"{MARKED} (BertForTokenClassification)"),
+    "GPT-2": (gpt2, text, f"{SHIFTED} (GPT2LMHeadModel)"),
+    "BERT, masked words": (partial(bert, "MaskedLM"), text, f"{MARKED} (BertForMaskedLM)"),
+    "BERT, tags": (partial(bert, "TokenClassification", num_labels=64), text, f"{MARKED} (BertForTokenClassification)"),
     "BERT, a number": (
-        bert("SequenceClassification", num_labels=1),
+        partial(bert, "SequenceClassification", num_labels=1),
         regression,
         "samples (BertForSequenceClassification)",
     ),
     "T5": (t5, text, f"{MARKED} (T5ForConditionalGeneration)"),
     "Whisper": (whisper, speech, f"{MARKED} (WhisperForConditionalGeneration)"),
-    "ViT": (
-        lambda: hf.ViTForImageClassification(
-            hf.ViTConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                image_size=32,
-                patch_size=16,
-            )
-        ),
-        images,
-        f"{MARKED} (ViTForImageClassification)",
-    ),
+    "ViT": (vit, images, f"{MARKED} (ViTForImageClassification)"),
     "ResNet": (resnet, images, f"{MARKED} (ResNetForImageClassification)"),
     "Wav2Vec2": (ctc, sounds, "nothing: the loss is a sum"),
 }
