@@ -124,19 +124,10 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
 
 
 def _batching(module: ModuleType) -> dict[str, Any]:
-    """`split` and `size`, where they are functions of a batch: a file may call other things so."""
+    """`split` and `size`, where one of them is a function of a batch: a file may call other things so."""
     takes = {"split": ["batch", "sizes"], "size": ["batch"]}
-    found = {name: getattr(module, name, None) for name in takes}
-    functions = {name: value for name, value in found.items() if inspect.isroutine(value)}
-    alike = [name for name in functions if _parameters(functions[name]) == takes[name]]
-    return functions if alike and (len(functions) == len(takes) or len(alike) == len(functions)) else {}
-
-
-def _parameters(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except ValueError:
-        return []
+    found = {name: getattr(module, name) for name in takes if inspect.isfunction(getattr(module, name, None))}
+    return found if any([*inspect.signature(found[name]).parameters] == takes[name] for name in found) else {}
 
 
 def _lookup(module: ModuleType, name: str, called: str) -> Any:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 
-from autoaccum import Accumulator, fit, plan, tune, verify
-from autoaccum.accumulation.ranks import check_group, check_launch, check_unsharded
+from autoaccum import Accumulator, fit, plan, verify
+from autoaccum.accumulation.ranks import check_launch, check_unsharded
 from autoaccum.cli import main
 from autoaccum.errors import UsageError
 
@@ -127,7 +127,7 @@ def test_a_model_of_ranks_is_refused_by_all(wrap: object, seen: str, tmp_path: P
 
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_trains_as_without_a_group() -> None:
-    check_group()
+    check_launch()
     check_unsharded(nn.Linear(2, 2))
     model = nn.Linear(4, 2)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), micro_batch=2)
@@ -152,16 +152,3 @@ def test_commands_under_torchrun_are_refused(words: str, tmp_path: Path, monkeyp
     said = "this process is one of 2 (WORLD_SIZE), and several ranks are not built yet: start it once, without torchrun"
     assert said in " ".join(result.stderr.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py"]
-
-
-def test_calls_under_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for call in (
-        lambda: fit(nn.Linear(4, 2), [], target_batch=4, loss=nn.MSELoss(), steps=1),
-        lambda: verify("model.py"),
-        lambda: tune("model.py", target_batch=8, progress=False),
-    ):
-        with pytest.raises(UsageError, match="one of 4"):
-            call()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    check_launch()

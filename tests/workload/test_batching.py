@@ -1,4 +1,4 @@
-"""Batches whose samples are not rows: detection, packed tokens, images of many patches."""
+"""Batches whose samples are not rows: detection and packed tokens."""
 
 from __future__ import annotations
 
@@ -89,44 +89,6 @@ def split_packed(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, T
     return parts
 
 
-class Seeing(nn.Module):
-    """Mean of an image's patches beside the words, as Qwen2-VL gets both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.words, self.head = nn.Linear(6, 8), nn.Embedding(11, 8), nn.Linear(8, 11)
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        counts = image_grid_thw.prod(1)
-        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        seen = torch.zeros(len(counts), 8, dtype=pixel_values.dtype).index_add(0, owner, self.patch(pixel_values))
-        return torch.as_tensor(self.head(self.words(input_ids) + (seen / counts[:, None])[:, None]))
-
-
-def pictures(size: int) -> dict[str, Tensor]:
-    grids = torch.tensor([[1, 1 + number % 2, 2] for number in range(size)])
-    draw = torch.Generator().manual_seed(size)
-    return {
-        "input_ids": torch.randint(11, (size, 5), generator=draw),
-        "pixel_values": torch.randn(int(grids.prod(1).sum()), 6, generator=draw),
-        "image_grid_thw": grids,
-    }
-
-
-def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(**batch).flatten(0, 1), batch["input_ids"].flatten())
-
-
-def split_pictures(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
-    patches = batch["image_grid_thw"].prod(1)
-    pixels = torch.split(batch["pixel_values"], [int(part.sum()) for part in torch.split(patches, sizes)])
-    rows = [torch.split(batch[name], sizes) for name in ("input_ids", "image_grid_thw")]
-    return [
-        {"input_ids": ids, "pixel_values": values, "image_grid_thw": grid}
-        for ids, grid, values in zip(*rows, pixels, strict=True)
-    ]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "detection": {
         "model": Detector,
@@ -143,14 +105,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "weight": lambda batch: len(batch["tokens"]),
         "split": split_packed,
         "size": lambda batch: len(batch["cu_seqlens"]) - 1,
-    },
-    "pictures": {
-        "model": Seeing,
-        "batch": pictures,
-        "loss": picture_loss,
-        "weight": None,
-        "split": split_pictures,
-        "size": lambda batch: len(batch["input_ids"]),
     },
 }
 
@@ -199,6 +153,12 @@ def test_needs_both_functions() -> None:
         Workload(**{**KINDS["packed"], "size": lambda batch: len(batch["cu_seqlens"])}).build_batch(4)
 
 
+def written(folder: Path, text: str) -> str:
+    head = "from torch import nn, rand\ndef model(): return nn.Linear(2, 1)\ncriterion = nn.MSELoss()\n"
+    (folder / "named.py").write_text(f"{head}def batch(size): return rand(size, 2), rand(size, 1)\n{text}\n")
+    return str(folder / "named.py")
+
+
 @pytest.mark.parametrize(
     ("text", "taken"),
     [
@@ -210,19 +170,9 @@ def test_needs_both_functions() -> None:
     ],
 )
 def test_other_things_of_these_names_are_none(tmp_path: Path, text: str, taken: bool) -> None:
-    file = tmp_path / "named.py"
-    file.write_text(
-        "from torch import nn, rand\ndef model(): return nn.Linear(2, 1)\n"
-        "def batch(size): return rand(size, 2), rand(size, 1)\ncriterion = nn.MSELoss()\n" + text + "\n"
-    )
-    assert (load_workload(str(file)).batching is not None) is taken
+    assert (load_workload(written(tmp_path, text)).batching is not None) is taken
 
 
 def test_half_a_pair_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "half.py"
-    file.write_text(
-        "from torch import nn, rand\ndef model(): return nn.Linear(2, 1)\n"
-        "def batch(size): return rand(size, 2), rand(size, 1)\ncriterion = nn.MSELoss()\ndef split(batch, sizes): ...\n"
-    )
     with pytest.raises(WorkloadError, match="split is given without size"):
-        load_workload(str(file))
+        load_workload(written(tmp_path, "def split(batch, sizes): ..."))

@@ -14,8 +14,7 @@ from torch.optim import SGD
 
 from autoaccum import AccumulationWarning, Accumulator, Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.ignored_labels import ignored_labels_warning
-from autoaccum.workload.own_loss import OwnLoss, label_code
+from autoaccum.workload.own_loss import OwnLoss
 from autoaccum.workload.weighting import check_weighting
 from autoaccum.workload.weights import resolve_objective
 
@@ -53,16 +52,6 @@ def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
     assert isinstance(own, OwnLoss)
     assert (own.access, objective.weight(data), objective.source) == (access, 5.0, "samples (Regression)")
     assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []
-
-
-def test_an_accumulator_without_a_loss_makes_the_full_update() -> None:
-    torch.manual_seed(0)
-    models = [Regression() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    data = batch(7)
-    for model, micro_batch in zip(models, (7, 3), strict=True):
-        Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=micro_batch).step(data)
-    assert torch.allclose(models[0].layer.weight, models[1].layer.weight, atol=1e-6)
 
 
 def test_a_weight_and_a_sum_are_as_given() -> None:
@@ -128,12 +117,3 @@ def test_an_accumulator_tells_once_of_labels_that_do_not_count() -> None:
 )
 def test_nothing_is_told_of_others(data: Any, options: dict[str, Any]) -> None:
     assert warned(token_loss, data, **options) == []
-
-
-def test_labels_in_a_list_of_samples_are_nothing_to_tell_of() -> None:
-    objective = resolve_objective(token_loss)
-    assert ignored_labels_warning(objective, nn.Linear(1, 1), [{"names": ["a", "b"]}, {"names": ["c"]}]) is None
-
-
-def test_the_code_of_a_weight() -> None:
-    assert label_code('batch["labels"]', "labels != 255") == '(batch["labels"] != 255).sum()'
