@@ -75,8 +75,8 @@ class Attempt:
         )
         self._generators = own_generators(self._modules())
         self._is_first = True
-        self._has_warned = self._knows_buffers = self._knows_weighting = False
-        self._sums_wide, self._told_rounding = accumulate_in == "fp32", False
+        self._has_warned = self._has_accumulated = self._knows_buffers = False
+        self._sums_wide = accumulate_in == "fp32"
 
     def check(self) -> None:
         """Refuse to go on with half an update.
@@ -140,16 +140,15 @@ class Attempt:
         buffers = None
         if accumulates and needs_buffers(trained):
             buffers = GradientBuffers(trained, wide=self._sums_wide)
-            if not (self._sums_wide or self._told_rounding):
-                self._told_rounding = True
+            if not (self._sums_wide or self._has_accumulated):
                 warn_caller(rounding_warning(trained))
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
         versions, outside = None, None
         if accumulates and not self._knows_buffers:
             versions = BufferVersions(self._model)
             outside = OutsideNorms(self._model, self._objective, self._modules())
-        if accumulates and not self._knows_weighting:
-            self._knows_weighting = True
+        if accumulates and not self._has_accumulated:
+            self._has_accumulated = True
             if said := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(said, WeightingWarning)
         self._warn_of_batchnorm(accumulates=accumulates)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from imported_files import import_file
 from tiny_transformers import SIZES, WORDS, bert, gpt2, hf, llama, t5, vit, whisper
 from torch import Tensor
 from torch.optim import SGD
@@ -148,11 +148,7 @@ def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
     assert accumulator_line(plan) == "autoaccum.Accumulator(model, optimizer, micro_batch=3).step(batch)"
     step = tmp_path / "train_step.py"
     step.write_text(emit_wrapper(plan))
-    spec = importlib.util.spec_from_file_location("emitted_llama", step)
-    assert spec is not None
-    assert spec.loader is not None
-    emitted = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(emitted)
+    emitted = import_file(step)
     first, batch = llama().double(), text(7)
     other = copy.deepcopy(first)
     Accumulator(first, SGD(first.parameters(), lr=1.0), micro_batch=7).step(batch)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imported_files import import_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -106,11 +106,7 @@ def test_is_found_out_on_a_simulated_card_and_emitted(tmp_path: Path) -> None:
     assert not any("traced by itself" in note for note in found.notes)  # Sizes follow from 2, 4 and 6.
     written = tmp_path / "train_step.py"
     written.write_text(emit_wrapper(found))
-    spec = importlib.util.spec_from_file_location("train_step", written)
-    assert spec is not None
-    assert spec.loader is not None
-    step = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(step)
+    step = import_file(written)
     assert [len(x) for x, _ in step.cut(pairs(30))] == [10, 10, 10]
     assert [len(x) for x, _ in step.cut(pairs(26))] == [10, 8, 8]
     with pytest.raises(ValueError, match="7 samples are no multiple of 2"):

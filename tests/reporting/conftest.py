@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from imported_files import import_file
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
@@ -66,11 +66,6 @@ def emit(tmp_path: Path) -> Emit:
     def make(workload: Workload, target: int = 18, ceiling: int = 6, **changes: Any) -> ModuleType:
         path = tmp_path / f"train_step_{next(numbers)}.py"
         path.write_text(emit_wrapper(plan_by_hand(workload, target, ceiling, **changes)), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return import_file(path)
 
     return make

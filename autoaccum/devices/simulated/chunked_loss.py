@@ -5,8 +5,9 @@ What a head returns is put off (`Logits`). A loss takes it in pieces; whoever el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partialmethod
+import functools
+from collections.abc import Callable
+from functools import partial, partialmethod
 from numbers import Number
 from typing import Any
 
@@ -66,14 +67,11 @@ class Logits:
         """As of the whole."""
         return self.hidden.device
 
-    @property
-    def ndim(self) -> int:
-        """As of the whole."""
-        return len(self.shape)
-
     def dim(self) -> int:
         """As of the whole."""
         return len(self.shape)
+
+    ndim = property(dim)
 
     def size(self, dim: int | None = None) -> Any:
         """As of the whole."""
@@ -202,26 +200,15 @@ class ChunkedLoss(TorchFunctionMode):
                 )
 
         rows = zip(logits.hidden.flatten(0, -2).chunk(CHUNKS), target.flatten().chunk(CHUNKS), strict=True)
-        losses = [_checkpointed(of_rows, hidden, wanted) for hidden, wanted in rows]
+        again: Any = partial(checkpoint, of_rows, use_reentrant=False, preserve_rng_state=False)
+        losses: list[Tensor] = [again(hidden, wanted) for hidden, wanted in rows]
         if reduction == "none":
             return torch.cat(losses).view(target.shape)
-        total = _sum(losses)
+        total = functools.reduce(torch.add, losses)
         if reduction == "sum":
             return total
         counted = target != ignore_index
         return total / (counted.sum() if weight is None else (weight[target.clamp(min=0)] * counted).sum())
-
-
-def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return out
-
-
-def _sum(losses: Iterable[Tensor]) -> Tensor:
-    first, *others = losses
-    for other in others:
-        first = first + other
-    return first
 
 
 def _in_rows(logits: Logits, target: Any) -> bool:

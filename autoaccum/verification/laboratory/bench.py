@@ -42,7 +42,7 @@ class Bench:
                     (hooks or {}).clear()
         self.scale = specimen.loss_scale
         self._specimen = specimen
-        self.held: HeldState | None = None
+        self._kept: tuple[ModuleState, OwnAttributes] | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -75,7 +75,7 @@ class Bench:
             for name, tensor in root.named_buffers(prefix=prefix)
         }
         parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        state = () if self.held is None else tuple(self.held.changed())
+        state = () if self._kept is None else tuple(self._kept[1].changed())
         return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
 
     def backward(self, loss: Tensor) -> None:
@@ -91,30 +91,15 @@ class Bench:
     def running(self) -> Iterator[None]:
         """Around the run; see `Specimen.running`."""
         with self._specimen.running():
-            self.held = HeldState({**self.trained.roots, **self._specimen.beside})
+            roots = {**self.trained.roots, **self._specimen.beside}
+            modules = (module for root in roots.values() for module in root.modules())
+            self._kept = ModuleState(modules), OwnAttributes(roots)
             yield
 
     def begin_anew(self) -> None:
-        """Put what modules keep between calls back to what the run began with."""
-        if self.held is not None:
-            self.held.restore()
-
-
-class HeldState:
-    """What modules of a run keep between calls: buffers, modes, and plain attributes where the class is the user's."""
-
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._modules = ModuleState(module for root in roots.values() for module in root.modules())
-        self._attributes = OwnAttributes(roots)
-
-    def changed(self) -> list[str]:
-        """Names of attributes that are other ones now."""
-        return self._attributes.changed()
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._modules.restore()
-        self._attributes.restore()
+        """Put buffers, modes and plain attributes back to what the run began with."""
+        for state in self._kept or ():
+            state.restore()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from held_bytes import most_held
 
 from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.devices.simulated.breakdown import break_down
@@ -86,20 +87,15 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
     assert sum(explanation.categories.values()) == explanation.peak_bytes == found.replays.peak_bytes(trace)
     shares = module_shares(found.ledger, found.ledger.peak_at)
     held = sum(share.bytes for share in shares)
-    assert held == explanation.peak_bytes - explanation.categories["unused"] == most_asked_for(found)
+    assert (
+        held
+        == explanation.peak_bytes - explanation.categories["unused"]
+        == most_held(found.labelled.trace.events, found.ledger.demand.sizes)
+    )
     for category in CATEGORIES[:-1]:
         assert sum(share.categories.get(category, 0) for share in shares) == explanation.categories[category]
     assert explanation.modules == largest(shares)
     assert len(explanation.modules) <= 10
-
-
-def most_asked_for(found: Any) -> int:
-    """Counted from the trace alone."""
-    alive = most = 0
-    for event in found.labelled.trace.events:
-        alive += found.ledger.demand.sizes[event] if event >= 0 else -found.ledger.demand.sizes[~event]
-        most = max(most, alive)
-    return most
 
 
 @pytest.mark.parametrize("name", ["convolutional", "transformer-bf16"])

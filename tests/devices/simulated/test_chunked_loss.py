@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_bytes import most_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -136,12 +137,7 @@ def optimizer(params):
 def most_bytes(trace: Trace) -> int:
     """What blocks hold at most."""
     replays = Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
-    sizes = replays.weigh(trace).sizes
-    alive = most = 0
-    for event in trace.events:
-        alive += sizes[event] if event >= 0 else -sizes[~event]
-        most = max(most, alive)
-    return most
+    return most_held(trace.events, replays.weigh(trace).sizes)
 
 
 def test_a_loss_in_chunks_holds_one_chunk_of_logits(simulated: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_bytes import most_held
 from torch import nn
 
 from autoaccum.devices.simulated.card_mode import CardMode
@@ -51,14 +52,8 @@ STATES = {"SGD": 0, "Adagrad": 1, "SparseAdam": 2}
 def in_use(mode: CardMode, step: Callable[[], Any]) -> tuple[int, int]:
     """What `step` leaves beside what was there, and the most it takes on the way."""
     before, start = mode.recorder.alive_bytes, len(mode.recorder.events)
-    sizes = mode.recorder.sizes
     step()
-    now = most = 0
-    for event in mode.recorder.events[start:]:
-        size = sizes[event if event >= 0 else ~event]
-        now += (size if event >= 0 else -size) if isinstance(size, int) else 0
-        most = max(most, now)
-    return mode.recorder.alive_bytes - before, most
+    return mode.recorder.alive_bytes - before, most_held(mode.recorder.events[start:], mode.recorder.sizes)
 
 
 @pytest.fixture
@@ -129,10 +124,5 @@ def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[
     inspected = ask("inspect")
     assert "failure" not in inspected, inspected["failure"]
     trace = ask("trace", parts=[8, 8])["trace"]
-    alive = most = 0
-    for event in trace["events"]:
-        size = trace["sizes"][event if event >= 0 else ~event]
-        alive += (size if event >= 0 else -size) if isinstance(size, int) else 0
-        most = max(most, alive)
     resident = (1 + STATES[name]) * TABLE
-    assert resident < most < resident + 12 * 2 * 8 * TOKENS * EACH
+    assert resident < most_held(trace["events"], trace["sizes"]) < resident + 12 * 2 * 8 * TOKENS * EACH
