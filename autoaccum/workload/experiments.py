@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoaccum.errors import AutoaccumError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.copies import copy_module
 from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
@@ -103,7 +104,7 @@ class Experiment:
             return
         narrow = self._model
         try:
-            self._model, self._dtype = copy.deepcopy(narrow).double(), torch.float64
+            self._model, self._dtype = copy_module(narrow).double(), torch.float64
             self._used = widened(self.objective)
             self.whole = self._losses(batch)
         except (Exception, SystemExit):  # whatever does not work in float64 has worked as it was
@@ -158,7 +159,7 @@ def make_copy(workload: Workload) -> tuple[nn.Module, bool]:
 def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
     """A copy of `model` and True, or itself and False."""
     try:
-        return copy.deepcopy(model), True
+        return copy_module(model), True
     except Exception:  # `__deepcopy__` may be the user's
         return model, False
 

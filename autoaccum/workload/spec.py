@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
 from autoaccum.workload.companions import read_count, read_keeps
+from autoaccum.workload.copies import copy_module
 from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in, read_mode
 from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
@@ -175,7 +175,7 @@ class Workload:
     def _make_model(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
             try:
-                return copy.deepcopy(self.model)
+                return copy_module(self.model)
             except (TypeError, RuntimeError, AttributeError) as error:
                 raise WorkloadError(
                     f"the model, an instance of {type_name(self.model)}, cannot be copied ({error})",
@@ -196,8 +196,9 @@ class Workload:
         """
         made = counted(self.batch(size), self.batching)
         if not has_size(made, size):
+            counts = "" if self.batching is None else ", as size(batch) counts them"
             raise WorkloadError(
-                f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked: {size}"
+                f"batch({size}) returned {batch_size(made)} samples{counts}", hint=f"return as many as asked: {size}"
             )
         return made
 

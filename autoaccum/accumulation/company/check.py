@@ -19,6 +19,7 @@ from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.module_calls import following
 from autoaccum.accumulation.coupling import Fresh, find_coupling, reason_of
 from autoaccum.workload.batches import move_batch, split_batch
+from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import (
     cast_batch,
     copy_model,
@@ -116,7 +117,7 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, p
     allotted = Allotment(_SECONDS)
     with suppress(Exception, SystemExit):  # Whatever does not work in float64 may work as it is.
         wide = move_batch(cast_batch(batch, torch.float64), device)
-        widen = _copier(copy.deepcopy(model).double(), widened(objective))
+        widen = _copier(copy_module(model).double(), widened(objective))
         if _is_quick(widen, wide, _MOST_WIDE_SECONDS):
             found = find_coupling(_within(allotted, widen), wide, parts)
             if found.reason is None or found.found:
@@ -152,7 +153,7 @@ def _copier(model: nn.Module, objective: Objective) -> Fresh:
     """What makes equal copies of both: a criterion may keep state, too. Parameters are shared."""
 
     def fresh() -> tuple[nn.Module, Objective]:
-        own = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        own = copy_module(model, {id(parameter): parameter for parameter in model.parameters()})
         return own, _with_own_criterion(objective)
 
     return fresh

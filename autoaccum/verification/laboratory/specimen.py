@@ -27,6 +27,7 @@ from autoaccum.accumulation.torch_state import TorchState
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.laboratory.doubles import double_module, in_double, widened
 from autoaccum.workload.batches import move_batch
+from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.spec import Workload
@@ -198,7 +199,7 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
 
 def _can_be_copied(model: nn.Module) -> bool:
     try:
-        copy.deepcopy(model)
+        copy_module(model)
     except (TypeError, RuntimeError, AttributeError):
         return False
     return True
@@ -211,7 +212,7 @@ def _is_built_anew(workload: Workload, model: nn.Module) -> bool:
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
-        made = copy.deepcopy(model, memo)
+        made = copy_module(model, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise WorkloadError(
             f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
