@@ -21,6 +21,7 @@ _DEPTH = 3
 _ENTRIES = 1024
 _SHOWN = 8
 _REGISTERED = frozenset(vars(nn.Module())) | {"training"}
+_COMPUTED = "computed by forward"
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -52,7 +53,7 @@ class OwnAttributes:
 
     def _hash(self) -> dict[str, str]:
         hasher = Hasher()
-        return {name: hasher.hash(value) for name, value in _named(self._roots)}
+        return {name: _COMPUTED if _is_computed(value) else hasher.hash(value) for name, value in _named(self._roots)}
 
 
 class Fingerprint:
@@ -76,9 +77,10 @@ class Fingerprint:
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What came, changed or went."""
+    """What came, changed or went, but for what a forward computes anew."""
     names = [name for name, value in after.items() if name not in before or before[name] != value]
-    return names + [name for name in before if name not in after]
+    names += [name for name in before if name not in after]
+    return [name for name in names if _COMPUTED not in (before.get(name), after.get(name))]
 
 
 def state_warning(before: Fingerprint, after: Fingerprint, is_batch_changed: bool) -> str | None:
@@ -144,6 +146,11 @@ def _is_plain(value: Any, depth: int) -> bool:
     return all(_is_plain(entry, depth - 1) for entry in inner)
 
 
+def _is_computed(value: Any) -> bool:
+    """Whether a tensor has a graph, as an auxiliary loss that the next forward replaces: no state of later updates."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
 class _Identity:
     """Equal only to the token of the very same living tensor in the same version."""
 
@@ -161,6 +168,8 @@ class _Identity:
 
 def _token(value: Any) -> Any:
     """Something that compares equal exactly when a plain value has not changed."""
+    if _is_computed(value):
+        return _COMPUTED
     if isinstance(value, Tensor):
         return _Identity(value)
     if type(value) in MAPPINGS:

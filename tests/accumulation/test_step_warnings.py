@@ -38,6 +38,22 @@ def test_state_kept_in_python_is_named_once() -> None:
         accumulator.step(batch_of(8))
 
 
+def test_what_forward_computes_anew_is_no_state() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(5, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.gate = torch.sigmoid(self.layer(x))  # type: ignore[assignment]
+            return torch.as_tensor(self.gate * self.layer(x))
+
+    model = Gated().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8))
+
+
 def test_batchnorm_is_named_once_and_only_where_it_matters() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
