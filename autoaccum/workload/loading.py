@@ -124,10 +124,15 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
 
 
 def _batching(module: ModuleType) -> dict[str, Any]:
-    """`split` and `size`, where one of them is a function of a batch: a file may call other things so."""
+    """`split` and `size`, where both take what these do, or one is a function of a batch by its parameters' names.
+
+    A file may call other things so.
+    """
     takes = {"split": ["batch", "sizes"], "size": ["batch"]}
     found = {name: getattr(module, name) for name in takes if inspect.isfunction(getattr(module, name, None))}
-    return found if any([*inspect.signature(found[name]).parameters] == takes[name] for name in found) else {}
+    seen = {name: [*inspect.signature(function).parameters] for name, function in found.items()}
+    is_pair = len(seen) == len(takes) and all(len(seen[name]) == len(takes[name]) for name in takes)
+    return found if is_pair or any(seen[name] == takes[name] for name in seen) else {}
 
 
 def _lookup(module: ModuleType, name: str, called: str) -> Any:

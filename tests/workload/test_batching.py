@@ -167,6 +167,8 @@ def written(folder: Path, text: str) -> str:
         ("from torch import split", False),
         ("def split(batch, sizes): ...\ndef size(batch): ...", True),
         ("def split(graphs, counts): ...\ndef size(batch): ...", True),
+        ("def split(b, sizes): ...\ndef size(b): ...", True),
+        ("def split(text): ...\ndef size(path): ...", False),
     ],
 )
 def test_other_things_of_these_names_are_none(tmp_path: Path, text: str, taken: bool) -> None:
@@ -176,3 +178,10 @@ def test_other_things_of_these_names_are_none(tmp_path: Path, text: str, taken: 
 def test_half_a_pair_is_told(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="split is given without size"):
         load_workload(written(tmp_path, "def split(batch, sizes): ..."))
+
+
+def test_a_split_that_returns_the_same_samples_twice_is_the_first_thing_to_see() -> None:
+    kind = KINDS["packed"]
+    wrong = {**kind, "split": lambda batch, sizes: [split_packed(batch, [size])[0] for size in sizes]}
+    found = autoaccum.verify(Workload(**wrong), target_batch=6, micro_batch=2)
+    assert found.causes[0].change.startswith("see first that split(batch, sizes) returns each sample once")

@@ -22,6 +22,7 @@ from autoaccum.verification.laboratory.outcomes import Change
 from autoaccum.verification.records import Cause
 from autoaccum.workload.candidates import find_leaves
 from autoaccum.workload.experiments import map_tensors
+from autoaccum.workload.nests import OwnBatch
 
 _SHARE, _ROUNDING = 1e-5, 1e-12
 """Of the largest change, and of the loss: what a sum over samples is off by rounding, in float64."""
@@ -52,7 +53,16 @@ def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
     coupled, held = _find_leaves(_Moves(inquiry, change))
     if len(cuts[0].whole.terms) > 1 and not coupled and held is None:
         return None  # Each term may have weights of its own.
-    return _cause(coupled, held)
+    seen, first = _told(inquiry, coupled, held)
+    return Cause(
+        kind="coupled loss",
+        found=(
+            "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to"
+            f" depend on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
+        ),
+        change=first + _CHANGE,
+        where=("the loss",),
+    )
 
 
 def _is_beyond_weights(cut: Decomposition, inquiry: Inquiry) -> bool:
@@ -62,7 +72,7 @@ def _is_beyond_weights(cut: Decomposition, inquiry: Inquiry) -> bool:
 
 def loss_cause(inquiry: Inquiry) -> Cause:
     """A loss that was seen to mix samples."""
-    seen, first = _told(*_find_leaves(_Moves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))))
+    seen, first = _told(inquiry, *_find_leaves(_Moves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))))
     return Cause(
         kind="coupled loss",
         found=(
@@ -77,21 +87,10 @@ def loss_cause(inquiry: Inquiry) -> Cause:
     )
 
 
-def _cause(coupled: Sequence[str], held: tuple[str, str] | None) -> Cause:
-    seen, first = _told(coupled, held)
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to"
-            f" depend on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
-        ),
-        change=first + _CHANGE,
-        where=("the loss",),
-    )
-
-
-def _told(coupled: Sequence[str], held: tuple[str, str] | None) -> tuple[str, str]:
+def _told(inquiry: Inquiry, coupled: Sequence[str], held: tuple[str, str] | None) -> tuple[str, str]:
     """What was seen of tensors of the batch, and what to try first."""
+    if isinstance(inquiry.lab.batch, OwnBatch):
+        return "", "see first that split(batch, sizes) returns each sample once, in order; if it does, "
     if coupled:
         return f"; rows of {listed(coupled)} count otherwise when those of other samples are moved", ""
     if held is None:
