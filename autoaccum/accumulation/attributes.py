@@ -5,7 +5,6 @@ Looked at are numbers, strings, tensors, and small containers of these; nothing 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,11 +35,11 @@ class OwnAttributes:
         self._roots = roots
         self._kept = [(module, _plain_of(module)) for _, module in _own_modules(roots)]
         self._copy = StateCopy([kept for _, kept in self._kept])
-        self._hashes = self._hash()
+        self._hashes = _hashes(roots)
 
     def changed(self) -> list[str]:
         """Names (`encoder.calls`) of attributes that came, went or changed."""
-        return changed_names(self._hashes, self._hash())
+        return changed_names(self._hashes, _hashes(self._roots))
 
     def restore(self) -> None:
         """Give them their values back, the very objects; those that came since are gone."""
@@ -51,16 +50,12 @@ class OwnAttributes:
             attributes.update(kept)
         self._copy.restore()
 
-    def _hash(self) -> dict[str, str]:
-        hasher = Hasher()
-        return {name: _COMPUTED if _is_computed(value) else hasher.hash(value) for name, value in _named(self._roots)}
-
 
 class Fingerprint:
-    """Plain attributes of a model, and a sum of every parameter; cheap, as it tells tensors by their version."""
+    """Plain attributes of a model, by hash, and a sum of every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._attributes = {name: _token(value) for name, value in _named({"": model})}
+        self._attributes = _hashes({"": model})
         self._parameters = {
             name: repr(_summable(parameter).sum().tolist())
             for name, parameter in model.named_parameters()
@@ -116,9 +111,13 @@ def _own_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modul
         yield from ((path, module) for path, module in root.named_modules(prefix=prefix) if is_users(type(module)))
 
 
-def _named(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    for path, module in _own_modules(roots):
-        yield from ((f"{path}.{name}" if path else name, value) for name, value in _plain_of(module).items())
+def _hashes(roots: Mapping[str, nn.Module]) -> dict[str, str]:
+    hasher = Hasher()
+    return {
+        f"{path}.{name}" if path else name: _COMPUTED if _is_computed(value) else hasher.hash(value)
+        for path, module in _own_modules(roots)
+        for name, value in _plain_of(module).items()
+    }
 
 
 def _plain_of(module: nn.Module) -> dict[str, Any]:
@@ -148,37 +147,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 def _is_computed(value: Any) -> bool:
     """Whether a tensor has a graph, as an auxiliary loss that the next forward replaces: no state of later updates."""
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-class _Identity:
-    """Equal only to the token of the very same living tensor in the same version."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._ref, self._version = weakref.ref(tensor), None if tensor.is_inference() else tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._ref()
-        is_same = isinstance(other, _Identity) and mine is not None and mine is other._ref()
-        return is_same and self._version == other._version  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash(_Identity)
-
-
-def _token(value: Any) -> Any:
-    """Something that compares equal exactly when a plain value has not changed."""
-    if _is_computed(value):
-        return _COMPUTED
-    if isinstance(value, Tensor):
-        return _Identity(value)
-    if type(value) in MAPPINGS:
-        return [*map(_token, value.keys()), *map(_token, value.values())]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    if isinstance(value, tuple) or type(value) in SEQUENCES:
-        return [_token(entry) for entry in value]
-    return type(value), repr(value)
+    return any(tensor.grad_fn is not None for tensor in nests.tensors([value]))
 
 
 def _summable(parameter: Tensor) -> Tensor:

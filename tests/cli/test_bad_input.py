@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from command_line import ROOT, autoaccum
 from kept_child import KeptChild
 
 from autoaccum.cli import main
-
-ROOT = Path(__file__).parents[2]
 
 GOOD = """
 import torch
@@ -189,19 +185,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert not list(tmp_path.glob("*.tmp*")), "a temporary file was left behind"
 
 
-def autoaccum(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "autoaccum", "plan", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 def snapshot(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -239,7 +222,7 @@ def check(case: Case, code: object, stdout: str, stderr: str) -> None:
 def test_bad_input_from_a_terminal(case: Case, folder: Path) -> None:
     write(case, folder)
     before = snapshot(folder)
-    done = autoaccum(folder, case.reference, *case.flags.split())
+    done = autoaccum(folder, "plan", case.reference, *case.flags.split())
     check(case, done.returncode, done.stdout, done.stderr)
     assert snapshot(folder) == before
 
@@ -290,7 +273,7 @@ def test_a_batch_without_values(
 
 def test_a_workload_may_print_and_json_stays_clean(folder: Path) -> None:
     (folder / "model.py").write_text(GOOD.replace("return nn.", "print('hello from model')\n    return nn."))
-    done = autoaccum(folder, "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
+    done = autoaccum(folder, "plan", "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{")
     assert "hello from model" not in done.stdout

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from command_line import ROOT, Done, autoaccum, environment
 from torch import nn
 
 from autoaccum.cli import main
@@ -27,7 +28,6 @@ from autoaccum.training.events import CheckpointWritten, Started, Updated
 from autoaccum.training.request import FitRequest
 from autoaccum.training.results import FitResult
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch, warnings
 from torch import nn
@@ -61,32 +61,15 @@ dataset = Slow()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def environment(**extra: str) -> dict[str, str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
+FIT = ("fit", "model.py", "--target-batch", "32", "--run-dir", "run", "--epochs", "2", "--device", "cpu")
 
 
 def command(*words: str) -> list[str]:
-    whole = ["fit", "model.py", "--target-batch", "32", "--run-dir", "run", "--epochs", "2", "--device", "cpu"]
-    return [sys.executable, "-m", "autoaccum", *whole, *words]
+    return [sys.executable, "-m", "autoaccum", *FIT, *words]
 
 
-def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words),
-        cwd=folder,
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def run(folder: Path, *words: str, **extra: str) -> Done:
+    return autoaccum(folder, *FIT, *words, **extra)
 
 
 def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from command_line import Done, autoaccum, environment
 
 from autoaccum.cli import main
 from autoaccum.devices.base import Trial
@@ -21,7 +22,6 @@ from autoaccum.errors import UsageError
 from autoaccum.planning import planner
 from autoaccum.planning.records import Plan
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -47,27 +47,8 @@ def loss(model, batch):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def environment(**extra: str) -> dict[str, str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", *words],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def run(folder: Path, *words: str) -> Done:
+    return autoaccum(folder, "plan", "model.py", "--memory", "200MiB", *words)
 
 
 def test_the_answer_for_a_person(folder: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_line import Done, autoaccum
 
 from autoaccum.cli import main
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -35,22 +33,8 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "64MiB", "--target-batch", "8", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-    )
+def run(folder: Path, *words: str) -> Done:
+    return autoaccum(folder, "plan", "model.py", "--memory", "64MiB", "--target-batch", "8", *words)
 
 
 def test_all_of_it_is_planned_and_offered_again(folder: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import Done, autoaccum
 
 from autoaccum.planning.records import Plan
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -35,23 +32,8 @@ criterion = nn.MSELoss()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
-    return subprocess.run(
-        [sys.executable, "-m", "autoaccum", "plan", "model.py", *words],
-        cwd=folder,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+def run(folder: Path, *words: str) -> Done:
+    return autoaccum(folder, "plan", "model.py", *words, COLUMNS="80")
 
 
 def test_a_table_after_the_plans_and_a_file_that_keeps_it(folder: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import Done, autoaccum
 
 from autoaccum.planning.records import Plan
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -30,24 +27,8 @@ def loss(model, batch):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def run(folder: Path, *words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "autoaccum"] if code is None else ["-c", code]
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
-    return subprocess.run(
-        [sys.executable, *command, "plan", "model.py", *words],
-        cwd=folder,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+def run(folder: Path, *words: str, code: str | None = None) -> Done:
+    return autoaccum(folder, "plan", "model.py", *words, code=code, COLUMNS="200")
 
 
 def test_a_table_a_plan_and_a_step(folder: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from command_line import Done, autoaccum
 from pictured_plans import usual
 
 from autoaccum.cli.outputs import Outputs
@@ -17,7 +15,6 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.pictures.memory_picture import draw_memory
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -35,23 +32,8 @@ def loss(model, batch):
 GPU = ("--target-batch", "64", "--gpu", "rtx3090", "--memory", "1GiB")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-def run(folder: Path, *words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
-    return subprocess.run(
-        [sys.executable, *(["-m", "autoaccum"] if code is None else ["-c", code]), "plan", "model.py", *words],
-        cwd=folder,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+def run(folder: Path, *words: str, code: str | None = None) -> Done:
+    return autoaccum(folder, "plan", "model.py", *words, code=code, COLUMNS="200")
 
 
 def texts(path: Path) -> list[str]:

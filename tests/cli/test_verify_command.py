@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from command_line import ROOT, Done, autoaccum
 
 from autoaccum.cli import main
 from autoaccum.verification.records import Verification
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import os
 import torch
@@ -52,17 +49,8 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(main, ["verify", *words])
 
 
-def run(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return subprocess.run(
-        [sys.executable, "-m", "autoaccum", "verify", *words],
-        cwd=folder,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def run(folder: Path, *words: str, **extra: str) -> Done:
+    return autoaccum(folder, "verify", *words, **extra)
 
 
 def test_equivalent_is_zero_and_one_line() -> None:
