@@ -26,7 +26,7 @@ COMPILED = (
     "the model is compiled (torch.compile), and its eager step is what is predicted: compiled, it takes less as a rule"
 )
 _META = torch.device("meta")
-_AS_TENSOR = torch.as_tensor
+_AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
 
 
@@ -43,6 +43,7 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "type", _type),
         (torch, "Generator", Generator),
         (FakeTensor, "tolist", known_list),
+        (torch, "tensor", _tensor),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
@@ -81,7 +82,18 @@ def _as_seen(value: Any, here: bool) -> Any:
 def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
-    return _AS_TENSOR(data, dtype=dtype, device=_as_seen(device, here=False))
+    return _AS_TENSOR(_read(data), dtype=dtype, device=_as_seen(device, here=False))
+
+
+def _tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _TENSOR(_read(data), *args, **kwargs)
+
+
+def _read(data: Any) -> Any:
+    """A nest of numbers without those of the card, which C++ would ask for their values unseen."""
+    if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
+        return data
+    return [one.tolist() if isinstance(one, FakeTensor) else _read(one) for one in data]
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:

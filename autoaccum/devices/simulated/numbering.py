@@ -19,18 +19,24 @@ class Numbering:
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._numbers = count()
+        self._taken: frozenset[int] = frozenset()
 
     def number_of(self, thing: Any) -> int:
         """The number of `thing`, for as long as it lives."""
         key = id(thing)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = next(self._numbers), weakref.ref(thing, partial(self._forget, key))
+            number = next(number for number in self._numbers if number not in self._taken)
+            known = self._known[key] = number, weakref.ref(thing, partial(self._forget, key))
         return known[0]
 
     def restart(self) -> None:
-        """Count from 0 again: the order of a set depends on how large the numbers in it are."""
+        """Count from 0 again: the order of a set depends on how large the numbers in it are.
+
+        What is still alive keeps its own, which nothing else gets: a cache (`lru_cache`) would compare the two.
+        """
         self._numbers = count()
+        self._taken = frozenset(number for number, _ in self._known.values())
 
     def _forget(self, key: int, _: Any) -> None:
         self._known.pop(key, None)

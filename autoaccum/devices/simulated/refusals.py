@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 from autoaccum.devices.simulated.known import NotBuiltError
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.workload.tracebacks import format_user_traceback, reading_line
+from autoaccum.workload.tracebacks import reading_line
 
 _ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
 _VALUES = (
@@ -43,9 +43,7 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
             what, hint = found
             line = reading_line(error)
             where = f", at {line}" if line else ""
-            return WorkloadError(
-                f"{doing}: {what}{where}", hint=hint, user_traceback=format_user_traceback(error) if line else None
-            )
+            return WorkloadError(f"{doing}: {what}{where}", hint=hint)
     return None
 
 

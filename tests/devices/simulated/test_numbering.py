@@ -23,6 +23,15 @@ def test_numbers_are_given_in_order_and_kept_for_life() -> None:
     assert len(numbering._known) == 101
 
 
+def test_what_outlives_a_restart_shares_its_number_with_nothing() -> None:
+    numbering = Numbering()
+    tensors = [torch.empty(1) for _ in range(3)]
+    assert [numbering.number_of(tensor) for tensor in tensors] == [0, 1, 2]
+    del tensors[0]
+    numbering.restart()
+    assert [numbering.number_of(tensor) for tensor in [torch.empty(1) for _ in range(3)]] == [0, 3, 4]
+
+
 def test_sets_have_the_order_in_which_they_were_filled() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     with simulate(find_card("rtx3090")):

@@ -147,6 +147,21 @@ RUNS = {
         return self.layer(y) + y[:, mask]
         """
     ),
+    "a list of numbers that are known": module(
+        """
+        counts = torch.arange(3, device=x.device)
+        assert torch.tensor([[count, 7] for count in counts]).tolist() == [[0, 7], [1, 7], [2, 7]]
+        return self.layer(x) * torch.tensor([counts.max()], device=x.device)
+        """
+    ),
+    "products of groups": module(
+        """
+        rows = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
+        made = F.grouped_mm(x, self.experts, offs=rows)
+        return (made + F.grouped_mm(x.half(), self.experts.half(), offs=rows))[:, :4]
+        """,
+        "self.experts = nn.Parameter(torch.randn(2, 8, 8))",
+    ),
     "frozen": f"def model(): m = {MLP}; m[0].requires_grad_(False); return m",
 }
 
@@ -227,6 +242,7 @@ def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str]
     assert (failure["outcome"], failure["blames"]) == ("error", "user")
     for word in words:
         assert word in failure["message"]
+    assert (failure["traceback"] is not None) == (name == "a bug of theirs"), "the others are told by their line"
     assert "autoaccum/" not in (failure["traceback"] or "")
 
 

@@ -117,6 +117,16 @@ def test_padding_is_counted_like_other_rows() -> None:
         assert layer.weight.grad._nnz() == 7
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_have_a_row_for_each_of_their_tokens(mode: str) -> None:
+    with simulate(find_card("rtx3090")) as card:
+        layer = nn.EmbeddingBag(ROWS, COLUMNS, sparse=True, mode=mode).cuda()
+        layer(torch.zeros(5, 7, dtype=torch.long).cuda()).square().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad._values().shape == (5 * 7, COLUMNS)
+        assert card.recorder.alive_bytes < TABLE + 2 * 5 * 7 * EACH
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
     made = TWO if name == "SparseAdam" else f"optimizer = torch.optim.{name}"

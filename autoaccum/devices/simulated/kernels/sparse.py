@@ -22,6 +22,8 @@ from autoaccum.devices.simulated.values import SimulationLimit
 
 _PARTS = "_autoaccum_parts"
 _LEAF = "AccumulateGrad"
+_MEAN = 1
+"""Of the modes of `nn.EmbeddingBag`."""
 _WAY_OUT = "take SparseAdam, or SGD or Adagrad without momentum and decay; or sparse=False"
 _aten = torch.ops.aten
 MAKES_SPARSE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
@@ -41,6 +43,7 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     register: Any = library.impl
     for key in ("AutogradCUDA", "CUDA"):
         register("embedding_sparse_backward", _embedding_backward, key)
+        register("_embedding_bag_backward", _bag_backward, key)
 
 
 def has_parts(args: Sequence[Any]) -> bool:
@@ -143,6 +146,33 @@ def _embedding_backward(
     values = grad.reshape(-1, columns)
     made: Tensor = _aten._sparse_coo_tensor_unsafe.default(rows, values, (num_weights, columns))
     return made
+
+
+def _bag_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    largest: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """`_embedding_bag_backward` and `_embedding_bag_sparse_backward` in `ATen/native/EmbeddingBag.cpp`."""
+    if not sparse:
+        rest = num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
+        dense: Tensor = _aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, largest, *rest)
+        return dense
+    rows = grad.index_select(0, offset2bag)
+    if mode == _MEAN:
+        rows = rows * bag_size.to(rows.dtype).reciprocal().unsqueeze(1).index_select(0, offset2bag)
+    if per_sample_weights is not None:
+        rows.mul_(per_sample_weights.unsqueeze(1))
+    return _embedding_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
 _TOLD: Mapping[str, Callable[[_Parts], Any]] = MappingProxyType(
