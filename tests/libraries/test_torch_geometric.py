@@ -178,12 +178,13 @@ def test_is_trained(graphs: dict[str, Any], form: str) -> None:
         size=graphs["size"],
         optimizer="SGD",
         learning_rate=0.1,
-        micro_batch=4,
+        micro_batch=None if form == "loader" else 4,
         epochs=1,
         eval_data=list(loader),
         progress=False,
     )
     assert (found.updates, found.samples) == (3, 22)
+    assert (found.plan is not None) == (form == "loader")
     assert found.evaluation is not None
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for start in range(0, 22, 8):
@@ -202,25 +203,6 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
-
-
-def test_a_training_plans_for_itself(graphs: dict[str, Any]) -> None:
-    from torch_geometric.loader import DataLoader
-
-    data = [graphs["graph"](number) for number in range(16)]
-    found = autoaccum.fit(
-        graphs["model"](),
-        DataLoader(data, batch_size=4, shuffle=True),
-        target_batch=8,
-        loss=graphs["loss"],
-        split=graphs["split"],
-        size=graphs["size"],
-        epochs=1,
-        progress=False,
-    )
-    assert found.updates == 2
-    assert found.plan is not None
-    assert found.plan.target_batch == 8
 
 
 def test_the_weight_of_nodes_is_named(graphs: dict[str, Any]) -> None:

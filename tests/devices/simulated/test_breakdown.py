@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from held_bytes import most_held
+from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
 
 from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.devices.simulated.breakdown import break_down
@@ -108,25 +109,8 @@ def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., 
     assert len(timeline.reserved_bytes) <= 50
 
 
-WIDTH, DEPTH, SAMPLES = 256, 6, 1024
-WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * SAMPLES * WIDTH
-PLANTED = f"""
-class Block(nn.Sequential):
-    pass
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, {WIDTH}), nn.Linear({WIDTH}, 4)
-        self.deep = nn.Sequential(*(self.block() for _ in range({DEPTH})))
-    def block(self):
-        return Block(nn.Linear({WIDTH}, {WIDTH}, bias=False), nn.Tanh())
-    def forward(self, x):
-        return self.last(self.deep(self.first(x)))
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.1)
-model = Net
-"""
-PARAMETERS = DEPTH * WEIGHT + 4 * (8 * WIDTH + WIDTH + 4 * WIDTH + 4)
+SAMPLES = 1024
+ACTIVATION = 4 * SAMPLES * WIDTH
 Held = dict[tuple[str, str], int]
 
 
@@ -140,8 +124,8 @@ def by_module(found: Any) -> Held:
 
 
 def moved(explained: Callable[..., Any], lines: str) -> Held:
-    """What `lines` change of what the modules of `PLANTED` hold at the peak."""
-    plain, changed = explained(PLANTED, size=SAMPLES), explained(PLANTED + lines, size=SAMPLES)
+    """What `lines` change of what the modules of `NET` hold at the peak."""
+    plain, changed = explained(NET, size=SAMPLES), explained(NET + lines, size=SAMPLES)
     assert (plain.explanation.phase, plain.explanation.op) == (changed.explanation.phase, changed.explanation.op)
     before, after = by_module(plain), by_module(changed)
     found = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
@@ -158,7 +142,7 @@ def changing(what: str) -> str:
 def test_one_more_buffer_is_its_module_s_parameter(explained: Callable[..., Any]) -> None:
     buffer = changing(f"net.deep[2].register_buffer('table', torch.zeros({5 * MIB}))")
     assert moved(explained, buffer) == {("deep.2", "parameters"): 20 * MIB}
-    plain, changed = explained(PLANTED, size=SAMPLES), explained(PLANTED + buffer, size=SAMPLES)
+    plain, changed = explained(NET, size=SAMPLES), explained(NET + buffer, size=SAMPLES)
     assert changed.explanation.peak_bytes - plain.explanation.peak_bytes == 20 * MIB  # A segment of its own.
 
 
@@ -199,7 +183,7 @@ def test_a_module_without_memory_of_its_own_holds_nothing(explained: Callable[..
 
 
 def test_the_moment_is_told_with_its_operator_and_module(explained: Callable[..., Any]) -> None:
-    found = explained(PLANTED, size=SAMPLES).explanation
+    found = explained(NET, size=SAMPLES).explanation
     assert found.phase == "backward"
     assert found.op.startswith("aten.")
     assert found.module.startswith("deep.5")
@@ -208,7 +192,7 @@ def test_the_moment_is_told_with_its_operator_and_module(explained: Callable[...
 
 
 def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
-    small, large, asked = (explained(PLANTED, size=size) for size in (512, 768, 1024))
+    small, large, asked = (explained(NET, size=size) for size in (512, 768, 1024))
     growth = (small.ledger.demand, large.ledger.demand)
     explanation = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
     by_name = {share.name: share for share in explanation.modules}
@@ -218,7 +202,7 @@ def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
     assert linear.count >= DEPTH - 1  # One may hold the workspace of its product.
     assert linear.categories == dict.fromkeys(("parameters", "gradients"), linear.count * WEIGHT)
     # Of other events, and of a single size, nothing is known.
-    other = explained(PLANTED + changing("net.deep[3].append(nn.Tanh())"), size=512).ledger.demand
+    other = explained(NET + changing("net.deep[3].append(nn.Tanh())"), size=512).ledger.demand
     for unusable in ((small.ledger.demand, other), (small.ledger.demand, small.ledger.demand)):
         found = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
         assert {share.bytes_per_sample for share in found.modules} == {None}

@@ -6,46 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from planted_net import DEPTH, ENDS, NET, PARAMETERS, WEIGHT, WIDTH
 
 from autoaccum.devices.simulated.labels import LabelledTrace
 from autoaccum.devices.simulated.trace import Scratch, Trace
 
-WIDTH, DEPTH, SAMPLES = 256, 6, 64
-WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * SAMPLES * WIDTH
-ENDS = 4 * (8 * WIDTH + WIDTH + 4 * WIDTH + 4)
-PARAMETERS = DEPTH * WEIGHT + ENDS
+SAMPLES = 64
+ACTIVATION = 4 * SAMPLES * WIDTH
 INPUTS = SAMPLES * (4 * 8 + 8)
 LOGITS, SCALAR = 4 * SAMPLES * 4, 4
 LOSS = LOGITS + 4 * SCALAR
 """What the loss leaves for its backward: log-probabilities, the sum of the weights, the loss, its share, a copy."""
 FIRST = SCALAR
 """The copy of the first micro-batch's loss, which is yet to be read."""
-HEAD = f"""
-class Block(nn.Sequential):
-    pass
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, {WIDTH}), nn.Linear({WIDTH}, 4)
-        self.deep = nn.Sequential(*(self.block() for _ in range({DEPTH})))
-    def block(self):
-        return Block(nn.Linear({WIDTH}, {WIDTH}, bias=False), nn.Tanh())
-    def forward(self, x):
-        return self.last(self.run(self.first(x)))
-    def run(self, x):
-        return self.deep(x)
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.1)
-model = Net
-"""
 
 
 @pytest.fixture
 def held(explained: Callable[..., Any]) -> Callable[..., dict[str, int]]:
-    """From lines after `HEAD` to what is held, by category, when the last backward begins, without the workspace."""
+    """From lines after `NET` to what is held, by category, when the last backward begins, without the workspace."""
 
     def at_the_end_of_forward(lines: str = "", precision: str | None = None) -> dict[str, int]:
-        found: dict[str, int] = explained(HEAD + lines, precision).before("backward")
+        found: dict[str, int] = explained(NET + lines, precision).before("backward")
         del found["workspace"]
         return {category: held for category, held in found.items() if held}
 
@@ -93,7 +74,7 @@ def test_what_an_optimizer_holds_beside_its_state_counts_too(explained: Callable
         "            for mean, p in zip(slow, group['params']): mean.lerp_(p.detach(), 0.5)\n"
         "def optimizer(params): return Lookahead(params)\n"
     )
-    found = explained(HEAD + lookahead).before("backward")
+    found = explained(NET + lookahead).before("backward")
     assert found["optimizer_state"] == 2 * PARAMETERS
     assert {category: found[category] for category in PLAIN} == PLAIN
     assert found["temporaries"] == 0
@@ -120,7 +101,7 @@ def test_frozen_weights_have_neither_gradients_nor_state(held: Callable[..., Any
 
 def test_tied_weights_are_held_once_by_the_first(explained: Callable[..., Any]) -> None:
     tied = "def model():\n    net = Net()\n    net.deep[3][0].weight = net.deep[1][0].weight\n    return net\n"
-    found = explained(HEAD + tied + with_optimizer("AdamW(params)"))
+    found = explained(NET + tied + with_optimizer("AdamW(params)"))
     held = found.before("backward")
     assert held["parameters"] == held["gradients"] == PARAMETERS - WEIGHT
     assert held["optimizer_state"] == 2 * (PARAMETERS - WEIGHT)
@@ -143,7 +124,7 @@ def test_gradients_of_half_precision_are_summed_in_full(explained: Callable[...,
         "def model(): return Net().to(torch.bfloat16)\n"
         "def batch(n): return torch.randn(n, 8, dtype=torch.bfloat16), torch.randint(0, 4, (n,))\n"
     )
-    found = explained(HEAD + half)
+    found = explained(NET + half)
     held = found.before("backward")
     assert held["parameters"] == PARAMETERS // 2
     assert held["gradients"] == PARAMETERS
@@ -171,7 +152,7 @@ def test_masks_of_dropout_are_activations(held: Callable[..., Any]) -> None:
 def test_checkpointing_leaves_its_input(explained: Callable[..., Any]) -> None:
     for reentrant in (False, True):
         run = f"Net.run = lambda net, x: checkpoint(net.deep, x, use_reentrant={reentrant})\n"
-        found = explained(HEAD + run)
+        found = explained(NET + run)
         held = found.before("backward")
         kept = held["activations"] - (INPUTS + LOSS + FIRST)
         assert 2 * ACTIVATION <= kept <= 2 * ACTIVATION + 64  # With it goes the state of a random generator.
@@ -194,7 +175,7 @@ def test_functions_that_are_run_again_in_backward_hold_activations(explained: Ca
         "    return x\n"
         "Net.run = lambda net, x: checkpoint(own, net.deep(x), use_reentrant=False)\n"
     )
-    found = explained(HEAD + run)
+    found = explained(NET + run)
     again = [
         (purpose.category, found.path(purpose.module))
         for purpose, origin in zip(found.ledger.purposes, found.labelled.origins, strict=True)
@@ -241,7 +222,7 @@ def test_what_the_library_keeps_is_workspace(explained: Callable[..., Any]) -> N
 
 
 def test_workspaces_are_all_that_no_tensor_holds(explained: Callable[..., Any]) -> None:
-    found = explained(HEAD)
+    found = explained(NET)
     trace, demand = found.labelled.trace, found.ledger.demand
     scratch, alive = [], 0
     for event in trace.events:
@@ -259,7 +240,7 @@ def test_a_custom_loss_on_a_mapping_is_no_module_s(explained: Callable[..., Any]
         "def loss(model, batch): return ((model(batch['x']) - batch['y']) ** 2).mean()\n"
         "del globals()['criterion']\n"
     )
-    found = explained(HEAD + lines)
+    found = explained(NET + lines)
     held = found.before("backward")
     # The difference, for the square's backward, and scalars: the loss, its share, a copy, and that of the first.
     inputs = SAMPLES * 4 * (8 + 4)
@@ -270,9 +251,9 @@ def test_a_custom_loss_on_a_mapping_is_no_module_s(explained: Callable[..., Any]
 
 
 def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:
-    kept = explained(HEAD + "keeps = ['outputs', 'ema']\n")
+    kept = explained(NET + "keeps = ['outputs', 'ema']\n")
     held = kept.before("backward")
-    plain = explained(HEAD).before("backward")
+    plain = explained(NET).before("backward")
     assert held["averages"] == PARAMETERS
     assert plain["averages"] == 0
     # When the second forward begins, what the first gave is still named: its logits and its loss.
@@ -281,7 +262,7 @@ def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> Non
     # When it is done, its own have taken their names; backward needs neither the logits nor the loss.
     assert held["outputs"] == LOGITS + SCALAR
     assert held["activations"] == plain["activations"] - SCALAR
-    assert max(explained(HEAD).ledger.totals["outputs"]) == 0
+    assert max(explained(NET).ledger.totals["outputs"]) == 0
     owners = {
         (found := kept.ledger.purposes[block]).category: kept.path(found.module)
         for block, origin in enumerate(kept.labelled.origins)
@@ -292,7 +273,7 @@ def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> Non
 
 
 def test_an_evaluation_leaves_nothing(explained: Callable[..., Any]) -> None:
-    found, plain = explained(HEAD + "evaluation_batch = 128\n"), explained(HEAD)
+    found, plain = explained(NET + "evaluation_batch = 128\n"), explained(NET)
     assert "evaluation" in {phase for _, phase in found.labelled.trace.phases}
     assert found.before("backward") == plain.before("backward")
 
@@ -304,15 +285,15 @@ def test_a_table_that_a_module_keeps_counts_as_its_parameters(explained: Callabl
         "    return net.deep(x)\n"
         "Net.run = run\n"
     )
-    assert explained(HEAD + table).before("backward") == {
-        **explained(HEAD).before("backward"),
+    assert explained(NET + table).before("backward") == {
+        **explained(NET).before("backward"),
         "parameters": PARAMETERS + 4000,
     }
 
 
 def test_what_a_module_remembers_of_one_batch_is_no_parameter(explained: Callable[..., Any]) -> None:
     remembers = "def run(net, x):\n    net.seen = x.detach() * 2\n    return net.deep(x)\nNet.run = run\n"
-    held = explained(HEAD + remembers).before("backward")
+    held = explained(NET + remembers).before("backward")
     assert held["parameters"] == PARAMETERS
     assert held["activations"] == PLAIN["activations"] + ACTIVATION
 
@@ -327,7 +308,7 @@ def test_what_the_loss_holds_counts_as_parameters(explained: Callable[..., Any])
         "        return super().forward(x * self.scale, y)\n"
         "criterion = Scaled()\n"
     )
-    assert explained(HEAD + loss).before("backward")["parameters"] == PARAMETERS + 4 * 4
+    assert explained(NET + loss).before("backward")["parameters"] == PARAMETERS + 4 * 4
 
 
 def test_labels_change_nothing_in_the_trace(simulated: Callable[..., Any]) -> None:
@@ -341,7 +322,7 @@ def test_labels_change_nothing_in_the_trace(simulated: Callable[..., Any]) -> No
     )
     checkpointed = "Net.run = lambda net, x: checkpoint(net.deep, x, use_reentrant=False)\n"
     for lines, precision in ((checkpointed, None), (checkpointed, "fp16"), (penalised, "bf16")):
-        ask = simulated(HEAD + lines + with_optimizer("AdamW(params)"), precision)
+        ask = simulated(NET + lines + with_optimizer("AdamW(params)"), precision)
         plain = Trace.from_record(ask("trace", parts=[SAMPLES, 32])["trace"])
         reply = ask("labelled", parts=[SAMPLES, 32])
         assert LabelledTrace.from_record(reply["labelled"]).trace == plain
@@ -353,11 +334,11 @@ def test_nothing_is_followed_any_more_once_a_trace_is_labelled(simulated: Callab
     from torch.nn.modules import module
     from torch.optim import optimizer
 
-    simulated(HEAD)("labelled", parts=[4, 4])
+    simulated(NET)("labelled", parts=[4, 4])
     assert not module._global_forward_hooks
     assert not module._global_forward_pre_hooks
     assert not optimizer._global_optimizer_pre_hooks
     assert not optimizer._global_optimizer_post_hooks
-    failed = simulated(HEAD + "def loss(model, batch): return model(batch[1])\ndel globals()['criterion']\n")
+    failed = simulated(NET + "def loss(model, batch): return model(batch[1])\ndel globals()['criterion']\n")
     assert "failure" in failed("labelled", parts=[4, 4])
     assert not module._global_forward_hooks

@@ -7,33 +7,18 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
 from autoaccum.devices.simulated.trace import Trace
 
-WIDTH, DEPTH, SAMPLES = 256, 6, 64
-WEIGHT = 4 * WIDTH * WIDTH
+SAMPLES = 64
 ACTIVATION = 4 * SAMPLES * WIDTH
-HEAD = f"""
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, {WIDTH}), nn.Linear({WIDTH}, 4)
-        blocks = (nn.Sequential(nn.Linear({WIDTH}, {WIDTH}, bias=False), nn.Tanh()) for _ in range({DEPTH}))
-        self.deep = nn.Sequential(*blocks)
-    def forward(self, x):
-        return self.last(self.run(self.first(x)))
-    def run(self, x):
-        return self.deep(x)
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.1)
-model = Net
-"""
 
 
 @pytest.fixture
 def trace(simulated: Callable[..., Any]) -> Callable[..., Trace]:
     def make(lines: str = "", precision: str | None = None) -> Trace:
-        reply = simulated(HEAD + lines, precision)("trace", parts=[SAMPLES, SAMPLES])
+        reply = simulated(NET + lines, precision)("trace", parts=[SAMPLES, SAMPLES])
         assert "failure" not in reply, reply["failure"]
         return Trace.from_record(reply["trace"])
 
