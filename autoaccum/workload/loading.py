@@ -115,6 +115,8 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     found |= {key: value for key, value in beside.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
         del found["accumulate"]  # Imported for other ends.
+    if "criterion" in getattr(getattr(found.get("loss"), "__code__", None), "co_names", ()):
+        found.pop("criterion", None)  # A part of the loss, which names it.
     found |= _batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode

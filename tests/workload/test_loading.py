@@ -106,6 +106,13 @@ def test_takes_every_optional_name(write: Write) -> None:
     assert isinstance(workload.build_optimizer(workload.build_model(), "RMSPROP"), torch.optim.RMSprop)
 
 
+def test_a_criterion_that_the_loss_names_is_a_part_of_it(write: Write) -> None:
+    loss = "    def loss(model, batch): return criterion(model(batch[0]), batch[1])\n"
+    loaded = load_workload(str(write(GOOD + loss)))
+    assert loaded.criterion is None
+    assert loaded.loss is not None
+
+
 def test_takes_a_workload(write: Write) -> None:
     write(
         """
