@@ -100,7 +100,7 @@ _Count: TypeAlias = Callable[[Any], float]
 def _rows(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
     """What need not be samples where a workload counts these itself: tokens, boxes, patches."""
     if isinstance(leaf, Tensor):
-        yield f"len({path})", _length
+        yield f"len({path})", len
 
 
 def _unmarked(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
@@ -131,10 +131,6 @@ def _entries(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
     elif isinstance(leaf, list | tuple) and all(nests.holds_rows(entry) for entry in leaf):
         yield f"sum(len(x) for x in {path})", _sum_lengths
         yield f"sum(x.numel() for x in {path})", _sum_elements
-
-
-def _length(leaf: Tensor) -> float:
-    return float(len(leaf))
 
 
 def _count_unmarked(cut: slice, marker: int, leaf: Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from autoaccum.devices.simulated.catalog import all_cards, find_card
 from autoaccum.devices.simulated.simulation import simulate
-from autoaccum.units import GIB, MIB
+from autoaccum.units import MIB
 
 DRIVER = {"caching_allocator_alloc", "clock_rate", "current_blas_handle", "current_solver_handle"}
 DRIVER |= {"graph_pool_handle", "power_draw", "temperature"}
@@ -94,12 +94,9 @@ def test_memory_is_told_alike_by_every_name(card: None) -> None:
 
 def test_every_card_has_a_cache_a_bus_and_a_clock() -> None:
     for known in all_cards():
-        assert MIB <= known.l2_bytes <= 128 * MIB, known.name
-        assert 96 <= known.bus_bits <= 8192, known.name
-        assert 1000 <= known.clock_mhz <= 2700, known.name
+        ranges = (MIB, known.l2_bytes, 128 * MIB), (96, known.bus_bits, 8192), (1000, known.clock_mhz, 2700)
+        assert all(least <= value <= most for least, value, most in ranges), known.name
     assert find_card("a100-80gb-1g.10gb").l2_bytes == find_card("a100-80gb").l2_bytes // 8
-    assert find_card("24GiB").l2_bytes == 40 * MIB
-    assert find_card("24GiB").total_bytes == 24 * GIB
 
 
 LAMB = """

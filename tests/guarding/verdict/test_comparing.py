@@ -5,29 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import guard_reports
 import pytest
+from guard_reports import CASE
 
 from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.asked.tolerance import Tolerance
 from autoaccum.guarding.judgements import Judgement
-from autoaccum.guarding.records import Case, Measured, Measurement
+from autoaccum.guarding.records import Measured, Measurement
 from autoaccum.guarding.verdict.comparing import compare
 from autoaccum.units import GIB, MIB
 
-CASE = Case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
 UPDATE = "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update"
-BEFORE = Measurement(
-    kind="predicted",
-    card="NVIDIA GeForce RTX 3090",
-    precision="bf16",
-    optimizer="AdamW",
-    batchnorm="micro",
+BEFORE = dataclasses.replace(
+    guard_reports.BEFORE,
     parameters=124_439_808,
-    micro_batches=(32,) * 8,
-    fits=True,
-    largest=32,
-    capped=False,
-    limit_bytes=23 * GIB,
     peak_bytes=15 * GIB,
     held_bytes=14 * GIB,
     least_bytes=14 * GIB + 200 * MIB,
