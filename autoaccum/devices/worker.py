@@ -205,7 +205,7 @@ def death_error(death: ChildDied, doing: str, limit_seconds: float) -> Autoaccum
     if death.kind == "limit":
         return NotMeasuredError(
             f"{doing} took longer than {limit_seconds:g} s, and was ended",
-            hint="look for what does not end there, or raise --time-limit (time_limit)",
+            hint="look for what does not end there, or raise --time-limit or --trial-limit",
         )
     message = f"{doing}: its process {death}"
     if death.out_of_memory:

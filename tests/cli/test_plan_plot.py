@@ -74,7 +74,7 @@ def test_of_a_cpu_it_is_said_that_only_trials_are_drawn(folder: Path) -> None:
 
 
 def test_the_command_that_is_offered_draws_no_picture_again(folder: Path) -> None:
-    done = run(folder, *GPU, "--plot", "memory.svg", "-q")
+    done = run(folder, *GPU, "--plot", "memory.svg", "-q", "-v")
     assert " --memory 1GiB -o plan.json\n" in done.stdout
 
 

@@ -214,7 +214,8 @@ def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
     trial = device.trial((SLOW_SIZE, 1), limit_seconds=3)
     assert (trial.outcome, trial.timed_out, trial.blames) == ("error", True, "measurement")
     assert trial.message is not None
-    assert "was ended after 3 s" in trial.message
+    assert "ended" in trial.message
+    assert " 3 s" in trial.message
     after = device.trial((1, 1))
     assert (after.outcome, after.timed_out, after.fresh) == ("ok", False, True)
 
