@@ -31,6 +31,7 @@ from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.routers import balancing_warning
 from autoaccum.accumulation.shares import Shares, has_weight, make_shares
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
@@ -151,6 +152,8 @@ class Attempt:
             self._has_accumulated = True
             if said := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(said, WeightingWarning)
+            if said := balancing_warning(self._model):
+                warn_caller(said)
         self._warn_of_batchnorm(accumulates=accumulates)
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
         if versions is not None and outside is not None:

@@ -18,6 +18,7 @@ from torch.optim import SGD
 import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.company.check import check_workload
+from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.workload.weighting import check_weighting
 
 SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}
@@ -186,6 +187,13 @@ def test_the_loss_that_balances_experts_is_blamed_and_no_expert() -> None:
     assert "the auxiliary loss that balances experts (of output_router_logits)" in cause.found
     assert "output_router_logits=False" in cause.change
     assert model().config.router_aux_loss_coef == 0.1
+
+
+def test_a_step_in_parts_warns_of_the_loss_that_balances_experts() -> None:
+    model = mixtral(output_router_logits=True)()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2)
+    with pytest.warns(AccumulationWarning, match="output_router_logits=False leaves it out"):
+        accumulator.step(text(4))
 
 
 def test_experts_are_no_reason_for_an_update_to_differ() -> None:

@@ -89,7 +89,7 @@ def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
 
 
 def balancing_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
-    """The balancing loss of a mixture of experts (`laboratory.routers`)."""
+    """The balancing loss of a mixture of experts (`accumulation.routers`)."""
     seen = ": without it, both are the same" if proved else ""
     return Cause(
         kind="coupled loss",

@@ -8,9 +8,9 @@ from functools import reduce
 from itertools import combinations
 from typing import Generic, Literal, TypeVar
 
+from autoaccum.accumulation.routers import balancing_factors
 from autoaccum.verification.causes.inquiry import Inquiry
 from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change
-from autoaccum.verification.laboratory.routers import balancing_factors
 
 Explanation = TypeVar("Explanation")
 

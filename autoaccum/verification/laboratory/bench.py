@@ -15,9 +15,9 @@ from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.accumulation.draws.joins import DrawMismatch
 from autoaccum.accumulation.randomness import Generator, own_generators
 from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.routers import leave_out_balancing
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.laboratory.outcomes import Change, Outcome
-from autoaccum.verification.laboratory.routers import leave_out_balancing
 from autoaccum.verification.laboratory.specimen import Specimen, Trained
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 

@@ -17,6 +17,18 @@ def balancing_factors(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for owner in _owners(model) for name in _FACTORS if getattr(owner, name, None)))
 
 
+def balancing_warning(model: nn.Module) -> str | None:
+    """A sentence for where parts make an update: the loss of `model` balances its experts. None where it does not."""
+    if not any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) or not balancing_factors(
+        model
+    ):
+        return None
+    return (
+        "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
+        " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
+    )
+
+
 def leave_out_balancing(model: nn.Module) -> None:
     """Have `model` add none; its configurations are exchanged for copies, since others may hold them too."""
     copies: dict[int, Any] = {}
