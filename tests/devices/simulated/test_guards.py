@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from textwrap import indent
 from typing import Any
 
 import pytest
+from torch.distributions import Distribution
 
 HEAD = """
 import math
@@ -51,6 +52,15 @@ REFUSED = {
 
 def workload(lines: str) -> str:
     return HEAD + indent(lines, "    ") + "\n    return F.cross_entropy(x, y) if x.dim() > 1 else x.mean()\n"
+
+
+@pytest.fixture(autouse=True)
+def validated() -> Iterator[None]:
+    """Have distributions check their arguments, as in a new process: torch.compile in an earlier test ends that."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
 
 
 @pytest.mark.parametrize("name", PASSED)
