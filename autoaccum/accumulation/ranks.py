@@ -71,5 +71,5 @@ def _spread(model: nn.Module) -> Iterator[tuple[str, str]]:
         if wrappers:
             yield name, "sharded by fully_shard" if wrappers[0] == "FSDPModule" else f"a {wrappers[0]}"
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
+        if type(parameter).__name__ == "DTensor":
             yield name, "a DTensor"

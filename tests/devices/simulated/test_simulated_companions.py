@@ -142,7 +142,7 @@ def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any
     failure = simulated(HEAD + lines)("inspect")["failure"]
     assert failure["blames"] == "user"
     assert "in evaluation: a value is read" in failure["message"]
-    assert "return model(batch[0]).mean().item()" in failure["traceback"]
+    assert "`return model(batch[0]).mean().item()`" in failure["message"]
 
 
 def test_what_evaluate_raises_is_the_users(simulated: Callable[..., Any]) -> None:
