@@ -15,7 +15,7 @@ import autoaccum
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import move_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Of its import.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")  # Of its import: a FutureWarning from torch 2.15 on.
 
 FILE = """
 import torch
