@@ -98,14 +98,14 @@ def command(
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.plan_table import print_plan
-    from autoaccum.reporting.progress import Progress
+    from autoaccum.reporting.progress import PlanProgress
 
     check_launch()
     request["keeps"] = request["keeps"] or None  # Instead of the workload's, where anything is said.
     outputs = Outputs(output, emit, plot, force=force)
     outputs.check(workload, request["world_size"])
     stderr = make_console(stderr=True)
-    with Progress(stderr, quiet=quiet) as progress:
+    with PlanProgress(stderr, quiet=quiet) as progress:
         on_output = progress.pass_on if stderr.can_redraw else None
         began = time.monotonic()
         on_event = _both(progress.tell, outputs.listen)

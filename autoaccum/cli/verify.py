@@ -53,8 +53,7 @@ def command(
     """
     from autoaccum.planning.files import check_output
     from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.verification_progress import VerificationProgress
-    from autoaccum.reporting.verification_table import print_verification
+    from autoaccum.reporting.verification_table import VerificationProgress, print_verification
     from autoaccum.verification.verifying import verify
 
     if output is not None:

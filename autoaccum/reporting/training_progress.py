@@ -13,7 +13,7 @@ from rich.text import Text
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import near_path, one_line
-from autoaccum.reporting.progress import Progress
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.reporting.update_line import UpdateLine, format_values
 from autoaccum.training import events
 
@@ -41,7 +41,7 @@ class TrainingProgress:
         self._console = console
         self._quiet = quiet
         self._clock = clock
-        self._planning = Progress(console, quiet=quiet)
+        self._planning = PlanProgress(console, quiet=quiet)
         self._live: Live | None = None
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0

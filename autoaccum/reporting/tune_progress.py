@@ -13,7 +13,7 @@ from autoaccum.planning.events import Loading
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import one_line
-from autoaccum.reporting.progress import Progress
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.reporting.tune_lines import headline, pruner_words, space_words, speed_header, timed_line
 from autoaccum.reporting.tune_words import TrialColumns, counted, format_loss, format_rate, remarks, setting_words
 from autoaccum.tuning import events
@@ -35,7 +35,7 @@ class TuneProgress:
 
     def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
         self._console, self._quiet = console, quiet
-        self._planning = Progress(console, quiet=quiet)
+        self._planning = PlanProgress(console, quiet=quiet)
         self._live: Status | None = None
         self._warned: set[str] = set()
         self._space: Space | None = None

@@ -6,14 +6,20 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.plain_text import one_line
+from autoaccum.reporting.progress import Progress
 from autoaccum.reporting.rows import print_remarks, print_rows, row_lines
+from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.records import Cause, Comparison, Difference, Verification
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MOST_WORSE = 3
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
@@ -195,3 +201,27 @@ def _tolerance(tolerance: float) -> str:
 
 def _precision(found: Verification) -> str:
     return {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
+
+
+class VerificationProgress(Progress):
+    """Draws a verification's events: one line for the workload, and a live one for what is being compared."""
+
+    def __enter__(self) -> Self:
+        self.show("loading ...")
+        return self
+
+    def tell(self, event: Any) -> None:
+        """Draw one event."""
+        if isinstance(event, Begun):
+            self.say(
+                Text.assemble(
+                    (event.name, "bold"),
+                    f": {event.model}, {event.parameters:,} parameters, {event.optimizer}; compared in"
+                    f" {event.precision} on {event.device}",
+                )
+            )
+            self.show("comparing with the full batch ...")
+        elif isinstance(event, Compared):
+            self.show("comparing a shorter window ...")
+        elif isinstance(event, Diagnosing):
+            self.show(f"{format_parts(event.comparison.micro_batches)} differ: seeking the cause ...")

@@ -8,19 +8,6 @@ from autoaccum.verification.records import Comparison
 
 
 @dataclass(frozen=True)
-class Slow:
-    """It will take its time, told before the first run.
-
-    Attributes:
-        seconds: About how many, without a search for causes.
-        target_batch: Samples that are verified.
-    """
-
-    seconds: float
-    target_batch: int
-
-
-@dataclass(frozen=True)
 class Begun:
     """The workload is known; windows are compared next.
 
@@ -55,4 +42,4 @@ class Diagnosing:
     comparison: Comparison
 
 
-Event = Slow | Begun | Compared | Diagnosing
+Event = Begun | Compared | Diagnosing

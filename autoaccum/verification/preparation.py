@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -14,23 +13,15 @@ from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.verification.causes.states import KEPT_STATE, has_kept_state
-from autoaccum.verification.events import Slow
 from autoaccum.verification.laboratory.laboratory import Laboratory
 from autoaccum.verification.laboratory.outcomes import Change
-from autoaccum.verification.laboratory.runs import time_forward
 from autoaccum.verification.laboratory.specimen import Precision, Specimen
 from autoaccum.verification.request import VerifyRequest
 from autoaccum.verification.subjects import Subject
-from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.sampling import take_small_batch
 
 _NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
-_TIMED = 2
-_FORWARDS = 9
-"""That each sample costs about: two updates of it, a third more for the shorter window, backward as two forwards."""
-
-_SLOW_SECONDS = 60.0
 _LEAST_SCALE = 2.0**-10
 """Of losses under fp16: below, what overflows does so by itself."""
 
@@ -106,7 +97,6 @@ class Preparation:
             )
         lab = Laboratory(specimen, self.batch, sizes)
         self._check_weight(lab)
-        self._tell_if_slow(lab)
         odd = self._odd_gradient(lab)
         while odd is not None and specimen.loss_scale > _LEAST_SCALE:
             specimen.loss_scale /= 16
@@ -140,20 +130,6 @@ class Preparation:
         if not math.isfinite(full.loss):
             raise WorkloadError(f"the loss of batch({sum(lab.sizes)}) is {full.loss}", hint=_NOT_FINITE)
         return next((name for name, gradient in full.gradients.items() if not _is_finite(gradient)), None)
-
-    def _tell_if_slow(self, lab: Laboratory) -> None:
-        """By one forward of two samples, which is little beside all that follows; what it raises is told there."""
-        samples = sum(lab.sizes)
-        if self._request.on_event is None or samples <= _TIMED:
-            return
-        part = split_batch(lab.batch, [_TIMED, samples - _TIMED])[0]
-        with suppress(WorkloadError):
-            expected = _SLOW_SECONDS
-            for _ in range(2):  # The first has much to load.
-                if expected >= _SLOW_SECONDS:
-                    expected = time_forward(lab.specimen, part) / _TIMED * _FORWARDS * samples
-            if expected > _SLOW_SECONDS:
-                self._request.on_event(Slow(expected, samples))
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

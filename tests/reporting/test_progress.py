@@ -17,7 +17,7 @@ from autoaccum.planning.events import (
     TrialStarted,
 )
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.progress import Progress, trial_line
+from autoaccum.reporting.progress import PlanProgress, trial_line
 from autoaccum.units import GIB, MIB
 
 INSPECTION = Inspection(
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 def draw(*, terminal: bool = False, quiet: bool = False) -> str:
     file = Terminal() if terminal else io.StringIO()
     console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
-    with Progress(console, quiet=quiet) as progress:
+    with PlanProgress(console, quiet=quiet) as progress:
         progress.tell(Loading("digits.py"))
         progress.tell(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
@@ -73,7 +73,7 @@ def test_one_line_per_trial() -> None:
 
 def test_trials_of_other_budgets_show_the_budget() -> None:
     file = Terminal()
-    progress = Progress(make_console(file=file, width=80, force_terminal=True, color_system=None))
+    progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))
     with progress:
         for number, limit_bytes in enumerate((300 * MIB, 150 * MIB), start=4):
             progress.tell(TrialStarted(number, PROOF.parts, False, limit_bytes))
@@ -86,7 +86,7 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
 
 def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
-    with Progress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
+    with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
         progress.tell(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
         progress.tell(Tracing())
         progress.tell(TrialStarted(1, OOM.parts, False))
@@ -104,7 +104,7 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
 
 def test_a_size_that_is_tried_again_says_why() -> None:
     file = io.StringIO()
-    progress = Progress(make_console(file=file, width=80))
+    progress = PlanProgress(make_console(file=file, width=80))
     for number, trial in enumerate((OOM, replace(OOM, fresh=True)), start=1):
         progress.tell(TrialFinished(number, trial, False))
     first, second = file.getvalue().splitlines()
@@ -119,7 +119,7 @@ def test_a_trial_that_took_too_long_is_no_riddle() -> None:
 
 def test_a_schedule_that_was_proved_already_is_not_announced() -> None:
     file = io.StringIO()
-    Progress(make_console(file=file)).tell(Scheduled(make_schedule(64, 64), 64))
+    PlanProgress(make_console(file=file)).tell(Scheduled(make_schedule(64, 64), 64))
     assert file.getvalue() == ""
 
 
@@ -138,7 +138,7 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
 
 def test_a_terminal_shows_that_memory_is_looked_into() -> None:
     file = Terminal()
-    with Progress(make_console(file=file, width=60, force_terminal=True, color_system=None)) as progress:
+    with PlanProgress(make_console(file=file, width=60, force_terminal=True, color_system=None)) as progress:
         progress.tell(ExplanationStarted())
     text = file.getvalue()
     assert "finding out where the memory goes ..." in text
@@ -147,7 +147,7 @@ def test_a_terminal_shows_that_memory_is_looked_into() -> None:
 
 def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
     file = Terminal()
-    progress = Progress(make_console(file=file, force_terminal=True, color_system=None))
+    progress = PlanProgress(make_console(file=file, force_terminal=True, color_system=None))
 
     def run() -> None:
         with progress:

@@ -11,9 +11,8 @@ import pytest
 
 from autoaccum.errors import UsageError
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.verification_progress import VerificationProgress
-from autoaccum.reporting.verification_table import print_verification
-from autoaccum.verification.events import Begun, Compared, Slow
+from autoaccum.reporting.verification_table import VerificationProgress, print_verification
+from autoaccum.verification.events import Begun, Compared
 from autoaccum.verification.records import Cause, Comparison, Difference, Quantity, Verification
 
 
@@ -206,15 +205,4 @@ def test_progress_tells_what_is_verified() -> None:
             progress.tell(begun)
             progress.tell(Compared(EQUAL))
     assert text.getvalue() == "small: Sequential, 1,234 parameters, SGD; compared in fp64 on cpu\n"
-    assert none.getvalue() == ""
-
-
-def test_progress_tells_how_long_it_takes_and_how_to_have_it_sooner() -> None:
-    text, none = io.StringIO(), io.StringIO()
-    for file, quiet in ((text, False), (none, True)):
-        with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
-            progress.tell(Slow(700.0, 16))
-            progress.tell(Slow(70.0, 4))
-    lines = ["note: this takes about 12 minutes: --target-batch 4 --micro-batch 2 is quicker"]
-    assert text.getvalue().splitlines() == [*lines, "note: this takes about 2 minutes"]
     assert none.getvalue() == ""

@@ -7,7 +7,6 @@ import random
 import resource
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.events import Begun, Compared, Diagnosing, Slow
+from autoaccum.verification.events import Begun, Compared, Diagnosing
 from autoaccum.verification.records import Verification
 from autoaccum.verification.verifying import verify
 from autoaccum.workload.spec import Workload
@@ -106,20 +105,6 @@ def test_a_file_may_take_the_memory_there_is_and_no_more(tmp_path: Path) -> None
     before = resource.getrlimit(resource.RLIMIT_DATA)
     assert verify(path, target_batch=4).equivalent
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_what_takes_long_is_told_before_it_begins() -> None:
-    class Slowly(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            if not torch.is_grad_enabled():  # the forwards that are timed
-                time.sleep(1)
-            return super().forward(inputs)
-
-    told: list[Any] = []
-    verify(Workload(model=lambda: Slowly(4, 3), batch=_batch, criterion=nn.CrossEntropyLoss()), on_event=told.append)
-    assert isinstance(told[0], Slow)
-    assert told[0].seconds > 60
-    assert isinstance(told[1], Begun)
 
 
 def test_a_dataset_gives_the_batch_where_there_is_none() -> None:

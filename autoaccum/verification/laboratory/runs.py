@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -167,21 +166,6 @@ def run_part(specimen: Specimen, part: Any, change: Change, begin: Callable[[Seq
         values = {name: float(term.detach()) for name, term in terms.items()}
         connected = frozenset(name for name, term in terms.items() if term.requires_grad)
         return bench.outcome(float(loss.detach()), values, connected, bench.gradients())
-
-
-def time_forward(specimen: Specimen, part: Any) -> float:
-    """Seconds of one forward, without a graph.
-
-    Raises:
-        WorkloadError: What the user's code raises.
-    """
-    bench = Bench(specimen, Change())
-    part = copy.deepcopy(part)
-    with bench.running(), users_code(f"the loss of {batch_size(part)} samples"), torch.no_grad():
-        began = time.perf_counter()
-        with autocast(specimen.precision, specimen.device):
-            bench.trained.objective.terms(bench.trained.model, part)
-        return time.perf_counter() - began
 
 
 def run_update(specimen: Specimen, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
