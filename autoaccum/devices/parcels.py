@@ -6,9 +6,11 @@ import base64
 import dataclasses
 import io
 import pickle
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -33,8 +35,8 @@ _HINT = 'write model, batch and loss into a file and plan that: plan("model.py",
 def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> str:
     """`workload` as text, for `unpack` in another process; nothing here is changed, and no weight is copied.
 
-    What `__main__` or a notebook defines goes by value, so that neither is imported again. Parameters go without their
-    values, which decide no size; all other tensors with them, to the CPU.
+    What `__main__`, a notebook or a test that pytest loaded by its path defines goes by value: no import would find it.
+    Parameters go without their values, which decide no size; all other tensors with them, to the CPU.
 
     Args:
         workload: What is planned.
@@ -57,9 +59,13 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
                 workload, optimizer=OptimizerLike.of(unwrapped_optimizer(optimizer), trained)
             )
     sent = dataclasses.replace(workload, **_LEFT_BEHIND)
-    for field in dataclasses.fields(sent):  # One by one first, for the message.
-        _pack(field.name, getattr(sent, field.name), known)
-    return base64.b64encode(_pack("the workload", sent, known)).decode("ascii")
+    try:
+        content = _pack("the workload", sent, known)
+    except UsageError:
+        for field in dataclasses.fields(sent):  # One by one, for the message.
+            _pack(field.name, getattr(sent, field.name), known)
+        raise
+    return base64.b64encode(content).decode("ascii")
 
 
 def unpack(parcel: str) -> Workload:
@@ -127,8 +133,9 @@ class OptimizerLike:
 
 def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
     buffer = io.BytesIO()
+    pickler = _Pickler(buffer, known)
     try:
-        _Pickler(buffer, known).dump(part)
+        pickler.dump(part)
     except _UsesModelError:
         raise UsageError(
             f"{name} uses the model itself, and a simulation has one of its own",
@@ -137,7 +144,9 @@ def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
     except Exception as error:
         raise UsageError(
             f"{name} cannot be sent to the process that simulates ({first_line(error)})", hint=_HINT
-        ) from (error)
+        ) from error
+    finally:
+        pickler.forget_modules()
     return buffer.getvalue()
 
 
@@ -156,10 +165,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
         super().__init__(file)
         self._known = known
+        self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle sends what that defines by value.
+        self._by_value: list[ModuleType] = []
+
+    def forget_modules(self) -> None:
+        """Undo what cloudpickle was told of modules that no import would find."""
+        for module in self._by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    def _send_by_value(self, name: str) -> None:
+        package = name.partition(".")[0]
+        if package not in self._importable:
+            self._importable[package] = _is_importable(package)
+        module = sys.modules.get(name)
+        if module is None or self._importable[package] or name in cloudpickle.list_registry_pickle_by_value():
+            return
+        cloudpickle.register_pickle_by_value(module)
+        self._by_value.append(module)
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._known:
             raise _UsesModelError
+        if isinstance(obj, (FunctionType, type)) and isinstance(obj.__module__, str):
+            self._send_by_value(obj.__module__)
         if type(obj) is nn.Parameter:
             form = tuple(obj.shape), obj.stride(), obj.dtype
             return _parameter, (*form, obj.requires_grad, dict(vars(obj)))
@@ -170,6 +198,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
             return _valued, (content, tuple(obj.shape), obj.dtype, obj.requires_grad)
         return super().reducer_override(obj)
+
+
+def _is_importable(package: str) -> bool:
+    """Whether an import in another process finds it: not so what pytest loaded by its path.
+
+    `importlib.util.find_spec` would answer from `sys.modules`, where it is.
+    """
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find is not None and find(package, None) is not None for find in finders)
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

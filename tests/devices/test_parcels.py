@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,3 +128,27 @@ def test_an_optimizer_of_more_than_the_model_is_refused() -> None:
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
     with pytest.raises(UsageError, match="the SGD holds parameters that are not the model's"):
         pack(workload(), model, optimizer)
+
+
+def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:
+    source = (
+        "from torch import nn\nclass Net(nn.Linear):\n    pass\n"
+        "def batch(size):\n    return size\ndef loss(model, batch):\n    return Net(batch, 1)\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("no_folder.mine", tmp_path / "mine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    sys.modules["no_folder.mine"] = mine
+    parcel = pack(workload(model=mine.Net(3, 2), batch=mine.batch, loss=mine.loss))
+    del sys.modules["no_folder.mine"]
+    assert not cloudpickle.list_registry_pickle_by_value()
+    found = unpack(parcel)
+    assert callable(found.model)
+    made = found.model()
+    assert type(made).__name__ == "Net"
+    assert made.get_parameter("weight").shape == (2, 3)
+    assert found.loss is not None
+    assert isinstance(found.loss(made, found.batch(5)), nn.Linear)
