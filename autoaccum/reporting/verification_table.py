@@ -15,8 +15,7 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.progress import Progress
 from autoaccum.reporting.rows import print_remarks, print_rows, row_lines
-from autoaccum.verification.events import Begun, Compared, Diagnosing
-from autoaccum.verification.records import Cause, Comparison, Difference, Verification
+from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Difference, Verification
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.verification.records import Difference, Quantity
+from autoaccum.verification.updates import Outcome
 
 _FLOOR = 1e-3
 """Of a buffer's scale, in units of its module's largest (at least one): a mean that is truly zero is all rounding."""

@@ -1,4 +1,4 @@
-"""What a verification found: a frozen record, and its JSON."""
+"""What a verification tells: its events as they come, and the frozen record of what it found, with its JSON."""
 
 from __future__ import annotations
 
@@ -182,3 +182,41 @@ _AGAIN = "verify again with `autoaccum verify`"
 
 def _differences(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [difference for comparison in record["comparisons"] for difference in comparison["differences"]]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The workload is known; windows are compared next.
+
+    Attributes:
+        name: What it is called.
+        model: Its class.
+        parameters: How many.
+        optimizer: Its class.
+        precision: That runs are made in.
+        device: Where.
+    """
+
+    name: str
+    model: str
+    parameters: int
+    optimizer: str
+    precision: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A window was accumulated and held against the full batch."""
+
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Diagnosing:
+    """It is not the same; the cause is sought by experiments."""
+
+    comparison: Comparison
+
+
+Event = Begun | Compared | Diagnosing

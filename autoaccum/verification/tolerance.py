@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import Tolerances, compare, largest_entry
-from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
+from autoaccum.verification.updates import UNCHANGED, Change, Outcome
 
 DOUBLE = 1e-10
 """In float64: rounding takes 1e-16 per operation, a fault more than this."""
@@ -26,7 +26,7 @@ _CALM = Change(calm=True)
 
 
 class Runs(Protocol):
-    """What is asked of a laboratory here."""
+    """What is asked of a runs here."""
 
     def full(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the full batch."""

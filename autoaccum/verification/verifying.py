@@ -18,10 +18,8 @@ from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.training.seeds import kept_randomness
-from autoaccum.verification.events import Event
-from autoaccum.verification.records import Verification
-from autoaccum.verification.request import VerifyRequest
-from autoaccum.verification.subjects import find_subject
+from autoaccum.verification.records import Event, Verification
+from autoaccum.verification.request import VerifyRequest, find_subject
 from autoaccum.verification.verifier import Verifier
 from autoaccum.workload.tracebacks import exit_blamed
 
@@ -83,7 +81,7 @@ def verify(
         batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
         multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
         worst_of: Make the batch of the longest of so many samples of the workload's dataset.
-        on_event: Told of every step, with a record of `autoaccum.verification.events`.
+        on_event: Told of every step, with a record of `autoaccum.verification.records`.
 
     Raises:
         UsageError: An argument cannot be honoured.

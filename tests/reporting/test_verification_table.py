@@ -12,8 +12,7 @@ import pytest
 from autoaccum.errors import UsageError
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.verification_table import VerificationProgress, print_verification
-from autoaccum.verification.events import Begun, Compared
-from autoaccum.verification.records import Cause, Comparison, Difference, Quantity, Verification
+from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Difference, Quantity, Verification
 
 
 def _difference(quantity: Quantity, error: float, where: str | None, tolerance: float = 1e-10) -> Difference:

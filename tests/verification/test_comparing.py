@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nan, tensor
 
 from autoaccum.verification.comparing import Tolerances, compare, largest_entry
-from autoaccum.verification.laboratory.outcomes import Outcome
 from autoaccum.verification.records import Difference
+from autoaccum.verification.updates import Outcome
 
 TOLERANCES = Tolerances(relative=1e-10)
 

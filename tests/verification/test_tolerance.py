@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.comparing import Tolerances, compare
-from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change, Outcome
 from autoaccum.verification.tolerance import DOUBLE, allow_own, find_tolerances, with_update
+from autoaccum.verification.updates import UNCHANGED, Change, Outcome
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

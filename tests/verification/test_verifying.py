@@ -20,8 +20,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.events import Begun, Compared, Diagnosing
-from autoaccum.verification.records import Verification
+from autoaccum.verification.records import Begun, Compared, Diagnosing, Verification
 from autoaccum.verification.verifying import verify
 from autoaccum.workload.spec import Workload
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.verification.laboratory.doubles import in_double, widened
+from autoaccum.verification.fixture import in_double, widened
 
 
 class Narrowing(nn.Module):

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from autoaccum import Workload
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.laboratory.laboratory import Laboratory
-from autoaccum.verification.laboratory.outcomes import Change, Outcome
-from autoaccum.verification.laboratory.specimen import Specimen
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import Change, Outcome
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{AccumulationWarning.__module__}.AccumulationWarning")
 SIZES = (3, 3, 2)
@@ -40,9 +40,9 @@ def make(**fields: Any) -> Workload:
     return Workload(**{**chosen, **fields})
 
 
-def lab(workload: Workload, sizes: tuple[int, ...] = SIZES, **options: Any) -> Laboratory:
+def runs(workload: Workload, sizes: tuple[int, ...] = SIZES, **options: Any) -> Runs:
     torch.manual_seed(0)
-    return Laboratory(Specimen(workload, **options), workload.build_batch(sum(sizes)), sizes)
+    return Runs(Fixture(workload, **options), workload.build_batch(sum(sizes)), sizes)
 
 
 def distance(one: Outcome, other: Outcome) -> float:
@@ -53,7 +53,7 @@ def distance(one: Outcome, other: Outcome) -> float:
 
 
 def test_the_full_run_is_plain_pytorch_in_float64() -> None:
-    found = lab(make()).full()
+    found = runs(make()).full()
     torch.manual_seed(0)
     reference = Net().double()
     inputs, targets = batch(8)
@@ -67,14 +67,14 @@ def test_the_full_run_is_plain_pytorch_in_float64() -> None:
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
 def test_accumulated_equals_full_under_the_same_draws(drop: float) -> None:
-    made = lab(make(model=lambda: Net(drop=drop)))
+    made = runs(make(model=lambda: Net(drop=drop)))
     assert distance(made.full(), made.accumulated()) < 1e-14
     assert made.accumulated().loss == pytest.approx(made.full().loss, rel=1e-14)
     assert made.mismatch is None
 
 
 def test_parts_alone_add_up_by_their_shares() -> None:
-    made = lab(make(model=lambda: Net(drop=0.5)))
+    made = runs(make(model=lambda: Net(drop=0.5)))
     for name, gradient in made.full().gradients.items():
         parts = [made.part(index).gradients[name] for index in range(3)]
         summed = sum(size / 8 * part for size, part in zip(SIZES, parts, strict=True) if part is not None)
@@ -82,18 +82,18 @@ def test_parts_alone_add_up_by_their_shares() -> None:
 
 
 def test_a_run_is_made_once_and_repeats_itself() -> None:
-    made = lab(make(model=lambda: Net(drop=0.5)))
+    made = runs(make(model=lambda: Net(drop=0.5)))
     assert made.full() is made.full()
     assert distance(made.full(), made.full_again()) == 0.0
 
 
 def test_another_weighting_can_be_tried() -> None:
-    made = lab(make())
+    made = runs(make())
     right = Change(weights=(3.0, 3.0, 2.0))
     assert distance(made.full(right), made.accumulated(right)) < 1e-14
     wrong = Change(weights=(1.0, 1.0, 1.0))
     assert distance(made.full(wrong), made.accumulated(wrong)) > 1e-3
-    summed = lab(make(criterion=nn.CrossEntropyLoss(reduction="sum")))
+    summed = runs(make(criterion=nn.CrossEntropyLoss(reduction="sum")))
     assert distance(summed.full(Change(summed=True)), summed.accumulated(Change(summed=True))) < 1e-14
 
 
@@ -111,7 +111,7 @@ class Remembering(nn.Module):
 
 
 def test_each_part_can_begin_afresh() -> None:
-    made = lab(make(model=Remembering))
+    made = runs(make(model=Remembering))
     assert distance(made.full(), made.accumulated()) > 1e-3
     assert made.accumulated().state == ("before",)
     fresh = Change(fresh_state=True)
@@ -119,7 +119,7 @@ def test_each_part_can_begin_afresh() -> None:
 
 
 def test_modules_can_be_put_to_rest() -> None:
-    made = lab(make(model=lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))))
+    made = runs(make(model=lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))))
     assert distance(made.full(), made.accumulated()) > 1e-3
     rest = Change(rest=frozenset({"1"}))
     assert distance(made.full(rest), made.accumulated(rest)) < 1e-14
@@ -130,7 +130,7 @@ def test_noise_for_all_samples_is_the_same_for_all_parts() -> None:
     def loss(model: nn.Module, pair: Any) -> Tensor:
         return F.cross_entropy(model(pair[0] + torch.randn(4)), pair[1])
 
-    made = lab(make(criterion=None, loss=loss))
+    made = runs(make(criterion=None, loss=loss))
     assert distance(made.full(), made.accumulated()) < 1e-14
     assert len(made.shared_draws) == 1
 
@@ -140,7 +140,7 @@ def test_draws_that_cannot_be_joined_are_held() -> None:
         order = torch.randperm(len(pair[0]))
         return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
 
-    made = lab(make(criterion=None, loss=mixing))
+    made = runs(make(criterion=None, loss=mixing))
     assert distance(made.full(), made.accumulated()) < 1e-14
     assert made.mismatch is not None
     assert "randperm" in str(made.mismatch)
@@ -200,7 +200,7 @@ class Sorted(Net):
 
 @pytest.mark.parametrize("model", [TimeMajor, Packed, Dropping, Sorted])
 def test_draws_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
-    made = lab(make(model=model))
+    made = runs(make(model=model))
     assert distance(made.full(), made.accumulated()) < 1e-13
     assert (made.mismatch is not None) == (model in (Packed, Sorted))
     assert made.accumulated().state == ()
@@ -212,7 +212,7 @@ def test_the_users_own_loop_draws_as_the_accumulator_does() -> None:
         for inputs, targets in micro_batches:
             torch.autograd.backward(F.cross_entropy(model(inputs), targets) * len(targets) / total)
 
-    made = lab(make(model=lambda: Net(drop=0.5), accumulate=right))
+    made = runs(make(model=lambda: Net(drop=0.5), accumulate=right))
     assert distance(made.full(), made.own()) < 1e-14
     for name, parameter in made.full().parameters.items():
         torch.testing.assert_close(made.own().parameters[name], parameter, rtol=1e-12, atol=1e-16)
@@ -224,7 +224,7 @@ def test_a_loop_that_updates_by_itself_is_refused() -> None:
             parameter.data.add_(1)
 
     with pytest.raises(WorkloadError, match="has changed the parameters: leave the gradient in .grad"):
-        lab(make(accumulate=updating)).own()
+        runs(make(accumulate=updating)).own()
 
 
 def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
@@ -233,13 +233,13 @@ def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
         targets[3:6] = -100
         return inputs, targets
 
-    made = lab(make(model=lambda: Net(drop=0.5), batch=masked, criterion=nn.CrossEntropyLoss(ignore_index=-100)))
+    made = runs(make(model=lambda: Net(drop=0.5), batch=masked, criterion=nn.CrossEntropyLoss(ignore_index=-100)))
     assert made.mismatch is None
     assert distance(made.full(), made.accumulated()) < 1e-14
 
 
 def test_an_update_can_be_made_from_any_gradient() -> None:
-    made = lab(make(optimizer="AdamW"))
+    made = runs(make(optimizer="AdamW"))
     moved = made.update_from(made.full().gradients)
     for name, parameter in made.full().parameters.items():
         assert torch.equal(moved[name], parameter)
@@ -247,7 +247,7 @@ def test_an_update_can_be_made_from_any_gradient() -> None:
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_other_precisions_are_run_as_they_train(precision: Any, bound: float) -> None:
-    made = lab(make(model=lambda: Net(drop=0.5)), precision=precision)
+    made = runs(make(model=lambda: Net(drop=0.5)), precision=precision)
     assert distance(made.full(), made.accumulated()) < bound
     gradient = made.full().gradients["first.weight"]
     assert gradient is not None
@@ -259,7 +259,7 @@ def test_what_the_users_code_raises_is_theirs() -> None:
         raise KeyError("labels")
 
     with pytest.raises(WorkloadError, match="raised KeyError: 'labels'") as caught:
-        lab(make(criterion=None, loss=failing)).full()
+        runs(make(criterion=None, loss=failing)).full()
     assert caught.value.user_traceback is not None
     assert "failing" in caught.value.user_traceback
 
@@ -272,7 +272,7 @@ def test_a_loop_may_scale_its_loss() -> None:
             torch.autograd.backward(scaler.scale(F.cross_entropy(model(inputs), targets) * len(targets) / total))
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
 
-    made = lab(make(accumulate=scaling))
+    made = runs(make(accumulate=scaling))
     assert distance(made.full(), made.own()) < 1e-14
 
 
@@ -282,7 +282,7 @@ def test_hooks_on_gradients_see_each_part_and_can_be_left_out() -> None:
         model.first.weight.register_hook(lambda one: one.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
         return model
 
-    made = lab(make(model=hooked))
+    made = runs(make(model=hooked))
     assert distance(made.full(), made.accumulated()) > 1e-4
     bare = Change(unhooked=True)
     assert distance(made.full(bare), made.accumulated(bare)) < 1e-14
@@ -294,4 +294,4 @@ def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
             return F.cross_entropy(model(pair[0]), pair[1])
 
     with pytest.raises(WorkloadError, match="connected to a"):
-        lab(make(criterion=None, loss=unrecorded)).full()
+        runs(make(criterion=None, loss=unrecorded)).full()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.verification.laboratory.micro_batches import MicroBatches
 from autoaccum.verification.records import Verification
+from autoaccum.verification.updates import MicroBatches
 from autoaccum.verification.verifying import verify
 
 Loop = Callable[[nn.Module, list[Any]], None]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum import Workload
-from autoaccum.verification.laboratory.mixing import draws_mix
-from autoaccum.verification.laboratory.specimen import Specimen
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.runs import draws_mix
 
 
 class Net(nn.Module):
@@ -60,8 +60,8 @@ def loss(model: nn.Module, pair: Any) -> Tensor:
 
 @pytest.mark.parametrize(("model", "mixes"), [(Net, False), (Sorted, False), (Mixed, True), (Flat, None)])
 def test_mixing_is_told_from_order(model: type[nn.Module], mixes: bool | None) -> None:
-    specimen = Specimen(Workload(model=model, batch=batch, loss=loss))
-    assert draws_mix(specimen, specimen.prepare_batch(batch(8))) is mixes
+    fixture = Fixture(Workload(model=model, batch=batch, loss=loss))
+    assert draws_mix(fixture, fixture.prepare_batch(batch(8))) is mixes
 
 
 def test_mixing_before_the_model_is_seen_too() -> None:
@@ -69,10 +69,10 @@ def test_mixing_before_the_model_is_seen_too() -> None:
         partners = torch.randperm(len(pair[0]))
         return F.cross_entropy(model(pair[0] + pair[0][partners]), pair[1])
 
-    specimen = Specimen(Workload(model=Net, batch=batch, loss=mixing))
-    assert draws_mix(specimen, specimen.prepare_batch(batch(8))) is True
+    fixture = Fixture(Workload(model=Net, batch=batch, loss=mixing))
+    assert draws_mix(fixture, fixture.prepare_batch(batch(8))) is True
 
 
 def test_a_few_samples_tell_nothing() -> None:
-    specimen = Specimen(Workload(model=Net, batch=batch, loss=loss))
-    assert draws_mix(specimen, specimen.prepare_batch(batch(3))) is None
+    fixture = Fixture(Workload(model=Net, batch=batch, loss=loss))
+    assert draws_mix(fixture, fixture.prepare_batch(batch(3))) is None

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.laboratory.specimen import Specimen
+from autoaccum.verification.fixture import Fixture
 
 
 class Tied(nn.Module):
@@ -38,27 +38,27 @@ def make(model: Any = Tied, **fields: Any) -> Workload:
 
 
 def test_ties_and_attributes_survive_widening() -> None:
-    model = Specimen(make()).fresh().model
+    model = Fixture(make()).fresh().model
     assert isinstance(model, Tied)
     assert model.head.weight is model.tokens.weight
     assert model.head.weight.dtype == model.table.dtype == torch.float64
 
 
 def test_copies_are_alike_and_apart() -> None:
-    specimen = Specimen(make())
-    one, other = specimen.fresh(), specimen.fresh()
+    fixture = Fixture(make())
+    one, other = fixture.fresh(), fixture.fresh()
     with torch.no_grad():
         next(one.model.parameters()).add_(1)
     assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
-    assert torch.equal(next(specimen.fresh().model.parameters()), next(other.model.parameters()))
+    assert torch.equal(next(fixture.fresh().model.parameters()), next(other.model.parameters()))
 
 
 def test_other_precisions_keep_the_parameters_dtype() -> None:
-    assert next(Specimen(make(), precision="bf16").fresh().model.parameters()).dtype == torch.float32
+    assert next(Fixture(make(), precision="bf16").fresh().model.parameters()).dtype == torch.float32
 
 
 def test_a_model_at_rest_is_taken_as_it_is_trained() -> None:
-    assert Specimen(make(Tied().eval())).fresh().model.training
+    assert Fixture(make(Tied().eval())).fresh().model.training
 
 
 def test_a_live_optimizer_is_copied_with_its_state() -> None:
@@ -68,7 +68,7 @@ def test_a_live_optimizer_is_copied_with_its_state() -> None:
     torch.autograd.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     before = model.weight.detach().clone()
-    trained = Specimen(make(lambda: model), optimizer=optimizer).fresh()
+    trained = Fixture(make(lambda: model), optimizer=optimizer).fresh()
     assert trained.optimizer.param_groups[0]["lr"] == 0.5
     state = next(iter(trained.optimizer.state.values()))
     assert state["exp_avg"].dtype == torch.float64
@@ -84,7 +84,7 @@ def test_a_criterion_is_widened_with_its_class_weights() -> None:
     module = nn.CrossEntropyLoss(weight=weights)
     for criterion in (module, functools.partial(F.cross_entropy, weight=weights)):
         workload = make(lambda: nn.Linear(2, 2), loss=None, criterion=criterion, batch=lambda size: None)
-        found = Specimen(workload).fresh().objective.criterion
+        found = Fixture(workload).fresh().objective.criterion
         assert found is not None
         function: Any = found.function
         inner = function.weight if isinstance(function, nn.Module) else function.keywords["weight"]
@@ -95,10 +95,10 @@ def test_a_criterion_is_widened_with_its_class_weights() -> None:
 
 def test_a_compiled_model_is_verified_as_written() -> None:
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
-    specimen = Specimen(make(lambda: compiled))
-    trained = specimen.fresh()
+    fixture = Fixture(make(lambda: compiled))
+    trained = fixture.fresh()
     assert type(trained.model) is nn.Linear
-    with specimen.running():
+    with fixture.running():
         assert trained.model(torch.ones(1, 2)).dtype == torch.float64
 
 
@@ -109,8 +109,8 @@ class Locked(nn.Linear):
 
 
 def test_what_cannot_be_copied_is_built_again() -> None:
-    specimen = Specimen(make(Locked))
-    one, other = specimen.fresh().model, specimen.fresh().model
+    fixture = Fixture(make(Locked))
+    one, other = fixture.fresh().model, fixture.fresh().model
     assert one is not other
     for left, right in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -120,7 +120,7 @@ def test_what_cannot_be_copied_is_built_again() -> None:
 def test_what_can_neither_be_copied_nor_built_again_is_told() -> None:
     model = Locked()
     with pytest.raises(WorkloadError, match="the model, a Locked, cannot be copied"):
-        Specimen(make(lambda: model))
+        Fixture(make(lambda: model))
 
 
 def test_hooks_on_gradients_come_along() -> None:
@@ -129,7 +129,7 @@ def test_hooks_on_gradients_come_along() -> None:
     model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
     for _ in range(2):
-        copied = Specimen(make(lambda: model)).fresh().model
+        copied = Fixture(make(lambda: model)).fresh().model
         torch.autograd.backward(copied(torch.ones(1, 2, dtype=torch.float64)).sum())
         assert isinstance(copied.weight, Tensor)
         assert copied.weight.grad is not None
@@ -144,7 +144,7 @@ def test_complex_parameters_are_widened() -> None:
             self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
             self.register_buffer("table", torch.ones(2, dtype=torch.complex64))
 
-    model = Specimen(make(Rotating)).fresh().model
+    model = Fixture(make(Rotating)).fresh().model
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.complex128}
 
 
@@ -159,17 +159,17 @@ def distil(model: nn.Module, batch: Any) -> Tensor:
 
 def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
     teacher, weights, values = TEACHER, WEIGHTS, TEACHER.weight.detach().clone()
-    specimen = Specimen(make(lambda: nn.Linear(3, 2), loss=distil))
-    inputs = specimen.prepare_batch([torch.ones(4, 3)])
+    fixture = Fixture(make(lambda: nn.Linear(3, 2), loss=distil))
+    inputs = fixture.prepare_batch([torch.ones(4, 3)])
     for _ in range(2):
-        with specimen.running():
+        with fixture.running():
             assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float32, torch.float64)
-            trained = specimen.fresh()
+            trained = fixture.fresh()
             assert distil(trained.model, inputs).dtype == torch.float64
             with torch.no_grad():
                 TEACHER.weight.zero_()
         assert torch.equal(TEACHER.weight, values)
     assert WEIGHTS is weights
     assert TEACHER is teacher
-    with Specimen(make(lambda: nn.Linear(3, 2), loss=distil), precision="fp32").running():
+    with Fixture(make(lambda: nn.Linear(3, 2), loss=distil), precision="fp32").running():
         assert TEACHER.weight.dtype == torch.float32

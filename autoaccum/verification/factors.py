@@ -1,12 +1,16 @@
-"""What each part counts for in a gradient: least squares over the gradients of the parts."""
+"""The gradient of a batch as a combination of its parts' gradients: what each part counts for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import Change, Outcome
 
 _MOST_ENTRIES = 2**18
 _LEAST_DISTINCT = 1e-5
@@ -76,3 +80,66 @@ def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
     scale = max(float(target.abs().max()) if target.numel() else 0.0, 1e-300)
     error = float(left.abs().max()) / scale if left.numel() else 0.0
     return error if error == error else float("inf")
+
+
+class Decomposition:
+    """One batch and its parts under one change.
+
+    Attributes:
+        runs: Where they were run.
+        whole: The full batch's update.
+        gradient: Of the full batch, flat.
+        gradients: Of the parts, flat.
+        parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
+
+    Args:
+        runs: See there.
+        change: What is otherwise.
+        rounding: How far apart equal combinations may be, relative to the largest entry.
+    """
+
+    def __init__(self, runs: Runs, change: Change, rounding: float) -> None:
+        self.runs, self._rounding = runs, rounding
+        self.whole: Outcome = runs.full(change)
+        self.gradient: Tensor = flatten(self.whole.gradients, self.whole.parameters)
+        self.gradients: list[Tensor] = []
+        self.parts: list[Outcome] = []
+        for index in range(len(runs.sizes)):
+            part = runs.part(index, change)
+            self.gradients.append(flatten(part.gradients, self.whole.parameters))
+            self.parts.append(replace(part, gradients={}, buffers={}, parameters={}))
+
+    @cached_property
+    def factors(self) -> Factors | None:
+        """What the parts are multiplied by to give the full gradient; None where no factors do, or many."""
+        found = find_factors(self.gradient, self.gradients)
+        return None if found is None or found.residual > self._rounding else found
+
+    def gives_gradient(self, shares: Sequence[float]) -> bool:
+        """Whether the parts times `shares` add up to the full gradient."""
+        return find_residual(self.gradient, self.gradients, shares) <= self._rounding
+
+    def gives_term(self, name: str, shares: Sequence[float]) -> bool:
+        """Whether the parts times `shares` add up to the full batch's term of the loss."""
+        losses = [part.terms.get(name, 0.0) for part in self.parts]
+        counted = [(loss, share) for loss, share in zip(losses, shares, strict=True) if share != 0]
+        whole = self.whole.terms[name]
+        scale = max([abs(whole), *(abs(loss) for loss, _ in counted)])
+        return abs(sum(loss * share for loss, share in counted) - whole) <= self._rounding * max(scale, 1e-300)
+
+
+LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
+"""The way out where parts cannot be exact."""
+
+_ROUNDING = 1e-12
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Numbers, to four digits; rounding is zero.
+
+    >>> numbers([0.5, 1 / 3]), numbers([-2e-16, 1.0])
+    ('0.5 and 0.3333', '0 and 1')
+    """
+    least = _ROUNDING * max((abs(value) for value in values), default=0.0)
+    words = [f"{0.0 if abs(value) <= least else value:.4g}" for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import combinations
+from typing import Generic, Literal, TypeVar
 
 from autoaccum.accumulation.company.findings import Coupling
 from autoaccum.accumulation.company.words import ITSELF, listed
-from autoaccum.verification.causes.couplings import (
+from autoaccum.accumulation.routers import balancing_factors
+from autoaccum.verification.comparing import Tolerances
+from autoaccum.verification.coupling_causes import (
     balancing_cause,
     batchnorm_cause,
     coupling_causes,
+    draw_cause,
+    explain_whole,
+    hook_cause,
     look_for_coupling,
     module_cause,
+    state_cause,
     statistics_cause,
 )
-from autoaccum.verification.causes.explanations import explain_parts
-from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.causes.interventions import Finding, Intervention, find_least, suspect
-from autoaccum.verification.causes.loops import Loop
-from autoaccum.verification.causes.mixed_terms import explain_mixed_terms
-from autoaccum.verification.causes.notes import find_lost
-from autoaccum.verification.causes.restlessness import find_restlessness
-from autoaccum.verification.causes.states import draw_cause, hook_cause, state_cause
-from autoaccum.verification.causes.wholes import explain_whole
-from autoaccum.verification.comparing import Tolerances
-from autoaccum.verification.laboratory.laboratory import Laboratory
-from autoaccum.verification.laboratory.outcomes import UNCHANGED, Change
+from autoaccum.verification.inquiry import Inquiry, find_lost, find_restlessness
+from autoaccum.verification.loops import Loop
+from autoaccum.verification.parts import explain_mixed_terms, explain_parts
 from autoaccum.verification.records import Cause, Comparison
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import UNCHANGED, Change
 
 _FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"
 _COARSE = 1e-2
@@ -47,23 +49,23 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
 
-def find_causes(lab: Laboratory, comparison: Comparison, tolerances: Tolerances) -> Diagnosis:
+def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> Diagnosis:
     """Find out by experiment why `comparison` is not equal.
 
     What may couple parts (BatchNorm, state, random draws, modules seen to couple samples) is put out of the way, the
     least first; after each, what is left may be arithmetic (`explain_parts`, or for a loop of the user's own `Loop`).
     The first set that makes both updates equal is the cause, and that run its proof.
 
-    In half precision only what makes both equal is told, as arithmetic cannot be: give a laboratory in float64.
+    In half precision only what makes both equal is told, as arithmetic cannot be: give a runs in float64.
 
     Args:
-        lab: Of the batch and the parts that were compared.
+        runs: Of the batch and the parts that were compared.
         comparison: What came out.
         tolerances: What it was judged by.
     """
     if comparison.equal:
         return Diagnosis(())
-    inquiry = Inquiry(lab, comparison, tolerances)
+    inquiry = Inquiry(runs, comparison, tolerances)
     restless = find_restlessness(inquiry)
     if restless is not None:
         return Diagnosis((restless,))
@@ -95,7 +97,7 @@ def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
 
 def _lost_parameters(inquiry: Inquiry) -> list[str]:
     pair = inquiry.pair(UNCHANGED) or ()
-    return list(dict.fromkeys(name for outcome in pair for name in find_lost(inquiry.lab, outcome)))
+    return list(dict.fromkeys(name for outcome in pair for name in find_lost(inquiry.runs, outcome)))
 
 
 def _lost_cause(names: Sequence[str]) -> Cause:
@@ -137,7 +139,7 @@ def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
 def _causes(inquiry: Inquiry, found: Finding[tuple[Cause, ...]]) -> tuple[Cause, ...]:
     explained = found.explanation or ()
     proved = all(cause.proved for cause in explained)
-    blamed = [one for one in found.interventions if one.kind != "randomness" or inquiry.lab.draws_mix is not False]
+    blamed = [one for one in found.interventions if one.kind != "randomness" or inquiry.runs.draws_mix is not False]
     return (*(_cause(inquiry, one, found, proved=proved) for one in blamed), *explained)
 
 
@@ -166,7 +168,7 @@ def _remaining(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     at_rest = Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
     known = explain_mixed_terms(inquiry, at_rest) if inquiry.method == "accumulator" else None
     if known is None and not coupling.modules and inquiry.rounding <= _COARSE:
-        known = explain_whole(inquiry, replace(at_rest, calm=bool(inquiry.lab.draw_sites)))
+        known = explain_whole(inquiry, replace(at_rest, calm=bool(inquiry.runs.draw_sites)))
     return (known or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling),)
 
 
@@ -184,3 +186,100 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
         change=f"look at {listed(where)} first: {_FIRST}" if where else _FIRST,
         where=where,
     )
+
+
+Explanation = TypeVar("Explanation")
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One thing that may be put out of the way.
+
+    Attributes:
+        kind: What is suspected.
+        where: Modules, attributes or buffers it lies in.
+    """
+
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
+    where: tuple[str, ...] = ()
+
+    def added(self, change: Change) -> Change:
+        """`change`, with this out of the way as well."""
+        if self.kind == "state":
+            return replace(change, fresh_state=True)
+        if self.kind == "hook":
+            return replace(change, unhooked=True)
+        if self.kind == "randomness":
+            return replace(change, calm=True)
+        if self.kind == "balancing loss":
+            return replace(change, unbalanced=True)
+        return replace(change, rest=change.rest | frozenset(self.where))
+
+
+@dataclass(frozen=True)
+class Finding(Generic[Explanation]):
+    """The first set of interventions that helped.
+
+    Attributes:
+        interventions: All of them are needed.
+        change: All of them together.
+        explanation: What else there is to it; None where the updates are equal with them.
+    """
+
+    interventions: tuple[Intervention, ...]
+    change: Change
+    explanation: Explanation | None
+
+
+def suspect(inquiry: Inquiry) -> list[Intervention]:
+    """What there is to put out of the way, the likeliest first."""
+    found = [Intervention("batchnorm", inquiry.batchnorms)] if inquiry.batchnorms else []
+    if factors := balancing_factors(inquiry.model):
+        found.append(Intervention("balancing loss", factors))
+    if inquiry.state:
+        found.append(Intervention("state", inquiry.state))
+    if inquiry.hooked:
+        found.append(Intervention("hook", inquiry.hooked))
+    if inquiry.runs.mismatch is None and inquiry.runs.draw_sites:
+        found.append(Intervention("randomness", inquiry.runs.draw_sites))
+    return found
+
+
+def find_least(
+    inquiry: Inquiry,
+    suspected: Sequence[Intervention],
+    explain: Callable[[Change], Explanation | None],
+    always: Intervention | None = None,
+) -> Finding[Explanation] | None:
+    """The smallest set after which both updates are equal, or `explain` knows why not; None where there is none.
+
+    Smaller sets are tried first, so that each member of the set is needed. Of one size, explanations come after
+    equality under one member more, which costs less to ask: what is explained is not equal with more out of the way.
+    Only draws that do nothing may make equal what is explained, as where a mean divides by a count that is drawn.
+
+    Args:
+        inquiry: What came out unequal.
+        suspected: What may be put out of the way.
+        explain: Why the updates differ under a change; None where it does not know.
+        always: What is in all sets.
+    """
+    sets = [[_joint(subset, always) for subset in combinations(suspected, n)] for n in range(len(suspected) + 1)]
+    for smaller, larger in zip([[], *sets], [*sets, []], strict=True):
+        calm = [one for one in larger if one[1].calm]
+        for chosen, change in larger:
+            if not change.calm and inquiry.is_equal(change):
+                return Finding(chosen, change, None)
+        for chosen, change in smaller:
+            explanation = explain(change) if inquiry.pair(change) is not None else None
+            if explanation is not None:
+                return Finding(chosen, change, explanation)
+        for chosen, change in calm:
+            if inquiry.is_equal(change):
+                return Finding(chosen, change, None)
+    return None
+
+
+def _joint(subset: Sequence[Intervention], always: Intervention | None) -> tuple[tuple[Intervention, ...], Change]:
+    """A set of interventions, and the change that is all of them."""
+    chosen = tuple(subset) if always is None else (*subset, always)
+    return chosen, reduce(lambda change, one: one.added(change), chosen, UNCHANGED)

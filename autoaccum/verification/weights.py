@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from autoaccum.accumulation.shares import make_shares
-from autoaccum.verification.causes.class_weights import count_class_weights
-from autoaccum.verification.causes.decomposition import Decomposition
-from autoaccum.verification.causes.inquiry import Inquiry
-from autoaccum.verification.laboratory.laboratory import Laboratory
-from autoaccum.verification.laboratory.outcomes import Change
-from autoaccum.workload.candidates import Candidate, count_candidates
+from autoaccum.verification.factors import Decomposition
+from autoaccum.verification.inquiry import Inquiry
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import Change
+from autoaccum.workload.candidates import Candidate, count_candidates, count_tables
 from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.weights import match_weights
 
@@ -63,23 +67,23 @@ class Weigher:
     """
 
     def __init__(self, inquiry: Inquiry, change: Change) -> None:
-        self._lab, self._objective = inquiry.lab, inquiry.lab.objective
-        self.cuts = [Decomposition(lab, change, inquiry.rounding) for lab in inquiry.cuts]
-        self._parts = [part for cut in self.cuts for part in cut.lab.parts] + list(self._lab.parts)
+        self._runs, self._objective = inquiry.runs, inquiry.runs.objective
+        self.cuts = [Decomposition(runs, change, inquiry.rounding) for runs in inquiry.cuts]
+        self._parts = [part for cut in self.cuts for part in cut.runs.parts] + list(self._runs.parts)
         self._terms = [name for name, term in self.cuts[0].whole.terms.items() if math.isfinite(term)]
 
     def find(self) -> Weighting | None:
         """The weighting under which the parts give the whole batch's loss and gradient; None where none is found."""
-        likely = likely_code(self._lab.specimen.fresh().model)
-        counted = count_candidates(self._lab.batch, self._parts, likely)
-        usual = [Candidate(SUM, ()), *counted, *count_class_weights(self._lab, self._parts)]
+        likely = likely_code(self._runs.fixture.fresh().model)
+        counted = count_candidates(self._runs.batch, self._parts, likely)
+        usual = [Candidate(SUM, ()), *counted, *count_class_weights(self._runs, self._parts)]
         found: dict[str, Candidate] = {}
         for name, own in self._own().items():
             fitting = next((one for one in [own, *usual] if self._fits(name, one)), None)
             if fitting is None:
                 return None
             found[name] = fitting
-        start = len(self._parts) - len(self._lab.parts)
+        start = len(self._parts) - len(self._runs.parts)
         return Weighting(
             {name: one.code for name, one in found.items() if one.code != _OWN},
             {name: one.counts[start:] or None for name, one in found.items()},
@@ -106,12 +110,12 @@ class Weigher:
         return True
 
 
-def own_shares(lab: Laboratory, terms: Sequence[str]) -> tuple[float, ...] | None:
+def own_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
     """What the workload multiplies the parts by; None where that differs from term to term."""
-    objective = lab.objective
+    objective = runs.objective
     if objective.reduction == "sum":
-        return (1.0,) * len(lab.parts)
-    weights = [match_weights(objective.weight(part), terms) for part in lab.parts]
+        return (1.0,) * len(runs.parts)
+    weights = [match_weights(objective.weight(part), terms) for part in runs.parts]
     columns = {share([weight[name] for weight in weights]) for name in terms}
     return columns.pop() if len(columns) == 1 else None
 
@@ -123,3 +127,25 @@ def share(counts: Sequence[float]) -> tuple[float, ...]:
     (0.75, 0.25)
     """
     return tuple(float(one) for one in make_shares(counts, "mean").parts if not isinstance(one, dict))
+
+
+def count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
+    """Sums of class weights over the labels of each of `parts`."""
+    tables = {name: tensor for name, tensor in _named_tensors(runs) if _is_table(tensor)}
+    return count_tables(runs.batch, parts, tables) if tables else []
+
+
+def _named_tensors(runs: Runs) -> Iterator[tuple[str, Any]]:
+    """What the loss names of its module and its closure, and the model's buffers."""
+    function = runs.objective.loss_function
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    if inspect.isfunction(function):
+        named = inspect.getclosurevars(function)
+        yield from {**named.globals, **named.nonlocals}.items()
+    yield from ((f"model.{name}", buffer) for name, buffer in runs.fixture.fresh().model.named_buffers())
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point() and bool((value >= 0).all())

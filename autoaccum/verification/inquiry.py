@@ -1,0 +1,248 @@
+"""One comparison that came out unequal, and whether it would be equal if something were otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.company.words import ITSELF, listed, modules
+from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.errors import AutoaccumError
+from autoaccum.verification.comparing import Tolerances, compare
+from autoaccum.verification.records import Cause, Comparison, Difference, Quantity
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import UNCHANGED, Change, Outcome
+from autoaccum.workload import nests
+from autoaccum.workload.candidates import count_candidates
+
+_SLACK = 16.0
+"""Of rounding in one comparison, that of a combination of several runs."""
+
+
+class Inquiry:
+    """Asks the runs of one comparison.
+
+    Attributes:
+        runs: Where experiments are made.
+        method: Which way to accumulate is held against the full batch.
+        window: As in the comparison.
+        rounding: How far apart equal combinations of runs may be, relative to the largest entry.
+
+    Args:
+        runs: See there.
+        comparison: What came out unequal.
+        tolerances: What rounding explains.
+    """
+
+    def __init__(self, runs: Runs, comparison: Comparison, tolerances: Tolerances) -> None:
+        self.runs, self.method, self.window = runs, comparison.method, comparison.window
+        self._tolerances = tolerances
+        self.rounding = _SLACK * tolerances.relative
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A copy of the model, as training begins with it."""
+        return self.runs.fixture.fresh().model
+
+    @cached_property
+    def cuts(self) -> tuple[Runs, ...]:
+        """The same batch in two parts and in three, uneven ones where it can be."""
+        return tuple(map(self.runs.with_sizes, cut_twice(sum(self.runs.sizes))))
+
+    @cached_property
+    def batchnorms(self) -> tuple[str, ...]:
+        """BatchNorm modules that normalise by the batch, and would not in eval mode."""
+        return tuple(
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, BATCHNORMS) and module.training and module.running_mean is not None
+        )
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """Attributes and buffers that the accumulated run changed; those of `batchnorms` left out."""
+        pair = self.pair(UNCHANGED)
+        if pair is None:
+            return ()
+        after = pair[1].buffers
+        buffers = [
+            name
+            for name, buffer in self.model.named_buffers()
+            if name.rpartition(".")[0] not in self.batchnorms and _has_changed(buffer, after.get(name))
+        ]
+        return (*pair[1].state, *buffers)
+
+    @cached_property
+    def hooked(self) -> tuple[str, ...]:
+        """Parameters with hooks on their gradients."""
+        return tuple(name for name, parameter in self.model.named_parameters() if any(tensor_hooks(parameter)))
+
+    @cached_property
+    def moved_parameters(self) -> tuple[str, ...]:
+        """Parameters without a gradient that an update changes all the same: forward does, as an EMA of others."""
+        full, before = self.runs.full(UNCHANGED), self.runs.initial()
+        return tuple(
+            name
+            for name, gradient in full.gradients.items()
+            if gradient is None and _has_changed(before[name], full.parameters.get(name))
+        )
+
+    def pair(self, change: Change) -> tuple[Outcome, Outcome] | None:
+        """The full update and the accumulated one; None where the user's code raises under this change."""
+        try:
+            full = self.runs.full(change)
+            return full, self.runs.accumulated(change) if self.method == "accumulator" else self.runs.own(change)
+        except AutoaccumError:
+            return None
+
+    def differences(self, change: Change) -> Mapping[Quantity, Difference] | None:
+        """What is unequal under `change`, as far as that can be asked; None where there is nothing to compare.
+
+        The update is left out where something was changed (its tolerances are of the unchanged gradient), buffers
+        where each part has begun with fresh ones, and the loss of a loop, which tells none.
+        """
+        pair = self.pair(change)
+        if pair is None:
+            return None
+        left_out = {"update": change != UNCHANGED, "buffers": change.fresh_state, "loss": self.method == "accumulate"}
+        found = compare(*pair, self._tolerances)
+        return {one.quantity: one for one in found if not one.equal and not left_out.get(one.quantity, False)}
+
+    def are_equal(self, one: Outcome, other: Outcome) -> bool:
+        """Whether two updates of the unchanged batch are the same."""
+        return all(difference.equal for difference in compare(one, other, self._tolerances))
+
+    def is_equal(self, change: Change) -> bool:
+        """Whether both updates are the same under `change`."""
+        return self.differences(change) == {}
+
+
+def cut_twice(total: int) -> tuple[tuple[int, ...], ...]:
+    """Two ways to cut a batch, into two parts and into three; one way to cut two samples.
+
+    They are uneven, and none has one sample, which some modules cannot run, wherever that can be.
+
+    >>> cut_twice(16), cut_twice(8), cut_twice(5), cut_twice(3), cut_twice(2)
+    (((7, 9), (4, 4, 8)), ((3, 5), (2, 2, 4)), ((2, 3), (1, 1, 3)), ((1, 2), (1, 1, 1)), ((1, 1),))
+    """
+    if total < 3:
+        return ((1,) * total,)
+    half, quarter = (total - 1) // 2, max(1, total // 4)
+    return (half, total - half), (quarter, quarter, total - 2 * quarter)
+
+
+def _has_changed(before: Tensor, after: Tensor | None) -> bool:
+    return after is None or before.shape != after.shape or not bool((before == after).all())
+
+
+_WAY_OUT = (
+    "keep counters in buffers of the model, not in globals, closures or classes, which no run resets; draw from torch,"
+    " NumPy or random, and let nothing depend on time, on the system's entropy or on files that change"
+)
+
+
+def find_restlessness(inquiry: Inquiry) -> Cause | None:
+    """The cause where the full batch's update differs from itself; None where it is the same twice."""
+    runs = inquiry.runs
+    again = runs.full_again(UNCHANGED)
+    if inquiry.are_equal(runs.full(UNCHANGED), again):
+        return None
+    name = _first_restless(inquiry)
+    lies_in = "the loss" if name is None else modules([name or ITSELF])
+    return Cause(
+        kind="non-determinism",
+        found=f"the full batch gives another result when it is run again, first in {lies_in}",
+        change=_WAY_OUT,
+        where=() if name is None else (name or ITSELF,),
+    )
+
+
+def _first_restless(inquiry: Inquiry) -> str | None:
+    """The first module whose output differs between two equal runs; None where none does."""
+    first, second = _outputs(inquiry), _outputs(inquiry)
+    for (name, one), (_, other) in zip(first, second, strict=False):
+        if len(one) != len(other) or any(not torch.equal(left, right) for left, right in zip(one, other, strict=True)):
+            return name
+    return None
+
+
+def _outputs(inquiry: Inquiry) -> list[tuple[str, list[Tensor]]]:
+    """What every module gave, in the order in which they ended."""
+    fixture = inquiry.runs.fixture
+    trained = fixture.fresh()
+    found: list[tuple[str, list[Tensor]]] = []
+    for name, module in trained.model.named_modules():
+        module.register_forward_hook(_recorder(name, found))
+    seed_everything()
+    with fixture.running(), torch.no_grad():
+        trained.objective.terms(trained.model, copy.deepcopy(inquiry.runs.batch))
+    return found
+
+
+def _recorder(name: str, found: list[tuple[str, list[Tensor]]]) -> Any:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append((name, [tensor.detach().clone() for tensor in nests.tensors(output)]))
+
+    return record
+
+
+def find_notes(runs: Runs) -> tuple[str, ...]:
+    """Terms without a gradient, and a batch whose samples cannot tell a right weight from a wrong one."""
+    return tuple(_notes(runs))
+
+
+def _notes(runs: Runs) -> Iterator[str]:
+    full = runs.full()
+    loose = [name for name in full.terms if name not in full.connected]
+    if loose:
+        yield f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant"
+    lost = find_lost(runs, full)
+    if lost:
+        yield f"the optimizer leaves entries of {listed(lost)} that are not finite, after the full batch's update too"
+    objective = runs.objective
+    is_known = objective.criterion is not None and objective.weight_function is None
+    if objective.reduction == "mean" and not is_known and _hides_weights(runs):
+        yield (
+            "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in"
+            " training, let batch(size) give such a batch"
+        )
+
+
+def find_lost(runs: Runs, outcome: Outcome) -> list[str]:
+    """Parameters that the update of finite gradients has left with entries that are not finite."""
+    before = runs.initial()
+    return [
+        name
+        for name, after in outcome.parameters.items()
+        if not bool(after.isfinite().all())
+        and bool(before[name].isfinite().all())
+        and _is_finite(outcome.gradients.get(name))
+    ]
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool((gradient.to_dense() if gradient.is_sparse else gradient).isfinite().all())
+
+
+def _hides_weights(runs: Runs) -> bool:
+    """Whether there are tokens or masks to count, and every way to count them gives the same shares."""
+    if len(runs.parts) < 2 or not any(map(_is_counted, nests.tensors(runs.batch))):
+        return False
+    candidates = [one for one in count_candidates(runs.batch, runs.parts) if _counts_entries(one.code)]
+    return len({candidate.shares(0) for candidate in candidates}) <= 1
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    return tensor.ndim > 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _counts_entries(code: str) -> bool:
+    """Whether it counts entries that are not padding; other ids, and sums of ids, always differ."""
+    return code.startswith("len(") or "!= -100)" in code or "!= 0)" in code or "mask" in code.lower()

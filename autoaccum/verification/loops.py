@@ -1,0 +1,368 @@
+"""A loop of the user's own: what each of its parts counts for, and which line would be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.company.words import listed
+from autoaccum.errors import AutoaccumError
+from autoaccum.verification.factors import Decomposition, find_factors, find_residual, flatten, numbers
+from autoaccum.verification.inquiry import Inquiry
+from autoaccum.verification.records import Cause, CauseKind
+from autoaccum.verification.runs import Runs
+from autoaccum.verification.updates import Change, Outcome
+from autoaccum.verification.weights import SUM, own_shares, share
+from autoaccum.workload.candidates import count_candidates
+
+_SHARES = "they count for {factors}, their shares are {shares}"
+_FOUND: Mapping[Fault, str] = {
+    "zeroed": (
+        "only the last part counts: gradients are zeroed between the parts, or backward() is called after the loop, of"
+        " the last loss only"
+    ),
+    "left out": "some parts are left out: " + _SHARES,
+    "undivided": "the losses of the parts are added up undivided: " + _SHARES,
+    "divided twice": "the losses of the parts are divided twice: " + _SHARES,
+    "mean of means": (
+        "every part's mean counts for {factors}, though parts divide by different counts: their shares are {shares}"
+    ),
+    "constant": "the losses are divided by a fixed number, here of {parts} parts: " + _SHARES,
+    "scaled": "the parts are wrongly divided: " + _SHARES,
+    "uneven": "the parts are wrongly weighted: " + _SHARES,
+}
+_CHANGES: Mapping[Fault, str] = {
+    "zeroed": "call backward() for every part, within the loop, and zero_grad() once, before the first part",
+    "left out": "run every part of the window forward and backward",
+}
+_TERMS = Cause(
+    kind="accumulate",
+    found=(
+        "the terms of the loss divide by different counts, and the loop does not give each its own share, by which the"
+        " Accumulator comes to the full batch's gradient"
+    ),
+    change=(
+        "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of the"
+        " window; then backward() of their sum"
+    ),
+)
+
+_REGULARISER = Cause(
+    kind="regulariser",
+    found=(
+        "the loop's gradient is the full batch's, and once more for each part but the first a term that is the same for"
+        " any batch, as a regulariser is"
+    ),
+    change=(
+        "multiply that term by the share of the part as well, as (loss + term) * count / total, or add it once in a"
+        " window"
+    ),
+    proved=True,
+)
+_LEAST_SHARE = 1e3
+"""How much smaller than the gradient such a term may be: its rounding is that of the gradient."""
+
+
+class Loop:
+    """The loop of a workload, under one change.
+
+    Args:
+        inquiry: What came out unequal.
+        change: What is otherwise in all runs.
+    """
+
+    def __init__(self, inquiry: Inquiry, change: Change) -> None:
+        self._inquiry, self._change = inquiry, change
+
+    def explain(self) -> tuple[Cause, ...] | None:
+        """What it does to its parts; None where not even the Accumulator comes to the full batch's gradient."""
+        runs = self._inquiry.runs
+        try:
+            parts = Decomposition(runs, self._change, self._inquiry.rounding)
+            right = _find_shares(parts)
+            shares, counted = right or ((), "")
+            cut = self._read(parts, shares) if shares else None
+            if cut is None:
+                return self._made_otherwise(parts)
+            other = self._read_otherwise()
+            norm, scale = _round_norm(runs.own(self._change)), find_scale(cut, other)
+        except AutoaccumError:
+            return None
+        fault = name_fault(cut, other)
+        if scale is not None:
+            return (_scale_cause(scale, cut, None if is_close(cut.ratio, scale) else _right_line(runs, counted)),)
+        if norm is not None and (fault in ("constant", "scaled") or cut.shrinks):
+            return (_clip_cause(norm, every_part=fault not in ("constant", "scaled")),)
+        if fault == "mean of means" and counted == SUM:
+            fault = "scaled"
+        return None if fault is None else (self._cause(fault, cut, counted),)
+
+    def _made_otherwise(self, parts: Decomposition) -> tuple[Cause, ...] | None:
+        """Why its gradient is made of something else, where the Accumulator's is the full batch's."""
+        accumulated = flatten(parts.runs.accumulated(self._change).gradients, parts.whole.parameters)
+        if find_residual(parts.gradient, [accumulated], (1.0,)) > self._inquiry.rounding:
+            return None
+        detached = explain_detachment(self._inquiry, self._change)
+        if detached is not None:
+            return detached
+        if self._counts_with_parts(parts):
+            return (_REGULARISER,)
+        return (self._other_loss(),) if own_shares(parts.runs, list(parts.whole.terms)) else (_TERMS,)
+
+    def _counts_with_parts(self, parts: Decomposition) -> bool:
+        """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
+        ways = [parts.runs, *(one for one in self._inquiry.cuts if len(one.sizes) != len(parts.runs.sizes))][:2]
+        if len(ways) < 2 or min(len(runs.sizes) for runs in ways) < 2:
+            return False
+        one, other = (
+            (flatten(runs.own(self._change).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
+            for runs in ways
+        )
+        return find_residual(one, [other], (1.0,)) <= self._inquiry.rounding * _LEAST_SHARE
+
+    def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
+        """What each part counts for, beside what it should; None where its gradient is made of something else."""
+        rounding = self._inquiry.rounding
+        own = flatten(parts.runs.own(self._change).gradients, parts.whole.parameters)
+        found = find_factors(own, parts.gradients)
+        if found is None or found.residual > rounding:
+            return None
+        return Cut(tuple(0.0 if abs(one) < rounding else one for one in found.values), shares)
+
+    def _read_otherwise(self) -> Cut | None:
+        """The same of another number of parts."""
+        runs = next((one for one in self._inquiry.cuts if len(one.sizes) != len(self._inquiry.runs.sizes)), None)
+        if runs is None:
+            return None
+        parts = Decomposition(runs, self._change, self._inquiry.rounding)
+        right = _find_shares(parts)
+        return None if right is None else self._read(parts, right[0])
+
+    def _cause(self, fault: Fault, cut: Cut, counted: str) -> Cause:
+        kind: CauseKind = "last window" if fault == "constant" and self._inquiry.window == "last" else "accumulate"
+        found = _FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts)
+        change = _CHANGES.get(fault) or _right_line(self._inquiry.runs, counted)
+        return Cause(kind=kind, found=found, change=change, proved=True)
+
+    def _other_loss(self) -> Cause:
+        differences = self._inquiry.differences(self._change) or {}
+        where = tuple(one.where for name, one in differences.items() if name == "gradients" and one.where)
+        return Cause(
+            kind="accumulate",
+            found="the loop's gradient is made of something else than the gradients of loss(model, part)",
+            change="compute the loss of a part in the loop as loss(model, part) does",
+            where=where,
+        )
+
+
+def _round_norm(own: Outcome) -> float | None:
+    """The norm of a gradient that was clipped; None where it is no number that a person would clip to.
+
+    `clip_grad_norm_` divides by the norm plus 1e-6 (torch/nn/utils/clip_grad.py).
+    """
+    rows = [gradient.norm() for gradient in own.gradients.values() if gradient is not None]
+    norm = float(torch.stack(rows).norm()) if rows else 0.0
+    rounded = float(f"{norm:.1g}")
+    return rounded if 0 <= rounded - norm <= 1e-4 * rounded else None
+
+
+def _clip_cause(norm: float, *, every_part: bool) -> Cause:
+    shrunk = "every part shrinks what came before it" if every_part else "that of the full batch is not clipped here"
+    return Cause(
+        kind="accumulate",
+        found=f"the loop clips the gradient: its norm is {norm:g}, and {shrunk}",
+        change="leave clipping out of accumulate(): clip once per update, after it",
+    )
+
+
+def _scale_cause(scale: float, cut: Cut, line: str | None) -> Cause:
+    """A loss scale; `line` where the losses are not divided either."""
+    undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
+    return Cause(
+        kind="accumulate",
+        found=(
+            f"gradients are left multiplied by {scale:g}, as by a GradScaler:"
+            f" {_SHARES.format(factors=numbers(cut.factors), shares=numbers(cut.shares))}"
+        ),
+        change=undo if line is None else f"{undo}; and {line}",
+        proved=True,
+    )
+
+
+def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
+    """What parts should count for, and what is counted, in words or as code; None where no one number is right."""
+    runs, objective = parts.runs, parts.runs.objective
+    own = own_shares(runs, list(parts.whole.terms))
+    if own is not None and parts.gives_gradient(own):
+        return own, SUM if objective.reduction == "sum" else objective.source
+    return next(((shares, code) for shares, code in _usual_shares(runs) if parts.gives_gradient(shares)), None)
+
+
+def _usual_shares(runs: Runs) -> Iterator[tuple[tuple[float, ...], str]]:
+    yield (1.0,) * len(runs.parts), SUM
+    for candidate in count_candidates(runs.batch, runs.parts):
+        yield share(candidate.counts), candidate.code
+
+
+def _right_line(runs: Runs, counted: str) -> str:
+    if counted == SUM:
+        return "loss(model, part).backward(), without dividing: the loss is a sum"
+    what = f"weight(batch): return {counted}"
+    if counted == runs.objective.source:
+        what = "weight(part)" if runs.objective.weight_function else f"its {counted.partition(' (')[0]}"
+    return (
+        f"(loss(model, part) * count / total).backward(), where count is a part's own ({what}), and total that of all"
+        " parts of the window"
+    )
+
+
+Fault = Literal["zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"]
+
+_CLOSE = 1e-6
+
+_LEAST_SCALE = 2.0**8
+"""A smaller factor may be a count of parts or samples."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One window, cut and accumulated by the loop.
+
+    Attributes:
+        factors: What each part's gradient was multiplied by.
+        shares: What would have been right.
+    """
+
+    factors: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def parts(self) -> int:
+        """How many parts it has."""
+        return len(self.factors)
+
+    @property
+    def common(self) -> float | None:
+        """The factor, where all parts have the same."""
+        return _constant(self.factors)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times too large every part's factor is, where it is the same for all."""
+        pairs = zip(self.factors, self.shares, strict=True)
+        return _constant([factor / share for factor, share in pairs if share > 0])
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether every part counts for more of its share than the one before, as where each clips what there is."""
+        pairs = [(factor, share) for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
+        ratios = [factor / share for factor, share in pairs]
+        grows = all(one <= two * (1 + _CLOSE) for one, two in zip(ratios, ratios[1:], strict=False))
+        return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of parts that should count, and do not."""
+        pairs = enumerate(zip(self.factors, self.shares, strict=True))
+        return [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
+
+
+def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
+    """What is wrong with the factors; None where they are the shares.
+
+    Args:
+        cut: The window as it was accumulated.
+        other: The same window in another number of parts, which tells a divisor that is fixed from one that counts.
+
+    >>> name_fault(Cut((1.0, 1.0), (0.5, 0.5)))
+    'undivided'
+    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((1 / 9,) * 3, (1 / 3,) * 3))
+    'divided twice'
+    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((0.25,) * 3, (1 / 3,) * 3))
+    'constant'
+    """
+    if is_close(cut.ratio, 1.0):
+        return None
+    if cut.missing:
+        return "zeroed" if cut.missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
+    cuts = [cut] if other is None else [cut, other]
+    if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in cuts):
+        return "undivided"
+    if all(is_close(one.common, 1 / one.parts) for one in cuts):
+        return "mean of means"
+    if all(is_close(one.common, 1 / one.parts**2) or is_close(one.ratio, 1 / one.parts) for one in cuts):
+        return "divided twice"
+    if other is not None and _is_fixed(cut, other):
+        return "constant"
+    return "uneven" if cut.ratio is None else "scaled"
+
+
+def find_scale(cut: Cut, other: Cut | None = None) -> float | None:
+    """The loss scale that all parts are left multiplied by: a large power of two, in however many parts.
+
+    >>> find_scale(Cut((16384.0, 16384.0), (0.25, 0.25)), Cut((16384.0, 32768.0), (0.25, 0.5)))
+    65536.0
+    >>> find_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
+    True
+    """
+    pairs = [(cut.ratio, None if other is None else other.ratio), (cut.common, None if other is None else other.common)]
+    for scale, again in pairs:
+        if scale is not None and (other is None or is_close(again, scale)):
+            nearest = 2.0 ** round(math.log2(scale)) if scale >= _LEAST_SCALE else 0.0
+            if is_close(nearest, scale) and nearest:
+                return nearest
+    return None
+
+
+def is_close(one: float | None, two: float) -> bool:
+    """Whether `one` is `two` but for rounding."""
+    return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
+
+
+def _is_fixed(cut: Cut, other: Cut) -> bool:
+    """Whether parts are divided by the same number, however many there are."""
+    same_factor = cut.common is not None and is_close(other.common, cut.common)
+    return same_factor or (cut.ratio is not None and cut.ratio < 1 and is_close(other.ratio, cut.ratio))
+
+
+def _constant(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return values[0] if all(is_close(value, values[0]) for value in values) else None
+
+
+_NONE = 1e-12
+"""Of the largest entry of the full gradient: below, there is no gradient."""
+
+
+def explain_detachment(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+    """Parameters that the full batch's gradient reaches and the loop's does not; None where there is none."""
+    pair = inquiry.pair(change)
+    if pair is None:
+        return None
+    full, own = pair
+    scale = max((_largest(gradient) for gradient in full.gradients.values()), default=0.0)
+    unreached = [
+        name
+        for name, gradient in full.gradients.items()
+        if _largest(gradient) > _NONE * scale and _largest(own.gradients.get(name)) <= _NONE * scale
+    ]
+    if not unreached or len(unreached) == len(full.gradients):
+        return None
+    return (
+        Cause(
+            kind="detached",
+            found=f"the loop's gradient does not reach {listed(unreached)}, the full batch's does",
+            change="backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms",
+            where=tuple(unreached),
+        ),
+    )
+
+
+def _largest(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None or not gradient.numel() else float(gradient.detach().abs().max())

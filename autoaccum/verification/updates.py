@@ -1,0 +1,419 @@
+"""One update of one fresh copy: by the full batch, accumulated, by a loop of the user's own, or of one part alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.attributes import OwnAttributes
+from autoaccum.accumulation.backpropagation import autocast
+from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.copies import ModuleState
+from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.draws.joins import DrawMismatch
+from autoaccum.accumulation.observers import StepObserver
+from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.routers import leave_out_balancing
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.shares import has_weight
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.verification.fixture import Fixture, Trained
+from autoaccum.workload import nests
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.nests import held_batch
+from autoaccum.workload.tracebacks import blame_workload, exit_blamed
+from autoaccum.workload.weights import Objective, match_weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One update: by the full batch, accumulated, or of one part alone.
+
+    Attributes:
+        loss: The sum of `terms` that have weight.
+        terms: The terms of the loss.
+        connected: Which of them are connected to a parameter.
+        gradients: Of every parameter by name, before the update; None where there is none.
+        buffers: Of the model and its criterion by name, after the update.
+        parameters: By name, after the update.
+        state: Names of plain attributes that it changed, of modules of the user's own classes.
+    """
+
+    loss: float
+    terms: Mapping[str, float]
+    connected: frozenset[str]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an experiment does otherwise than training; nothing by default.
+
+    Attributes:
+        rest: Names of modules that are put into eval mode.
+        fresh_state: Each part begins with the buffers and attributes that the first began with.
+        calm: Random draws are held at values that do nothing (all kept by dropout, no noise).
+        weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
+            number each, or pairs of a term and its number.
+        unhooked: Hooks on parameters' gradients are left out.
+        unbalanced: The loss that balances experts is left out.
+        summed: Losses of parts are added up, not averaged.
+    """
+
+    rest: frozenset[str] = frozenset()
+    fresh_state: bool = False
+    calm: bool = False
+    weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
+    summed: bool = False
+    unhooked: bool = False
+    unbalanced: bool = False
+
+
+UNCHANGED = Change()
+
+
+class Run:
+    """A fresh copy of the fixture as one run finds it, what it holds on to, and what it came to."""
+
+    def __init__(self, fixture: Fixture, change: Change) -> None:
+        self.change, self.precision, self.device = change, fixture.precision, fixture.device
+        self.trained: Trained = fixture.fresh()
+        for name, module in self.trained.model.named_modules():
+            if name in change.rest:
+                module.eval()
+        if fixture.workload.batchnorm == "frozen":
+            for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
+                norm.training = False
+        if change.unbalanced:
+            leave_out_balancing(self.trained.model)
+        if change.unhooked:
+            for parameter in self.trained.model.parameters():
+                for hooks in tensor_hooks(parameter):
+                    (hooks or {}).clear()
+        self.scale = fixture.loss_scale
+        self._fixture = fixture
+        self._kept: tuple[ModuleState, OwnAttributes] | None = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model, by name, tied ones once."""
+        return dict(self.trained.model.named_parameters())
+
+    @property
+    def generators(self) -> list[Generator]:
+        """That modules of this copy keep."""
+        return own_generators(module for root in self.trained.roots.values() for module in root.modules())
+
+    def telling(self, begin: Callable[[int, Iterable[Generator]], None]) -> Callable[[int], None]:
+        """`begin` of a part, told of them as well."""
+        own = self.generators
+        return lambda index: begin(index, own)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Copies of the gradients there are now, without the loss scale."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+
+    def outcome(
+        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
+    ) -> Outcome:
+        """What the run came to."""
+        roots = self.trained.roots
+        buffers = {
+            name: tensor.detach().clone()
+            for prefix, root in roots.items()
+            for name, tensor in root.named_buffers(prefix=prefix)
+        }
+        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        state = () if self._kept is None else tuple(self._kept[1].changed())
+        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+
+    def backward(self, loss: Tensor) -> None:
+        """Leave the gradient of `loss` in `.grad`, by way of the loss scale where there is one."""
+        if loss.requires_grad:
+            torch.autograd.backward(loss * self.scale if self.scale != 1.0 else loss)
+        if self.scale != 1.0:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.scale)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the run; see `Fixture.running`."""
+        with self._fixture.running():
+            roots = {**self.trained.roots, **self._fixture.beside}
+            modules = (module for root in roots.values() for module in root.modules())
+            self._kept = ModuleState(modules), OwnAttributes(roots)
+            yield
+
+    def begin_anew(self) -> None:
+        """Put buffers, modes and plain attributes back to what the run began with."""
+        for state in self._kept or ():
+            state.restore()
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
+    try:
+        with exit_blamed(doing):
+            yield
+    except (AutoaccumError, DrawMismatch):
+        raise
+    except Exception as error:
+        if find_shortage(error) is not None:
+            raise
+        raise blame_workload(error, doing) from error
+
+
+Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
+
+
+def run_full(fixture: Fixture, batch: Any, change: Change, end_parts: Callable[[], None]) -> Outcome:
+    """One update by the whole batch, in plain PyTorch: what accumulation is to equal.
+
+    Args:
+        fixture: What is verified.
+        batch: The whole.
+        change: What is otherwise.
+        end_parts: Told when the update itself comes next.
+    """
+    run = Run(fixture, change)
+    trained = run.trained
+    batch = copy.deepcopy(batch)
+    with run.running(), users_code(f"an update from {batch_size(batch)} samples"):
+        with autocast(fixture.precision, fixture.device):
+            terms = trained.objective.terms(trained.model, batch)
+        weights = match_weights(trained.objective.weight(batch), terms.keys())
+        counted = [term for name, term in terms.items() if weights[name] > 0]
+        values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
+        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+        if not connected:
+            raise WorkloadError(
+                "no term of the loss is connected to a trainable parameter",
+                hint="compute it without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
+            )
+        if not counted:
+            return run.outcome(math.nan, values, connected, run.gradients())
+        loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()
+        run.backward(loss)
+        gradients = run.gradients()
+        end_parts()
+        trained.optimizer.step()
+        return run.outcome(float(loss.detach()), values, connected, gradients)
+
+
+def run_accumulated(
+    fixture: Fixture,
+    batch: Any,
+    parts: Sequence[Any],
+    change: Change,
+    begin_part: Begin,
+    end_parts: Callable[[], None],
+) -> Outcome:
+    """One update by the Accumulator.
+
+    Args:
+        fixture: What is verified.
+        batch: The whole.
+        parts: The same, cut.
+        change: What is otherwise.
+        begin_part: Told of each part before its forward, and of the generators of the copy that runs.
+        end_parts: Told when the update itself comes next.
+    """
+    run = Run(fixture, change)
+    trained, sizes = run.trained, [batch_size(part) for part in parts]
+    objective = _weighed(trained.objective, change)
+    weighed = _weighed(trained.objective, change)
+    counting = [index for index, part in enumerate(parts) if has_weight(weighed.weight(part))]
+    watch = _Watch(run.telling(begin_part), end_parts, counting, run.begin_anew if change.fresh_state else None)
+    seen: dict[str, Tensor | None] = dict.fromkeys(run.parameters)
+    trained.optimizer.register_step_pre_hook(lambda *_: seen.update(run.gradients()))
+    with run.running(), users_code(f"an update in parts of {max(sizes)}"):
+        accumulator = Accumulator(
+            trained.model,
+            trained.optimizer,
+            objective,
+            micro_batch=max(sizes),
+            batchnorm=fixture.workload.batchnorm,
+            accumulate_in=fixture.workload.accumulate_in,
+            precision="fp32" if fixture.precision == "fp64" else fixture.precision,
+            scaler=_scaler(run),
+            recover=False,
+            observer=watch,
+        )
+        even = list(split_evenly(sum(sizes), max(sizes))) == sizes
+        result = accumulator.step(copy.deepcopy(batch)) if even else accumulator.step_parts(copy.deepcopy(list(parts)))
+        return run.outcome(result.loss, result.terms, frozenset(result.terms), seen)
+
+
+def run_own(
+    fixture: Fixture, parts: Sequence[Any], change: Change, take: Begin, end_parts: Callable[[], None]
+) -> Outcome:
+    """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
+
+    Args:
+        fixture: What is verified.
+        parts: The batch, cut.
+        change: What is otherwise.
+        take: Told of each part whenever the loop takes it, and of the generators of the copy that runs.
+        end_parts: Told when the update itself comes next.
+
+    Raises:
+        WorkloadError: It made the update itself, so that there is no gradient to look at.
+    """
+    run = Run(fixture, change)
+    trained, accumulate = run.trained, fixture.workload.accumulate
+    assert accumulate is not None
+    given = MicroBatches(copy.deepcopy([held_batch(part) for part in parts]), run.telling(take))
+    trained.model.register_forward_pre_hook(given.called, with_kwargs=True)
+    if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
+        trained.model.register_forward_pre_hook(lambda *_: run.begin_anew(), prepend=True)
+    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+    with run.running(), users_code("accumulate()"):
+        accumulate(trained.model, given)
+        if not all(torch.equal(parameter, before[name]) for name, parameter in run.parameters.items()):
+            raise WorkloadError(
+                "accumulate() has changed the parameters", hint="leave the gradient in .grad, without optimizer.step()"
+            )
+        gradients = run.gradients()
+        end_parts()
+        trained.optimizer.step()
+        return run.outcome(math.nan, {}, frozenset(), gradients)
+
+
+def run_part(fixture: Fixture, part: Any, change: Change, begin: Callable[[Sequence[Generator]], None]) -> Outcome:
+    """The loss of one part alone and its gradient, multiplied by no share; no update.
+
+    Args:
+        fixture: What is verified.
+        part: Samples.
+        change: What is otherwise.
+        begin: Told of the generators of the copy that runs, before it does.
+    """
+    run = Run(fixture, change)
+    trained = run.trained
+    begin(run.generators)
+    part = copy.deepcopy(part)
+    with run.running(), users_code(f"the loss of {batch_size(part)} samples"):
+        with autocast(fixture.precision, fixture.device):
+            terms = trained.objective.terms(trained.model, part)
+        loss = torch.stack(list(terms.values())).sum()
+        run.backward(loss)
+        values = {name: float(term.detach()) for name, term in terms.items()}
+        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+        return run.outcome(float(loss.detach()), values, connected, run.gradients())
+
+
+def run_update(fixture: Fixture, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The parameters after one step of the optimizer with these gradients."""
+    run = Run(fixture, Change())
+    with run.running(), users_code("the optimizer's step"):
+        for name, parameter in run.parameters.items():
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.clone()
+        run.trained.optimizer.step()
+        return dict(run.outcome(math.nan, {}, frozenset(), {}).parameters)
+
+
+def _scaler(run: Run) -> GradScaler | None:
+    if run.precision != "fp16":
+        return None
+    return GradScaler(run.device.type, init_scale=run.scale, growth_interval=2**31 - 1)
+
+
+def _weighed(objective: Objective, change: Change) -> Objective:
+    """The objective with the weighting that an experiment tries."""
+    if change.summed:
+        return dataclasses.replace(objective, reduction="sum", weight_function=None)
+    if change.weights is None:
+        return objective
+    given = itertools.cycle([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
+    return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
+
+
+class _Watch(StepObserver):
+    """Tells of each part as its forward begins."""
+
+    def __init__(
+        self,
+        begin_part: Callable[[int], None],
+        end_parts: Callable[[], None],
+        counting: Sequence[int],
+        begin_anew: Callable[[], None] | None,
+    ) -> None:
+        self._begin_part, self._end_parts, self._begin_anew = begin_part, end_parts, begin_anew
+        self._waiting = itertools.cycle(counting)
+
+    def phase(self, phase: StepPhase) -> None:
+        if phase == "forward":
+            if self._begin_anew is not None:
+                self._begin_anew()
+            self._begin_part(next(self._waiting))
+        elif phase == "clip":
+            self._end_parts()
+
+
+class MicroBatches(list[Any]):
+    """A list, however a loop goes through it; of lists that it makes itself, what the model is given tells (`called`).
+
+    Args:
+        parts: The micro-batches.
+        take: Told the index of each part as it is taken.
+    """
+
+    def __init__(self, parts: Sequence[Any], take: Callable[[int], None]) -> None:
+        super().__init__(parts)
+        self._take = take
+        self._indices = {id(part): index for index, part in enumerate(parts)}
+        self._owners = {id(tensor): index for index, part in enumerate(parts) for tensor in nests.tensors(part)}
+        self._parts = parts  # An id is one object's only as long as that lives.
+
+    def called(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
+        """A hook before the model's forward: tells whose tensors it is given, where those are as they were."""
+        given = map(id, nests.tensors((*arguments, *keywords.values())))
+        found = {self._owners[tensor] for tensor in given if tensor in self._owners}
+        if len(found) == 1:
+            self._take(found.pop())
+
+    def __iter__(self) -> Iterator[Any]:
+        index = 0
+        while index < len(self):  # A loop may change it meanwhile, as it may any list.
+            yield self[index]
+            index += 1
+
+    def __reversed__(self) -> Iterator[Any]:
+        for index in range(len(self) - 1, -1, -1):
+            yield self[index]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            made = MicroBatches(super().__getitem__(index), self._take)
+            made._indices, made._owners, made._parts = self._indices, self._owners, self._parts
+            return made
+        return self._taken(super().__getitem__(index))
+
+    def pop(self, index: Any = -1) -> Any:
+        """As a list's."""
+        return self._taken(super().pop(index))
+
+    def _taken(self, part: Any) -> Any:
+        if id(part) in self._indices:
+            self._take(self._indices[id(part)])
+        return part
