@@ -1,0 +1,224 @@
+"""Predictions of small workloads on cards of the catalogue, recorded for one build of torch each.
+
+    python tests/devices/simulated/golden/record.py           prints them, as JSON
+    python tests/devices/simulated/golden/record.py --write   writes them anew for the torch that runs this
+
+They change only where a prediction is meant to change; the commit that writes them says which and why. The search, the
+traces and the replays are those of a plan for a simulated card, all in this one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.simulated.catalog import Card, find_card
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.jobs import SimulatedChild
+from autoaccum.devices.simulated.labels import LabelledTrace
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import ChangeFailed, Offer
+from autoaccum.devices.torch_release import read_torch_release
+from autoaccum.planning.search import search
+from autoaccum.units import parse_size
+
+HERE = Path(__file__).resolve().parent
+WORKLOADS = HERE / "workloads.py"
+
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("mlp_sgd", "t4", "70MiB"),
+    ("mlp_sgd", "a100-40gb", "1GiB"),
+    ("mlp_one_by_one", "rtx3090", "60MiB"),
+    ("mlp_one_by_one", "h100-80gb", "200MiB"),
+    ("mlp_held", "rtx4090", "200MiB"),
+    ("mlp_held", "v100-16gb", "200MiB"),
+    ("resnet_fp32", "t4", "400MiB"),
+    ("resnet_fp32", "rtx4090", "200MiB"),
+    ("resnet_bf16_last", "a100-40gb", "200MiB"),
+    ("resnet_bf16_last", "rtx3090", "200MiB"),
+    ("gpt_bf16", "rtx3090", "1GiB"),
+    ("gpt_bf16", "a100-40gb", "50%"),
+    ("gpt_bf16", "h100-80gb", "1GiB"),
+    ("gpt_fp32", "t4", "1GiB"),
+    ("gpt_fp32", "rtx4090", "2GiB"),
+    ("gpt_checkpointed", "rtx3090", "300MiB"),
+    ("gpt_checkpointed", "b200", "300MiB"),
+    ("masked_fp16", "t4", "500MiB"),
+    ("masked_fp16", "rtx4090", "500MiB"),
+    ("masked_fp16", "h100-80gb", "500MiB"),
+    ("llama_bf16", "rtx4090", "500MiB"),
+    ("llama_bf16", "a100-40gb", "500MiB"),
+    ("llama_bf16", "h100-80gb", "500MiB"),
+    ("encoder_fp32", "rtx3090", "1GiB"),
+    ("encoder_fp32", "v100-16gb", "1GiB"),
+    ("lstm_fp32", "t4", "500MiB"),
+    ("lstm_fp32", "rtx4090", "500MiB"),
+    ("gru_bf16", "a100-40gb", "500MiB"),
+    ("gru_bf16", "h100-80gb", "500MiB"),
+    ("speech_fp32", "rtx3090", "200MiB"),
+    ("speech_fp32", "t4", "200MiB"),
+    ("tables_dense", "rtx4090", "63MiB"),
+    ("tables_sparse", "t4", "100MiB"),
+    ("tables_sparse", "a100-40gb", "100MiB"),
+    ("unet_fp16", "t4", "500MiB"),
+    ("unet_fp16", "rtx3090", "500MiB"),
+    ("penalised", "rtx4090", "60MiB"),
+    ("picker", "rtx3090", "200MiB"),
+    ("picker", "h100-80gb", "200MiB"),
+    ("contrastive", "a100-40gb", "100MiB"),
+)
+"""The workload, the card, and the budget: small ones, so that micro-batches stay small."""
+
+CHANGED = ("mlp_one_by_one", "resnet_fp32", "gpt_bf16", "encoder_fp32")
+"""Workloads of which changes are simulated, too."""
+TARGET = 3000
+
+
+class TracerHere:
+    """What traces in this process, and adds up all that it traced."""
+
+    def __init__(self, settings: TrialSettings, card: Card) -> None:
+        self._child = SimulatedChild()
+        self.digest = hashlib.sha256()
+        self.traces = 0
+        self._settings = settings
+        where = {"cwd": os.getcwd(), "sys_path": list(sys.path), "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
+        self._ask("load", card=dataclasses.asdict(card), **where)
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        return Inspection(**self._ask("inspect")["inspection"])
+
+    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+        return self._noted(Trace.from_record(self._ask("trace", parts=parts)["trace"]))
+
+    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
+        labelled = LabelledTrace.from_record(self._ask("labelled", parts=parts)["labelled"])
+        self._noted(labelled.trace)
+        return labelled
+
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
+        return tuple(Offer(**offer) for offer in self._ask("changes")["changes"])
+
+    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
+        reply = self._ask("changed", parts=parts, change=change)
+        if "failed" in reply:
+            raise ChangeFailed(reply["failed"])
+        return self._noted(Trace.from_record(reply["trace"]))
+
+    def close(self) -> None:
+        self._child.close()
+
+    def _noted(self, trace: Trace) -> Trace:
+        self.digest.update(json.dumps(dataclasses.asdict(trace), sort_keys=True).encode())
+        self.traces += 1
+        return trace
+
+    def _ask(self, job: str, **asked: Any) -> dict[str, Any]:
+        request = {**self._settings.to_request(), "optimizer": self._settings.optimizer, "job": job, **asked}
+        reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
+        if "failure" in reply:
+            raise AssertionError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")
+        return reply
+
+
+def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, Any]:
+    """All that is predicted of an update of `TARGET` samples; and its explanation, where it is the workload's `first`."""
+    card = find_card(gpu)
+    settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=TARGET)
+    tracer = TracerHere(settings, card)
+    with SimulatedDevice(
+        card,
+        lambda: tracer,
+        share=TARGET,
+        torch_version=read_torch_release(),
+        memory=parse_size(memory),
+        environment={},
+    ) as device:
+        inspection = device.inspect()
+        foreseen = device.foresee()
+        found = search(
+            lambda size: device.trial((size, size)),
+            TARGET // 2,
+            limit_bytes=device.limit_bytes,
+            least_size=inspection.least_size,
+            predict=foreseen.peak_bytes,
+        )
+        schedule = make_schedule(TARGET, found.largest_fit)
+        proof = device.trial(schedule.micro_batches, fresh=True)
+        prediction = device.predict(schedule.micro_batches)
+        peaks = [(trial.parts, trial.outcome, trial.peak_reserved_bytes, trial.phase) for trial in found.trials]
+        explained = explain(device, schedule.micro_batches, changes=workload in CHANGED) if first else {}
+        return {
+            "largest_fit": found.largest_fit,
+            "micro_batch": schedule.micro_batch,
+            "iter_size": schedule.iter_size,
+            "outcome": proof.outcome,
+            "peak_bytes": proof.peak_reserved_bytes,
+            "peak_allocated_bytes": proof.peak_allocated_bytes,
+            "least_bytes": prediction.least_bytes,
+            "band_bytes": prediction.band_bytes,
+            "limit_bytes": device.limit_bytes,
+            "trials": len(peaks),
+            "trials_digest": digest_of(peaks),
+            "traces": tracer.traces,
+            "traces_digest": tracer.digest.hexdigest()[:16],
+            **explained,
+        }
+
+
+def explain(device: SimulatedDevice, parts: tuple[int, ...], *, changes: bool) -> dict[str, Any]:
+    """Where the memory goes, in numbers."""
+    account = device.explain(parts, changes=changes, curve=changes, detail=True)
+    found, line = account.explanation, account.timeline
+    modules = [
+        (one.name, one.kind, one.count, one.bytes, one.categories, one.bytes_per_sample) for one in found.modules
+    ]
+    moments = [(moment.phase, moment.categories, moment.holdings) for moment in account.moments]
+    return {
+        "categories": found.categories,
+        "at": [found.phase, found.op, found.module],
+        "changes": {change.name: [change.peak_bytes, change.least_bytes] for change in found.changes},
+        "curve": [[point.size, point.peak_bytes, point.least_bytes] for point in account.curve],
+        "modules_digest": digest_of(modules),
+        "holdings_digest": digest_of([moments, account.holdings]),
+        "timeline_digest": digest_of([line.categories, line.reserved_bytes, line.phases, line.peak_at]),
+    }
+
+
+def digest_of(value: Any) -> str:
+    """Short, and another one wherever anything differs."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=dataclasses.asdict).encode()).hexdigest()[:16]
+
+
+def predict_all(pairs: Sequence[tuple[str, str, str]] = PAIRS) -> dict[str, Any]:
+    """By workload and card, what is predicted."""
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    for workload, gpu, memory in pairs:
+        found[f"{workload} on {gpu}"] = predict(workload, gpu, memory, first=workload not in seen)
+        seen.add(workload)
+    return found
+
+
+def recorded_for(version: str) -> Path:
+    """Where the predictions under a version of torch are, such as `2.13.0+cpu`."""
+    return HERE / f"torch-{version}.json"
+
+
+if __name__ == "__main__":
+    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in predict_all().items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if "--write" in sys.argv[1:]:
+        recorded_for(torch.__version__).write_text(text)
+    else:
+        print(text, end="")
