@@ -132,7 +132,7 @@ class TracerHere:
 
 
 def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, Any]:
-    """All that is predicted of an update of `TARGET` samples; and its explanation, where it is the workload's `first`."""
+    """All that is predicted of an update of `TARGET` samples; and the explanation, for the workload's `first` card."""
     card = find_card(gpu)
     settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=TARGET)
     tracer = TracerHere(settings, card)
