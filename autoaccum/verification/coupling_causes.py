@@ -291,8 +291,8 @@ class _Moves:
         run = Run(self._runs.fixture, self._change)
         seed_everything()
         try:
-            with run.running(), torch.no_grad(), calmed():
-                terms = run.trained.objective.terms(run.trained.model, batch)
+            with run.running("the loss"), torch.no_grad(), calmed():
+                terms = run.terms(batch)
         except Exception:  # Outside of the range that the loss takes.
             return None
         values = {name: float(term) for name, term in terms.items()}

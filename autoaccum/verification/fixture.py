@@ -37,21 +37,19 @@ from autoaccum.workload.weights import Objective
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 BESIDE = "<"
-"""What the names of modules begin with that the user's functions hold and the model does not."""
+"""Begins the names of modules that the user's functions hold and the model does not."""
 
 _LOSS_SCALE = 256.0
 """Enough for gradients of a loss near 1, and far from overflow."""
 
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
 
 @dataclass(frozen=True)
 class Trained:
-    """One copy, to be run once.
-
-    Attributes:
-        model: In training mode, on its device.
-        objective: The loss, with a criterion of its own.
-        optimizer: Of this model.
-    """
+    """One copy, to be run once: a model in training mode on its device, its loss, and its optimizer."""
 
     model: nn.Module
     objective: Objective
@@ -77,11 +75,11 @@ class Fixture:
         beside: Modules that its functions and classes hold or name, as a loss does its teacher: each run finds them as
             they were, and leaves them so.
         generators: Of Python and NumPy, likewise.
-        keeps_generators: Whether modules of the model keep some, of which each run has copies.
+        keeps_generators: Modules of the model keep some, of which each run has copies.
         loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
 
     Args:
-        workload: What is verified.
+        workload: The workload that is verified.
         precision: See there.
         device: Where runs are made; the model is moved there.
         optimizer: A live optimizer of the workload's very model, which is copied with its state; None: one is made
@@ -99,19 +97,16 @@ class Fixture:
         device: torch.device | str = "cpu",
         optimizer: Optimizer | None = None,
     ) -> None:
-        self.workload, self.precision = workload, precision
-        self.device = torch.device(device)
+        self.workload, self.precision, self.device = workload, precision, torch.device(device)
         self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
-        self._objective = workload.objective
+        memo: dict[int, Any] = {}
         model = workload.build_model()
         check_unsharded(model)
         model = unwrapped(model)
-        memo: dict[int, Any] = {}
-        self._is_rebuilt = optimizer is None and not _can_be_copied(model) and _is_built_anew(workload, model)
-        self._model = self._placed(model if self._is_rebuilt else _copied(model, memo))
+        self._model = self._placed(_copied(model, memo))
         self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
         if self._optimizer is not None:
-            self._cast_state(self._optimizer)
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.
         self.beside, generators = _reached(workload, model)
         self.generators = of_host(generators)
         self._put_back = TorchState(self.beside.values(), random=False), OwnAttributes(self.beside)
@@ -123,8 +118,7 @@ class Fixture:
         if self._begun is not None:
             self._begun.restore()
         memo: dict[int, Any] = {}
-        model = self._rebuilt() if self._is_rebuilt else _copied(self._model, memo)
-        objective = self._own_objective()
+        model, objective = _copied(self._model, memo), self._own_objective()
         if self._optimizer is not None:
             return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
         return Trained(model, objective, self.workload.build_optimizer(model))
@@ -158,18 +152,9 @@ class Fixture:
         model = model.to(self.device)
         return double_module(model) if self.precision == "fp64" else model
 
-    def _rebuilt(self) -> nn.Module:
-        """Another model of the workload's, with the weights and buffers of the first."""
-        model = self._placed(unwrapped(self.workload.build_model()))
-        model.load_state_dict(self._model.state_dict())
-        return model
-
-    def _cast_state(self, optimizer: Optimizer) -> None:
-        optimizer.load_state_dict(optimizer.state_dict())  # Casts to the parameters' dtype and device, but for `step`.
-
     def _own_objective(self) -> Objective:
         """The objective with a copy of its criterion, placed as the model is."""
-        objective = self._objective
+        objective = self.workload.objective
         criterion = objective.criterion
         if criterion is None:
             return objective
@@ -177,18 +162,15 @@ class Fixture:
         if isinstance(function, nn.Module):
             function = self._placed(copy.deepcopy(function))
         elif isinstance(function, functools.partial):
-            keywords = self.prepare_batch(dict(function.keywords))
-            function = functools.partial(function.func, *function.args, **keywords)
+            function = functools.partial(function.func, *function.args, **self.prepare_batch(dict(function.keywords)))
         return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
 def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:
     """Modules and generators that the workload's functions, and the user's classes of its model, hold or name."""
     objective = workload.objective
-    modules, functions = (
-        list(model.modules()),
-        [objective.loss_function, objective.weight_function, workload.accumulate],
-    )
+    modules = list(model.modules())
+    functions = [objective.loss_function, objective.weight_function, workload.accumulate]
     if objective.criterion_module is not None:
         modules.extend(objective.criterion_module.modules())
     elif objective.criterion is not None:
@@ -197,19 +179,6 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
     known = {id(module) for module in found.values()}
     found |= {name: module for name, module in workload.modules.items() if id(module) not in known}
     return {f"{BESIDE}{name}>": module for name, module in found.items()}, generators
-
-
-def _can_be_copied(model: nn.Module) -> bool:
-    try:
-        copy_module(model)
-    except (TypeError, RuntimeError, AttributeError):
-        return False
-    return True
-
-
-def _is_built_anew(workload: Workload, model: nn.Module) -> bool:
-    """Whether the workload's model is a function that makes another one each time."""
-    return not isinstance(workload.model, nn.Module) and unwrapped(workload.build_model()) is not model
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -236,11 +205,6 @@ def _copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         if name not in vars(made) and not callable(value):  # A patched `step` would be the original's.
             setattr(made, name, copy.deepcopy(value, memo))
     return made
-
-
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.backpropagation import autocast
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.company.module_calls import Recorder, following
 from autoaccum.accumulation.draws.draws import Draws
@@ -24,39 +23,59 @@ from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.comparing import distance, largest_entry
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.host_generators import calmed, host_state, seeded_otherwise, whose
-from autoaccum.verification.updates import (
-    UNCHANGED,
-    Change,
-    Outcome,
-    Run,
-    run_accumulated,
-    run_full,
-    run_own,
-    run_part,
-    run_update,
-    users_code,
-)
+from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.weights import Objective
 
 _KEPT = 3
 """Pairs of updates beside the unchanged one: each holds gradients and parameters twice."""
 
+_MOST_RECORDINGS = 8
+_APART, _APART_NARROW = 1e-8, 2e-2
+"""Of gradients, relative to the largest entry; in float64, and in other precisions."""
+
+_OUTPUTS_APART = {torch.float64: 1e-10, torch.float32: 1e-4}
+_OUTPUTS_APART_HALF = 5e-2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both updates under one change.
+
+    Attributes:
+        full: By the whole batch.
+        accumulated: By the Accumulator.
+        draws: What both share; of calm ones only what Python's and NumPy's generators do.
+        is_calm: Random operations do nothing.
+        uses_host: The full one may have drawn otherwise from Python's or NumPy's generators than parts did.
+    """
+
+    full: Outcome
+    accumulated: Outcome
+    draws: Draws
+    is_calm: bool
+    uses_host: bool
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Around another full run."""
+        return calmed() if self.is_calm else self.draws.joined()
+
 
 class Runs:
-    """Runs experiments on one batch; every run begins with a fresh copy and the same seeds, and updates are made once.
+    """Makes runs of one batch; each begins with a fresh copy and the same seeds, and updates are made once.
 
     Random draws are recorded in the accumulated run and joined for the full one. Where their shapes forbid that, both
     runs are made with draws that do nothing, and `mismatch` says why. Python's and NumPy's generators are rewound for
     each part; where that makes a difference, parts go on where the one before has ended.
 
     Attributes:
+        batch: The whole batch as runs are given it.
         sizes: The parts, in samples.
         parts: The batch as it is cut.
         mismatch: Why draws could not be joined; None where they could.
 
     Args:
-        fixture: What is verified.
+        fixture: The workload, in one precision.
         batch: The whole batch, on the CPU as the workload makes it.
         sizes: How it is cut.
         held: Why draws do nothing from the start; None where they are joined.
@@ -65,17 +84,11 @@ class Runs:
     def __init__(self, fixture: Fixture, batch: Any, sizes: Sequence[int], held: DrawMismatch | None = None) -> None:
         self.fixture, self.sizes = fixture, tuple(sizes)
         self._given = batch
-        self._batch = fixture.prepare_batch(batch)
-        self.parts: list[Any] = split_batch(self._batch, self.sizes)
+        self.batch = fixture.prepare_batch(batch)
+        self.parts: list[Any] = split_batch(self.batch, self.sizes)
         self.mismatch = self._held = held
-        self._maker = PairMaker(fixture, self._batch, self.parts, self.sizes)
         self._pairs: dict[Change, Pair] = {}
         self._owns: dict[Change, Outcome] = {}
-
-    @property
-    def batch(self) -> Any:
-        """The whole batch as runs are given it."""
-        return self._batch
 
     @property
     def objective(self) -> Objective:
@@ -97,8 +110,8 @@ class Runs:
 
     @cached_property
     def draws_mix(self) -> bool | None:
-        """Whether random draws mix samples, as far as that can be told; see `mixing`."""
-        return draws_mix(self.fixture, self._batch)
+        """Whether random draws mix samples, as far as that can be told; see `draws_mix`."""
+        return draws_mix(self.fixture, self.batch)
 
     def full(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the whole batch."""
@@ -114,7 +127,7 @@ class Runs:
         seed_everything()
         try:
             with pair.joined():
-                return run_full(self.fixture, self._batch, change, pair.draws.end_part)
+                return Run(self.fixture, change).full(self.batch, pair.draws.end_part)
         except DrawMismatch as error:
             raise _not_matched("the full batch", error) from error
 
@@ -134,7 +147,7 @@ class Runs:
             raise _not_matched("accumulate()", error) from error
 
     def for_own(self) -> Runs:
-        """This one; where the draws of the workload's own loop cannot be matched, one where all draws do nothing."""
+        """These; where the draws of the workload's own loop cannot be matched, runs in which all draws do nothing."""
         try:
             self._own(UNCHANGED)
         except DrawMismatch as error:
@@ -152,9 +165,9 @@ class Runs:
         seed_everything()
         with pair.joined(), seeded_otherwise(self.fixture.generators):
             before = host_state()
-            other = run_full(self.fixture, self._batch, UNCHANGED, pair.draws.end_part)
+            other = Run(self.fixture).full(self.batch, pair.draws.end_part)
             names = whose(before, self.fixture.generators)
-        return names if self._maker.differ(pair.full, other) else None
+        return names if self._differ(pair.full, other) else None
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
         """The loss and the gradient of one part alone, under its draws, multiplied by no share; run anew each time."""
@@ -162,7 +175,8 @@ class Runs:
         seed_everything()
         try:
             with calmed() if pair.is_calm else pair.draws.of_part(index):
-                return run_part(self.fixture, self.parts[index], change, lambda own: pair.draws.take(index, own))
+                run = Run(self.fixture, change)
+                return run.part(self.parts[index], lambda own: pair.draws.take(index, own))
         except DrawMismatch as error:
             raise _not_matched("a part by itself", error) from error
 
@@ -177,7 +191,7 @@ class Runs:
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
         """The parameters after one step of the optimizer with these gradients."""
         seed_everything()
-        return run_update(self.fixture, gradients)
+        return Run(self.fixture).update(gradients)
 
     def initial(self) -> Mapping[str, Tensor]:
         """The parameters before any update."""
@@ -186,127 +200,64 @@ class Runs:
     def _pair(self, change: Change) -> Pair:
         if change not in self._pairs:
             if change.calm or self.mismatch:
-                made = self._maker.calm(change)
+                made = self._calm(change)
             else:
-                made, self.mismatch = self._maker.joined(change, lambda: self.draws_mix)
-            self._make_room()
+                made, self.mismatch = self._joined(change)
+            while len(self._pairs) > _KEPT:
+                oldest = next(change for change in self._pairs if change != UNCHANGED)
+                del self._pairs[oldest]
+                self._owns.pop(oldest, None)
             self._pairs[change] = made
         return self._pairs[change]
 
-    def _make_room(self) -> None:
-        """Drop what was made first, but for the unchanged."""
-        while len(self._pairs) > _KEPT:
-            oldest = next(change for change in self._pairs if change != UNCHANGED)
-            del self._pairs[oldest]
-            self._owns.pop(oldest, None)
-
-    def _own(self, change: Change) -> Outcome:
-        pair = self._pair(change)
-        if change not in self._owns:
-            self._owns[change] = self._maker.own(pair, change)
-        return self._owns[change]
-
-
-def _not_matched(what: str, error: DrawMismatch) -> NotMeasuredError:
-    return NotMeasuredError(f"{what} draws otherwise than when it was recorded ({error})")
-
-
-_APART, _APART_NARROW = 1e-8, 2e-2
-"""Relative to the largest entry; in float64, and in other precisions."""
-
-_MOST_RECORDINGS = 8
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Both updates under one change.
-
-    Attributes:
-        full: By the whole batch.
-        accumulated: By the Accumulator.
-        draws: What both share; of calm ones only what Python's and NumPy's generators do.
-        is_calm: Whether random operations do nothing.
-        uses_host: Whether the full one may have drawn otherwise from Python's or NumPy's generators than parts did.
-    """
-
-    full: Outcome
-    accumulated: Outcome
-    draws: Draws
-    is_calm: bool
-    uses_host: bool
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Around another full run."""
-        return calmed() if self.is_calm else self.draws.joined()
-
-
-class PairMaker:
-    """Makes both updates of one batch.
-
-    Args:
-        fixture: What is verified.
-        batch: The whole batch, as runs are given it.
-        parts: The same, cut.
-        sizes: Of the parts, in samples.
-    """
-
-    def __init__(self, fixture: Fixture, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        self._fixture, self._batch, self._parts, self._sizes = fixture, batch, parts, sizes
-        self._may_draw = bool(fixture.generators or fixture.keeps_generators)
-
-    def calm(self, change: Change) -> Pair:
-        """With random operations that do nothing."""
+    def _calm(self, change: Change) -> Pair:
+        """Both updates with random operations that do nothing."""
         pair = self._try_calm(change, onward=False)
-        if not pair.uses_host or not self.differ(pair.full, pair.accumulated):
+        if not pair.uses_host or not self._differ(pair.full, pair.accumulated):
             return pair
         other = self._try_calm(change, onward=True)
-        return pair if self.differ(other.full, other.accumulated) else other
+        return pair if self._differ(other.full, other.accumulated) else other
 
     def _try_calm(self, change: Change, *, onward: bool) -> Pair:
-        draws = Draws(self._sizes, host=HostDraws(self._fixture.generators, onward=onward))
+        draws = Draws(self.sizes, host=HostDraws(self.fixture.generators, onward=onward))
         seed_everything()
         with calmed():
-            accumulated = run_accumulated(self._fixture, self._batch, self._parts, change, draws.take, draws.end_part)
+            accumulated = Run(self.fixture, change).accumulated(self.batch, self.parts, draws.take, draws.end_part)
         seed_everything()
         with calmed():
             full, uses_host = self._full(change, draws)
         return Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host)
 
-    def joined(self, change: Change, draws_mix: Callable[[], bool | None]) -> tuple[Pair, DrawMismatch | None]:
-        """Under joined draws; under calm ones where those cannot be joined, and why.
-
-        Args:
-            change: What is otherwise.
-            draws_mix: Whether draws mix samples.
-        """
+    def _joined(self, change: Change) -> tuple[Pair, DrawMismatch | None]:
+        """Both updates under joined draws; under calm ones where those cannot be joined, and why."""
         pair = self._try(change)
         if not isinstance(pair, Pair):
-            return self.calm(change), pair
+            return self._calm(change), pair
         unsure = ", ".join(pair.draws.unsure)
-        if not self.differ(pair.full, pair.accumulated) or not (pair.draws.sites or pair.uses_host):
+        if not self._differ(pair.full, pair.accumulated) or not (pair.draws.sites or pair.uses_host):
             return pair, None
         for innermost in (False, True) if unsure else (False,):
             for onward in (False, True) if pair.uses_host else (False,):
                 other = self._try(change, innermost=innermost, onward=onward) if innermost or onward else pair
-                if isinstance(other, Pair) and not self.differ(other.full, other.accumulated):
+                if isinstance(other, Pair) and not self._differ(other.full, other.accumulated):
                     return other, None
-        held = self.calm(change) if pair.draws.sites else pair
-        if self.differ(held.full, held.accumulated) or (not unsure and draws_mix() is not False):
+        held = self._calm(change) if pair.draws.sites else pair
+        if self._differ(held.full, held.accumulated) or (not unsure and self.draws_mix is not False):
             return pair, None
         sites = unsure or ", ".join(pair.draws.sites)
         return held, DrawMismatch(f"{sites} draws rows of which shapes do not tell whose they are")
 
     def _try(self, change: Change, *, innermost: bool = False, onward: bool = False) -> Pair | DrawMismatch:
         """Both updates under joined draws; of those found to be shared, the next recording takes the first's."""
-        host = HostDraws(self._fixture.generators, onward=onward)
-        draws = Draws(self._sizes, innermost=innermost, host=host)
+        host = HostDraws(self.fixture.generators, onward=onward)
+        draws = Draws(self.sizes, innermost=innermost, host=host)
         mismatch = DrawMismatch("which draws are shared never settles")
         for _ in range(_MOST_RECORDINGS):
             shared = draws.shared
             seed_everything()
             host.ends.clear()
             with draws.recording():
-                accumulated = self._accumulated(draws, change)
+                accumulated = self._recorded(draws, change)
             ends = set(host.ends)
             seed_everything()
             try:
@@ -318,17 +269,27 @@ class PairMaker:
                 continue
             if draws.shared == shared:
                 # Onward, an order of all samples takes as many numbers as those of the parts.
-                is_matched = not onward and ends == {host.ends[-1]} and not self._fixture.keeps_generators
+                is_matched = not onward and ends == {host.ends[-1]} and not self.fixture.keeps_generators
                 return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host and not is_matched)
         return mismatch
+
+    def _recorded(self, draws: Draws, change: Change) -> Outcome:
+        run = Run(self.fixture, change)
+        outcome = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
+        for index, part in enumerate(self.parts):
+            if not has_weight(self.objective.weight(part)):  # It did not run, and the full batch draws for it too.
+                unweighed = Run(self.fixture, replace(change, weights=None, summed=False))
+                unweighed.part(part, partial(draws.begin_part, index))
+        return outcome
 
     def _full(self, change: Change, draws: Draws) -> tuple[Outcome, bool]:
         """The full update, and whether Python's or NumPy's generators may have been drawn from."""
         before = host_state()
-        full = run_full(self._fixture, self._batch, change, draws.end_part)
-        return full, self._may_draw or host_state() != before
+        full = Run(self.fixture, change).full(self.batch, draws.end_part)
+        may_draw = bool(self.fixture.generators or self.fixture.keeps_generators)
+        return full, may_draw or host_state() != before
 
-    def own(self, pair: Pair, change: Change) -> Outcome:
+    def _own(self, change: Change) -> Outcome:
         """The workload's own loop under the draws of a pair, given in whichever way makes it equal.
 
         Where none does, as the parts were taken, if each was given its draws once: it can only be the loop, then.
@@ -336,63 +297,54 @@ class PairMaker:
         Raises:
             DrawMismatch: It draws otherwise than they did.
         """
+        pair = self._pair(change)
+        if change in self._owns:
+            return self._owns[change]
         draws = pair.draws
-        ways = (calmed,) if pair.is_calm else (draws.as_taken, draws.in_order, draws.joined_elsewhere)
+        ways: tuple[Callable[[], Any], ...] = (draws.as_taken, draws.in_order, draws.joined_elsewhere)
+        if pair.is_calm or not draws.sites:
+            ways = (calmed,) if pair.is_calm else ways[:1]
         plain: Outcome | None = None
         mismatch = DrawMismatch("it is not known which part it draws for, or when")
-        for way in ways if pair.is_calm or draws.sites else ways[:1]:
+        for way in ways:
             seed_everything()
             try:
                 with way():
-                    outcome = run_own(self._fixture, self._parts, change, draws.take, draws.end_part)
+                    outcome = Run(self.fixture, change).own(self.parts, draws.take, draws.end_part)
             except DrawMismatch as error:
                 mismatch = error
                 continue
-            if not self.differ(pair.full, outcome):
-                return outcome
             if pair.is_calm or (way == draws.as_taken and draws.is_plain):
                 plain = outcome
+            if not self._differ(pair.full, outcome):
+                plain = outcome
+                break
         if plain is None:
             raise mismatch
+        self._owns[change] = plain
         return plain
 
-    def differ(self, full: Outcome, other: Outcome) -> bool:
+    def _differ(self, full: Outcome, other: Outcome) -> bool:
         """Whether gradients are further apart than rounding in any sum brings them."""
-        bound = _APART if self._fixture.precision == "fp64" else _APART_NARROW
+        bound = _APART if self.fixture.precision == "fp64" else _APART_NARROW
         allowed = bound * largest_entry(full.gradients.values())
         known = [(one, other.gradients[name]) for name, one in full.gradients.items() if one is not None]
         return any(two is None or distance(one, two) > allowed for one, two in known)
 
-    def _accumulated(self, draws: Draws, change: Change) -> Outcome:
-        begin, end = draws.begin_part, draws.end_part
-        outcome = run_accumulated(self._fixture, self._batch, self._parts, change, begin, end)
-        self._draw_for_left_out(draws, change)
-        return outcome
 
-    def _draw_for_left_out(self, draws: Draws, change: Change) -> None:
-        """Parts of weight zero do not run, and the full batch draws for their samples too."""
-        for index, part in enumerate(self._parts):
-            if not has_weight(self._fixture.workload.objective.weight(part)):
-                begin = partial(draws.begin_part, index)
-                run_part(self._fixture, part, replace(change, weights=None, summed=False), begin)
-
-
-_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
-_HALF_ROUNDING = 5e-2
+def _not_matched(what: str, error: DrawMismatch) -> NotMeasuredError:
+    return NotMeasuredError(f"{what} draws otherwise than when it was recorded ({error})")
 
 
 def draws_mix(fixture: Fixture, batch: Any) -> bool | None:
     """Whether outputs of some samples change where others change places, under the very same draws.
 
-    Two forwards of the whole batch: in the second, the samples of its first half have exchanged places, so that all
-    shapes and lengths are there as before. BatchNorm is at rest. What is mixed behind the model's outputs is not seen.
-
-    Args:
-        fixture: What is verified.
-        batch: As runs are given it, of at least four samples.
+    Draws that mix samples, as a shuffled partner does, are told so from those that lie in another order. Two forwards
+    of the whole batch: in the second, the samples of its first half have exchanged places, so that all shapes and
+    lengths are there as before. BatchNorm is at rest. What is mixed behind the model's outputs is not seen.
 
     Returns:
-        None where no output has a dimension of samples, or the user's code raises.
+        None where no output has a dimension of samples, there are fewer than four, or the user's code raises.
     """
     samples = batch_size(batch)
     half = samples // 2
@@ -404,32 +356,25 @@ def draws_mix(fixture: Fixture, batch: Any) -> bool | None:
     except AutoaccumError:
         return None
     rows = [
-        (_last_rows(one, samples, half), _last_rows(other, samples, half))
-        for one, other in zip(still, moved, strict=False)
-        if one.shape == other.shape and samples in one.shape
+        [one.narrow(list(one.shape).index(samples), half, samples - half) for one in pair]
+        for pair in zip(still, moved, strict=False)
+        if pair[0].shape == pair[1].shape and samples in pair[0].shape
     ]
-    return any(_differ(one, other) for one, other in rows) if rows else None
+    return any(_outputs_differ(one, other) for one, other in rows) if rows else None
 
 
 def _outputs(fixture: Fixture, batch: Any) -> list[Tensor]:
     """What the loss is given by the calls it makes, in order."""
-    run, recorder = Run(fixture, Change()), Recorder()
+    run, recorder = Run(fixture), Recorder()
     model = run.trained.model
     for norm in find_batchnorms(model, run.trained.objective.criterion_module):
         norm.training = False
     seed_everything()
-    cast = autocast(fixture.precision, fixture.device)
-    with run.running(), users_code("the loss"), torch.no_grad(), following(model, recorder), cast:
-        run.trained.objective.terms(model, copy.deepcopy(batch))
+    with run.running("the loss"), torch.no_grad(), following(model, recorder):
+        run.terms(copy.deepcopy(batch))
     return [tensor for call, tensors in recorder.outputs.items() if call.depth == 0 for tensor in tensors]
 
 
-def _last_rows(tensor: Tensor, samples: int, start: int) -> Tensor:
-    dim = list(tensor.shape).index(samples)
-    return tensor.narrow(dim, start, samples - start)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    scale = max(float(one.abs().max()), 1e-30) if one.numel() else 1.0
-    apart = float((one - other).abs().max()) if one.numel() else 0.0
-    return not apart <= _ROUNDING.get(one.dtype, _HALF_ROUNDING) * scale
+def _outputs_differ(one: Tensor, other: Tensor) -> bool:
+    scale = max(largest_entry([one]), 1e-30)
+    return not distance(one, other) <= _OUTPUTS_APART.get(one.dtype, _OUTPUTS_APART_HALF) * scale

@@ -37,6 +37,8 @@ from autoaccum.workload.nests import held_batch
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 from autoaccum.workload.weights import Objective, match_weights
 
+Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -89,74 +91,130 @@ UNCHANGED = Change()
 
 
 class Run:
-    """A fresh copy of the fixture as one run finds it, what it holds on to, and what it came to."""
+    """One fresh copy of a fixture, under a change, for one update or one part.
 
-    def __init__(self, fixture: Fixture, change: Change) -> None:
-        self.change, self.precision, self.device = change, fixture.precision, fixture.device
+    In its methods, `begin` is told of each part before its forward, and of the generators that modules of this copy
+    keep; `end` is told when the optimizer's step comes next.
+    """
+
+    def __init__(self, fixture: Fixture, change: Change = UNCHANGED) -> None:
         self.trained: Trained = fixture.fresh()
-        for name, module in self.trained.model.named_modules():
+        self._fixture, self._change, self._scale = fixture, change, fixture.loss_scale
+        self._kept: tuple[ModuleState, OwnAttributes] | None = None
+        model = self.trained.model
+        for name, module in model.named_modules():
             if name in change.rest:
                 module.eval()
         if fixture.workload.batchnorm == "frozen":
-            for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
+            for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
         if change.unbalanced:
-            leave_out_balancing(self.trained.model)
+            leave_out_balancing(model)
         if change.unhooked:
-            for parameter in self.trained.model.parameters():
+            for parameter in model.parameters():
                 for hooks in tensor_hooks(parameter):
                     (hooks or {}).clear()
-        self.scale = fixture.loss_scale
-        self._fixture = fixture
-        self._kept: tuple[ModuleState, OwnAttributes] | None = None
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model, by name, tied ones once."""
-        return dict(self.trained.model.named_parameters())
+    def full(self, batch: Any, end: Callable[[], None]) -> Outcome:
+        """One update by the whole batch, in plain PyTorch: what accumulation is to equal."""
+        batch = copy.deepcopy(batch)
+        with self.running(f"an update from {batch_size(batch)} samples"):
+            terms = self.terms(batch)
+            weights = match_weights(self.trained.objective.weight(batch), terms.keys())
+            counted = [term for name, term in terms.items() if weights[name] > 0]
+            values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
+            connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+            if not connected:
+                raise WorkloadError(
+                    "no term of the loss is connected to a trainable parameter",
+                    hint="compute it without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
+                )
+            if not counted:
+                return self._outcome(math.nan, values, connected, self._gradients())
+            loss = torch.stack([one.to(counted[0].device) for one in counted]).sum() if counted[1:] else counted[0]
+            self._backward(loss)
+            return self._outcome(float(loss.detach()), values, connected, self._step(end))
 
-    @property
-    def generators(self) -> list[Generator]:
-        """That modules of this copy keep."""
-        return own_generators(module for root in self.trained.roots.values() for module in root.modules())
+    def accumulated(self, batch: Any, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> Outcome:
+        """One update by the Accumulator, of the batch and its `parts`."""
+        fixture, trained, sizes = self._fixture, self.trained, [batch_size(part) for part in parts]
+        weight = _weighed(trained.objective, self._change).weight  # Of its own: weights that are tried are counted off.
+        counting = [index for index, part in enumerate(parts) if has_weight(weight(part))]
+        watch = _Watch(self._telling(begin), end, counting, self.begin_anew if self._change.fresh_state else None)
+        seen: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
+        trained.optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
+        scaler = None
+        if fixture.precision == "fp16":
+            scaler = GradScaler(fixture.device.type, init_scale=self._scale, growth_interval=2**31 - 1)
+        with self.running(f"an update in parts of {max(sizes)}"):
+            accumulator = Accumulator(
+                trained.model,
+                trained.optimizer,
+                _weighed(trained.objective, self._change),
+                micro_batch=max(sizes),
+                batchnorm=fixture.workload.batchnorm,
+                accumulate_in=fixture.workload.accumulate_in,
+                precision="fp32" if fixture.precision == "fp64" else fixture.precision,
+                scaler=scaler,
+                recover=False,
+                observer=watch,
+            )
+            if list(split_evenly(sum(sizes), max(sizes))) == sizes:
+                result = accumulator.step(copy.deepcopy(batch))
+            else:
+                result = accumulator.step_parts(copy.deepcopy(list(parts)))
+            return self._outcome(result.loss, result.terms, frozenset(result.terms), seen)
 
-    def telling(self, begin: Callable[[int, Iterable[Generator]], None]) -> Callable[[int], None]:
-        """`begin` of a part, told of them as well."""
-        own = self.generators
-        return lambda index: begin(index, own)
+    def own(self, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> Outcome:
+        """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Copies of the gradients there are now, without the loss scale."""
-        found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+        Raises:
+            WorkloadError: It made the update itself, so that there is no gradient to look at.
+        """
+        model, accumulate = self.trained.model, self._fixture.workload.accumulate
+        assert accumulate is not None
+        given = MicroBatches(copy.deepcopy([held_batch(part) for part in parts]), self._telling(begin))
+        model.register_forward_pre_hook(given.called, with_kwargs=True)
+        if self._change.fresh_state:  # Wherever the loop looks at its parts: state moves where the model is called.
+            model.register_forward_pre_hook(lambda *_: self.begin_anew(), prepend=True)
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        with self.running("accumulate()"):
+            accumulate(model, given)
+            if not all(torch.equal(parameter, before[name]) for name, parameter in self.parameters.items()):
+                hint = "leave the gradient in .grad, without optimizer.step()"
+                raise WorkloadError("accumulate() has changed the parameters", hint=hint)
+            return self._outcome(math.nan, {}, frozenset(), self._step(end))
 
-    def outcome(
-        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
-    ) -> Outcome:
-        """What the run came to."""
-        roots = self.trained.roots
-        buffers = {
-            name: tensor.detach().clone()
-            for prefix, root in roots.items()
-            for name, tensor in root.named_buffers(prefix=prefix)
-        }
-        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        state = () if self._kept is None else tuple(self._kept[1].changed())
-        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+    def part(self, part: Any, begin: Callable[[Sequence[Generator]], None]) -> Outcome:
+        """The loss of one part alone and its gradient, multiplied by no share; no update."""
+        begin(self._generators)
+        part = copy.deepcopy(part)
+        with self.running(f"the loss of {batch_size(part)} samples"):
+            terms = self.terms(part)
+            loss = torch.stack(list(terms.values())).sum()
+            self._backward(loss)
+            values = {name: float(term.detach()) for name, term in terms.items()}
+            connected = frozenset(name for name, term in terms.items() if term.requires_grad)
+            return self._outcome(float(loss.detach()), values, connected, self._gradients())
 
-    def backward(self, loss: Tensor) -> None:
-        """Leave the gradient of `loss` in `.grad`, by way of the loss scale where there is one."""
-        if loss.requires_grad:
-            torch.autograd.backward(loss * self.scale if self.scale != 1.0 else loss)
-        if self.scale != 1.0:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.scale)
+    def update(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The parameters after one step of the optimizer with these gradients."""
+        with self.running("the optimizer's step"):
+            for name, parameter in self.parameters.items():
+                gradient = gradients[name]
+                parameter.grad = None if gradient is None else gradient.clone()
+            self.trained.optimizer.step()
+            return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def terms(self, batch: Any) -> dict[str, Tensor]:
+        """The terms of the loss of a batch, in the fixture's precision."""
+        with autocast(self._fixture.precision, self._fixture.device):
+            return self.trained.objective.terms(self.trained.model, batch)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the run; see `Fixture.running`."""
-        with self._fixture.running():
+    def running(self, doing: str) -> Iterator[None]:
+        """Around the run: as `Fixture.running`; what the user's code raises is shown as theirs."""
+        with self._fixture.running(), _users_code(doing):
             roots = {**self.trained.roots, **self._fixture.beside}
             modules = (module for root in roots.values() for module in root.modules())
             self._kept = ModuleState(modules), OwnAttributes(roots)
@@ -167,9 +225,54 @@ class Run:
         for state in self._kept or ():
             state.restore()
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model, by name, tied ones once."""
+        return dict(self.trained.model.named_parameters())
+
+    @property
+    def _generators(self) -> list[Generator]:
+        return own_generators(module for root in self.trained.roots.values() for module in root.modules())
+
+    def _telling(self, begin: Begin) -> Callable[[int], None]:
+        own = self._generators
+        return lambda index: begin(index, own)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """Copies of the gradients there are now, without the loss scale."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+
+    def _backward(self, loss: Tensor) -> None:
+        """Leave the gradient of `loss` in `.grad`, by way of the loss scale where there is one."""
+        if loss.requires_grad:
+            torch.autograd.backward(loss * self._scale if self._scale != 1.0 else loss)
+        if self._scale != 1.0:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._scale)
+
+    def _step(self, end: Callable[[], None]) -> dict[str, Tensor | None]:
+        """The gradients there are, with which the optimizer makes its step."""
+        gradients = self._gradients()
+        end()
+        self.trained.optimizer.step()
+        return gradients
+
+    def _outcome(
+        self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
+    ) -> Outcome:
+        roots = self.trained.roots.items()
+        buffers = {
+            name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
+        }
+        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        state = () if self._kept is None else tuple(self._kept[1].changed())
+        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def _users_code(doing: str) -> Iterator[None]:
     """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
     try:
         with exit_blamed(doing):
@@ -180,162 +283,6 @@ def users_code(doing: str) -> Iterator[None]:
         if find_shortage(error) is not None:
             raise
         raise blame_workload(error, doing) from error
-
-
-Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
-
-
-def run_full(fixture: Fixture, batch: Any, change: Change, end_parts: Callable[[], None]) -> Outcome:
-    """One update by the whole batch, in plain PyTorch: what accumulation is to equal.
-
-    Args:
-        fixture: What is verified.
-        batch: The whole.
-        change: What is otherwise.
-        end_parts: Told when the update itself comes next.
-    """
-    run = Run(fixture, change)
-    trained = run.trained
-    batch = copy.deepcopy(batch)
-    with run.running(), users_code(f"an update from {batch_size(batch)} samples"):
-        with autocast(fixture.precision, fixture.device):
-            terms = trained.objective.terms(trained.model, batch)
-        weights = match_weights(trained.objective.weight(batch), terms.keys())
-        counted = [term for name, term in terms.items() if weights[name] > 0]
-        values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
-        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
-        if not connected:
-            raise WorkloadError(
-                "no term of the loss is connected to a trainable parameter",
-                hint="compute it without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
-            )
-        if not counted:
-            return run.outcome(math.nan, values, connected, run.gradients())
-        loss = counted[0] if len(counted) == 1 else torch.stack([one.to(counted[0].device) for one in counted]).sum()
-        run.backward(loss)
-        gradients = run.gradients()
-        end_parts()
-        trained.optimizer.step()
-        return run.outcome(float(loss.detach()), values, connected, gradients)
-
-
-def run_accumulated(
-    fixture: Fixture,
-    batch: Any,
-    parts: Sequence[Any],
-    change: Change,
-    begin_part: Begin,
-    end_parts: Callable[[], None],
-) -> Outcome:
-    """One update by the Accumulator.
-
-    Args:
-        fixture: What is verified.
-        batch: The whole.
-        parts: The same, cut.
-        change: What is otherwise.
-        begin_part: Told of each part before its forward, and of the generators of the copy that runs.
-        end_parts: Told when the update itself comes next.
-    """
-    run = Run(fixture, change)
-    trained, sizes = run.trained, [batch_size(part) for part in parts]
-    objective = _weighed(trained.objective, change)
-    weighed = _weighed(trained.objective, change)
-    counting = [index for index, part in enumerate(parts) if has_weight(weighed.weight(part))]
-    watch = _Watch(run.telling(begin_part), end_parts, counting, run.begin_anew if change.fresh_state else None)
-    seen: dict[str, Tensor | None] = dict.fromkeys(run.parameters)
-    trained.optimizer.register_step_pre_hook(lambda *_: seen.update(run.gradients()))
-    with run.running(), users_code(f"an update in parts of {max(sizes)}"):
-        accumulator = Accumulator(
-            trained.model,
-            trained.optimizer,
-            objective,
-            micro_batch=max(sizes),
-            batchnorm=fixture.workload.batchnorm,
-            accumulate_in=fixture.workload.accumulate_in,
-            precision="fp32" if fixture.precision == "fp64" else fixture.precision,
-            scaler=_scaler(run),
-            recover=False,
-            observer=watch,
-        )
-        even = list(split_evenly(sum(sizes), max(sizes))) == sizes
-        result = accumulator.step(copy.deepcopy(batch)) if even else accumulator.step_parts(copy.deepcopy(list(parts)))
-        return run.outcome(result.loss, result.terms, frozenset(result.terms), seen)
-
-
-def run_own(
-    fixture: Fixture, parts: Sequence[Any], change: Change, take: Begin, end_parts: Callable[[], None]
-) -> Outcome:
-    """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
-
-    Args:
-        fixture: What is verified.
-        parts: The batch, cut.
-        change: What is otherwise.
-        take: Told of each part whenever the loop takes it, and of the generators of the copy that runs.
-        end_parts: Told when the update itself comes next.
-
-    Raises:
-        WorkloadError: It made the update itself, so that there is no gradient to look at.
-    """
-    run = Run(fixture, change)
-    trained, accumulate = run.trained, fixture.workload.accumulate
-    assert accumulate is not None
-    given = MicroBatches(copy.deepcopy([held_batch(part) for part in parts]), run.telling(take))
-    trained.model.register_forward_pre_hook(given.called, with_kwargs=True)
-    if change.fresh_state:  # Wherever the loop looks at its micro-batches: state moves where the model is called.
-        trained.model.register_forward_pre_hook(lambda *_: run.begin_anew(), prepend=True)
-    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
-    with run.running(), users_code("accumulate()"):
-        accumulate(trained.model, given)
-        if not all(torch.equal(parameter, before[name]) for name, parameter in run.parameters.items()):
-            raise WorkloadError(
-                "accumulate() has changed the parameters", hint="leave the gradient in .grad, without optimizer.step()"
-            )
-        gradients = run.gradients()
-        end_parts()
-        trained.optimizer.step()
-        return run.outcome(math.nan, {}, frozenset(), gradients)
-
-
-def run_part(fixture: Fixture, part: Any, change: Change, begin: Callable[[Sequence[Generator]], None]) -> Outcome:
-    """The loss of one part alone and its gradient, multiplied by no share; no update.
-
-    Args:
-        fixture: What is verified.
-        part: Samples.
-        change: What is otherwise.
-        begin: Told of the generators of the copy that runs, before it does.
-    """
-    run = Run(fixture, change)
-    trained = run.trained
-    begin(run.generators)
-    part = copy.deepcopy(part)
-    with run.running(), users_code(f"the loss of {batch_size(part)} samples"):
-        with autocast(fixture.precision, fixture.device):
-            terms = trained.objective.terms(trained.model, part)
-        loss = torch.stack(list(terms.values())).sum()
-        run.backward(loss)
-        values = {name: float(term.detach()) for name, term in terms.items()}
-        connected = frozenset(name for name, term in terms.items() if term.requires_grad)
-        return run.outcome(float(loss.detach()), values, connected, run.gradients())
-
-
-def run_update(fixture: Fixture, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The parameters after one step of the optimizer with these gradients."""
-    run = Run(fixture, Change())
-    with run.running(), users_code("the optimizer's step"):
-        for name, parameter in run.parameters.items():
-            gradient = gradients[name]
-            parameter.grad = None if gradient is None else gradient.clone()
-        run.trained.optimizer.step()
-        return dict(run.outcome(math.nan, {}, frozenset(), {}).parameters)
-
-
-def _scaler(run: Run) -> GradScaler | None:
-    if run.precision != "fp16":
-        return None
-    return GradScaler(run.device.type, init_scale=run.scale, growth_interval=2**31 - 1)
 
 
 def _weighed(objective: Objective, change: Change) -> Objective:

@@ -311,24 +311,6 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     assert told in str(raised.value)
 
 
-def test_a_model_that_cannot_be_copied_is_built_again_or_said() -> None:
-    class Locked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            import threading
-
-            self.last, self.lock = nn.Linear(4, 3), threading.Lock()
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.last(x)
-            return result
-
-    assert verify(dataclasses.replace(WORKLOAD, model=Locked)).equivalent
-    model = Locked()
-    with pytest.raises(WorkloadError, match="Locked, cannot be copied"):
-        verify(dataclasses.replace(WORKLOAD, model=lambda: model))
-
-
 def test_the_record_goes_through_json(tmp_path: Path) -> None:
     found = verify(WORKLOAD, target_batch=4)
     path = tmp_path / "found.json"
