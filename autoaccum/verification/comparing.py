@@ -180,3 +180,8 @@ def _entries(tensor: Tensor) -> Tensor:
 def exact(tensor: Tensor) -> Tensor:
     """A tensor in float64, or complex128."""
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def is_finite(gradient: Tensor | None) -> bool:
+    """Whether all entries are finite; so it is where there is no gradient."""
+    return gradient is None or bool(_entries(gradient).isfinite().all())

@@ -36,27 +36,14 @@ _COARSE = 1e-2
 """Of rounding: beyond it, as in half precision, any arithmetic seems to fit."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What was found.
-
-    Attributes:
-        causes: Why the two updates differ; none where they are equal.
-        notes: What is good to know of that, as sentences.
-    """
-
-    causes: tuple[Cause, ...]
-    notes: tuple[str, ...] = ()
-
-
-def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> Diagnosis:
+def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
     """Find out by experiment why `comparison` is not equal.
 
     What may couple parts (BatchNorm, state, random draws, modules seen to couple samples) is put out of the way, the
     least first; after each, what is left may be arithmetic (`explain_parts`, or for a loop of the user's own `Loop`).
     The first set that makes both updates equal is the cause, and that run its proof.
 
-    In half precision only what makes both equal is told, as arithmetic cannot be: give a runs in float64.
+    In half precision only what makes both equal is told, as arithmetic cannot be: give runs in float64.
 
     Args:
         runs: Of the batch and the parts that were compared.
@@ -64,12 +51,10 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> D
         tolerances: What it was judged by.
     """
     if comparison.equal:
-        return Diagnosis(())
+        return ()
     inquiry = Inquiry(runs, comparison, tolerances)
     restless = find_restlessness(inquiry)
-    if restless is not None:
-        return Diagnosis((restless,))
-    return Diagnosis(_search(inquiry))
+    return _search(inquiry) if restless is None else (restless,)
 
 
 def _search(inquiry: Inquiry) -> tuple[Cause, ...]:
