@@ -17,7 +17,7 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.catalog import Card
-    from autoaccum.devices.simulated.tracer import Tracer
+    from autoaccum.devices.simulated.traces import Tracer
 
 _MOST_NAMED = 5
 
@@ -111,7 +111,7 @@ class CudaDevice(ChildDevice):
         return foresee_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.child_tracer import ChildTracer
+        from autoaccum.devices.simulated.traces import ChildTracer
 
         return ChildTracer(self._settings, card, lambda line: None)
 

@@ -60,8 +60,8 @@ def simulate_device(
             of its allocator cannot be simulated.
     """
     from autoaccum.devices.simulated.catalog import find_card
-    from autoaccum.devices.simulated.child_tracer import ChildTracer
     from autoaccum.devices.simulated.device import SimulatedDevice
+    from autoaccum.devices.simulated.traces import ChildTracer
     from autoaccum.devices.torch_release import read_torch_release
 
     card = find_card(gpu)

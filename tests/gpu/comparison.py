@@ -11,9 +11,9 @@ from typing import Any
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.child_tracer import ChildTracer
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB

@@ -18,7 +18,7 @@ import torch
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.impersonation import DEVICE
-from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.scratch import estimate
 from autoaccum.devices.simulated.simulation import simulate

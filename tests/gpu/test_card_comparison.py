@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.child_tracer import ChildTracer
 from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import GIB, MIB

@@ -20,7 +20,7 @@ from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explainin
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.tracer import ChangeFailed
+from autoaccum.devices.simulated.traces import ChangeFailed
 from autoaccum.errors import AutoaccumError, NotMeasuredError, PlanFileError, UsageError, WorkloadError
 from autoaccum.planning.allowance import Allowance
 from autoaccum.planning.events import Event, Explained, ExplanationStarted, TrialFinished

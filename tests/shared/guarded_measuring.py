@@ -16,9 +16,8 @@ from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import Offer
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.traces import Offer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
 from autoaccum.guarding.asked.cases import case_name

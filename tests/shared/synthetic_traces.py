@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.labels import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin
-from autoaccum.devices.simulated.trace import Scratch, Trace
-from autoaccum.devices.simulated.tracer import Offer
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Scratch, Trace
+from autoaccum.devices.simulated.traces import Offer
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from autoaccum.devices.simulated.allocator_blocks import Block, Pool
-from autoaccum.devices.simulated.allocator_expandable import Handles
+from autoaccum.devices.simulated.allocator_blocks import Block, Handles, Pool
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.errors import DoesNotFitError
 from autoaccum.units import MIB, format_bytes

@@ -14,8 +14,7 @@ from autoaccum.devices.simulated.catalog import Card, card_at_hand
 from autoaccum.devices.simulated.context import context_bytes, loads_eagerly
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Replays
-from autoaccum.devices.simulated.tracer import Tracer
-from autoaccum.devices.simulated.traces import Traces
+from autoaccum.devices.simulated.traces import Tracer, Traces
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import AutoaccumError, first_line
 

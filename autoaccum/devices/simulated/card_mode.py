@@ -12,13 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.host_copies import recall_host, remember_host
 from autoaccum.devices.simulated.impersonation import DEVICE, ONE_CARD
-from autoaccum.devices.simulated.kernels.release import torch_release
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
-from autoaccum.devices.simulated.known import compute, follow_values, keep_values, values_of
-from autoaccum.devices.simulated.numbering import Numbering
+from autoaccum.devices.simulated.known import compute, follow_values, keep_values, recall_host, remember_host, values_of
+from autoaccum.devices.simulated.patches import Numbering, torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.repetitions import Repetitions
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue, answer_scalar

@@ -22,7 +22,7 @@ from autoaccum.accumulation.savers import (
 )
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.chunked_loss import CHUNKS, is_wide
-from autoaccum.devices.simulated.tracer import CHECKPOINT, CHUNKED, Offer
+from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, Offer
 from autoaccum.errors import UsageError
 from autoaccum.workload.companions import Keep
 from autoaccum.workload.nests import type_name

@@ -1,4 +1,4 @@
-"""A card that is not there, as a device: trials are replays of what a step asks of its allocator."""
+"""The memory that a simulated card has for trials."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,99 @@ from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.explanation import Account
 from autoaccum.devices.prediction import Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
-from autoaccum.devices.simulated.band import Band
 from autoaccum.devices.simulated.catalog import Card, all_cards
-from autoaccum.devices.simulated.context import context_bytes, loads_eagerly
+from autoaccum.devices.simulated.context import Outside, context_bytes, loads_eagerly
 from autoaccum.devices.simulated.explaining import Accountant, Clock
-from autoaccum.devices.simulated.replays import Replays
-from autoaccum.devices.simulated.supply import CardSupply
-from autoaccum.devices.simulated.tracer import Tracer
-from autoaccum.devices.simulated.traces import Traces
+from autoaccum.devices.simulated.replays import Demand, Replays
+from autoaccum.devices.simulated.traces import Tracer, Traces
 from autoaccum.errors import NotMeasuredError, WorkloadError
-from autoaccum.units import MemorySize
+from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class CardSupply:
+    """A card's memory as `choose_budget` takes it: free is what is left beside the context.
+
+    Attributes:
+        card: The card.
+        outside: What the process holds there outside of the allocator.
+        allowed_bytes: What the allocator is limited to by its settings; None without a limit.
+    """
+
+    card: Card
+    outside: Outside
+    allowed_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        """All there is."""
+        return self.card.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left beside the context, and allowed."""
+        free_bytes = max(0, self.card.total_bytes - self.outside.bytes)
+        return free_bytes if self.allowed_bytes is None else min(free_bytes, self.allowed_bytes)
+
+    @property
+    def bound(self) -> str:
+        """As the subject of `... has free`."""
+        allowed = "" if self.allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
+        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context{allowed})"
+
+
+@dataclass(frozen=True)
+class Band:
+    """The band of one schedule on one card.
+
+    It is a sum, since what it is made of is not known to be independent: what the process holds outside of the
+    allocator, and the kernels' own memory that is alive at one time, as far as nobody has measured either.
+
+    Args:
+        outside: What the process holds outside of the allocator.
+        demand: What the schedule asks of the allocator.
+    """
+
+    outside: Outside
+    demand: Demand
+
+    @property
+    def bytes(self) -> int:
+        """In all, either way."""
+        return self.outside.band_bytes + self.demand.band_bytes
+
+    def note(self) -> str:
+        """That nothing ran, and how far off it may be, as a sentence for the plan."""
+        return (
+            f"nothing ran on a card: memory is predicted, give or take {format_bytes(self.bytes)}, and measured by the"
+            " same command without --gpu, on the card"
+        )
+
+    def made_of(self) -> str:
+        """What the band covers and what it does not, as a sentence for the plan."""
+        parts = [f"the CUDA context ({format_bytes(self.outside.bytes)} assumed)"]
+        if self.demand.band_bytes:
+            rules = ", ".join(rule.replace("_", " ") for rule in self.demand.guessed) or "libraries"
+            parts.append(f"workspaces that nobody measured ({rules}: {format_bytes(self.demand.band_bytes)})")
+        return (
+            f"the band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for other programs on the card"
+            " or batches larger than batch(size)"
+        )
+
+    def warning(self, limit_bytes: int, least_bytes: int) -> str | None:
+        """A sentence where the budget leaves something above the least that is needed, and less than the band."""
+        room_bytes = limit_bytes - least_bytes
+        if not 0 <= room_bytes < self.bytes:
+            return None
+        reserve = -(-self.bytes // (100 * MIB)) * 100
+        keep = f", or keep more (--reserve {reserve}MiB)" if 2 * reserve * MIB < limit_bytes else ""
+        return (
+            f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
+            f"off by {format_bytes(self.bytes)}: measure on the card (--device cuda){keep}"
+        )
 
 
 class SimulatedDevice:

@@ -1,29 +1,148 @@
-"""Where the memory of a step goes, what would change that, and how it grows: put together from traces and replays."""
+"""The memory of the last update over time, coarse enough to be drawn."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from autoaccum.devices.explanation import Account, Change, CurvePoint
-from autoaccum.devices.simulated.breakdown import break_down
-from autoaccum.devices.simulated.curve import curve_points
-from autoaccum.devices.simulated.demand import Demand
-from autoaccum.devices.simulated.holdings import holdings_at, moments
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.ledger import Ledger
-from autoaccum.devices.simulated.replays import Replays
-from autoaccum.devices.simulated.timeline import draw_timeline
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import CHECKPOINT, CHUNKED, ChangeFailed, Offer
-from autoaccum.devices.simulated.traces import Traces
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import Account, Change, CurvePoint, Timeline
+from autoaccum.devices.simulated.breakdown import Ledger, break_down, holdings_at, moments
+from autoaccum.devices.simulated.replays import Demand, Replays
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, ChangeFailed, Offer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
+
+_TIMELINE_POINTS = 400
+_ALIKE = 0.001
+"""Of the peak: how much less a category may take in the last update, and that shows the peak all the same."""
+
+
+def draw_timeline(ledger: Ledger, reserved_bytes: Sequence[int], points: int = _TIMELINE_POINTS) -> Timeline:
+    """The last update in at most `points` stretches of as many events, each at its highest.
+
+    Where the peak lies before it (the first update, an evaluation) and has no like in it, all that was traced.
+
+    Args:
+        ledger: What the trace holds.
+        reserved_bytes: What the allocator holds of the card after each event.
+        points: How many points to make at most.
+    """
+    trace, held = ledger.labelled.trace, ledger.held_bytes
+    peak_at = _like_peak(ledger)
+    start = trace.last_update if peak_at >= trace.last_update else 0
+    length = -(-(len(held) - start) // points)
+    stretches = [range(first, min(first + length, len(held))) for first in range(start, len(held), length)]
+    chosen = [max(reversed(stretch), key=held.__getitem__) for stretch in stretches]
+    return Timeline(
+        categories={category: tuple(total[at] for at in chosen) for category, total in ledger.totals.items()},
+        reserved_bytes=tuple(reserved_bytes[at] for at in chosen),
+        phases=_phases(trace.phases, start, length),
+        peak_at=(peak_at - start) // length,
+    )
+
+
+def _like_peak(ledger: Ledger) -> int:
+    """The highest moment of the last update where it is as good as the peak in every category; else the peak."""
+    held, last, peak_at = ledger.held_bytes, ledger.labelled.trace.last_update, ledger.peak_at
+    if peak_at >= last:
+        return peak_at
+    later = max(reversed(range(last, len(held))), key=held.__getitem__)
+    differ = max(abs(total[later] - total[peak_at]) for total in ledger.totals.values())
+    return later if max(differ, held[peak_at] - held[later]) <= _ALIKE * held[peak_at] else peak_at
+
+
+def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tuple[tuple[int, Phase], ...]:
+    """Which phase begins in which stretch; of several that do, the last. What precedes the first is its preparation."""
+    later = [(index - start, phase) for index, phase in phases if index >= start]
+    found: dict[int, Phase] = {0: later[0][1]} if later else {}
+    for index, phase in later:
+        found[index // length] = phase
+    kept: list[tuple[int, Phase]] = []
+    for at, phase in found.items():
+        if not kept or kept[-1][1] != phase:
+            kept.append((at, phase))
+    return tuple(kept)
+
+
+_CURVE_POINTS = 12
+_EVENTS_FOR_LEAST = 120_000
+_BEYOND = 1.2
+"""Times the budget: how far the curve goes on, so that one sees it cross."""
+
+
+def curve_points(
+    follow: Callable[[int], Trace | None],
+    replays: Replays,
+    *,
+    size: int,
+    most: int,
+    limit_bytes: int,
+    events_for_least: int = _EVENTS_FOR_LEAST,
+) -> tuple[CurvePoint, ...]:
+    """Peaks and least budgets from 2 samples to where the budget is crossed.
+
+    Args:
+        follow: The trace of two parts of a size, where it follows from small ones.
+        replays: On the card.
+        size: The micro-batch that was chosen, in samples; one of the points.
+        most: The largest that makes sense, in samples.
+        limit_bytes: The budget.
+        events_for_least: Where the traces of all points have more, least budgets are left out: each takes several
+            replays.
+
+    Returns:
+        Ascending; empty where sizes do not follow from each other.
+
+    Raises:
+        WorkloadError, UsageError, NotMeasuredError: As `follow`.
+    """
+    low, high = follow(2), follow(max(size, 3))
+    if low is None or high is None:
+        return ()
+    last = min(most, _last_size(max(size, 3), replays.peak_bytes(low), replays.peak_bytes(high), limit_bytes))
+    cheap = _CURVE_POINTS * len(low.events) <= events_for_least
+    found = []
+    for at in _sizes(size, max(last, size)):
+        trace = follow(at)
+        if trace is None:
+            return ()
+        found.append(_point(at, trace, replays, least=cheap))
+    return tuple(found)
+
+
+def _last_size(size: int, low_bytes: int, high_bytes: int, limit_bytes: int) -> int:
+    """Where the line through the peaks at 2 and at `size` leaves the picture; well beyond `size` where it is flat."""
+    slope = max((high_bytes - low_bytes) / (size - 2), high_bytes / (4 * size))
+    return size + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope))
+
+
+def _sizes(size: int, last: int) -> list[int]:
+    """Evenly from 2 to `last`, and `size` among them.
+
+    >>> _sizes(86, 112)
+    [2, 12, 22, 32, 42, 52, 62, 72, 82, 86, 92, 102, 112]
+    >>> _sizes(1, 1), _sizes(3, 4)
+    ([], [2, 3, 4])
+    """
+    even = (
+        {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}
+        if last >= 2
+        else set()
+    )
+    return sorted(even | ({size} if size >= 2 else set()))
+
+
+def _point(size: int, trace: Trace, replays: Replays, *, least: bool) -> CurvePoint:
+    peak_bytes = replays.peak_bytes(trace)
+    return CurvePoint(size, peak_bytes, replays.least_bytes(trace, peak_bytes) if least else None)
+
 
 _EXPANDING = "expandable_segments"
 

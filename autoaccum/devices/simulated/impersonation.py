@@ -16,8 +16,7 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.release import cudnn_version
-from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.patches import cudnn_version, replaced
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.values import SimulationLimit
 

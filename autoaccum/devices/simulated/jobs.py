@@ -1,4 +1,4 @@
-"""What a child does for a simulated card: load the workload in its presence, inspect it, trace it."""
+"""A rehearsal on the simulated card: the very Accumulator that trains, and what it asks of the allocator."""
 
 from __future__ import annotations
 
@@ -6,27 +6,186 @@ import dataclasses
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from autoaccum.accumulation.beside import find_beside, placed
-from autoaccum.devices.rehearsal import place_model, seed_everything
+from autoaccum.accumulation.results import StepResult
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.inspection import (
+    FORM_SAMPLES,
+    SAMPLES,
+    collected_warnings,
+    describe_subject,
+    few_samples,
+    find_advice,
+    find_least_size,
+    with_multiple,
+)
+from autoaccum.devices.rehearsal import Rehearsal, place_model, seed_everything
 from autoaccum.devices.replies import failure_reply, load_asked, look_where
-from autoaccum.devices.simulated.building import built_lazily, on_the_host, with_own_criterion
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
 from autoaccum.devices.simulated.chunked_loss import ChunkedLoss
 from autoaccum.devices.simulated.impersonation import DEVICE
-from autoaccum.devices.simulated.inspection import inspect_simulated
-from autoaccum.devices.simulated.refusals import reads_host, refuse
+from autoaccum.devices.simulated.labelling import Labeller
+from autoaccum.devices.simulated.placement import built_lazily, on_the_host, with_own_criterion
+from autoaccum.devices.simulated.recorder import Witness
 from autoaccum.devices.simulated.simulation import simulate
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import CHUNKED
-from autoaccum.devices.simulated.tracing import label_rehearsal, trace_rehearsal
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.traces import CHUNKED
+from autoaccum.devices.simulated.values import reads_host, refuse
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A rehearsal's model and optimizer, on the simulated card, and the names of the loss's terms."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    terms: tuple[str, ...]
+
+
+def trace_rehearsal(
+    workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode
+) -> tuple[Trace, Rehearsed]:
+    """Rehearse `parts` on the card of `mode`, which is entered.
+
+    The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
+    updates alone, so that every trace of the same step is the same.
+
+    Args:
+        workload: With the precision the plan asks for.
+        parts: As in `Trial`.
+        optimizer: Overrides the workload's by a name of `torch.optim`.
+        mode: The simulation.
+
+    Returns:
+        The trace, and what was rehearsed.
+
+    Raises:
+        WorkloadError: No update was made.
+    """
+    rehearsal = _rehearsal(workload, parts, optimizer, mode.recorder.mark_update)
+    trace, result = _trace(rehearsal, parts, mode)
+    assert rehearsal.made is not None
+    return trace, Rehearsed(*rehearsal.made, terms=tuple(result.terms))
+
+
+def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode) -> LabelledTrace:
+    """The same trace, with what its blocks are for; it takes longer to make.
+
+    Args:
+        workload: As in `trace_rehearsal`.
+        parts: Likewise.
+        optimizer: Likewise.
+        mode: Likewise.
+
+    Raises:
+        WorkloadError: As there.
+    """
+
+    def begin_update() -> None:
+        mode.recorder.mark_update()
+        labeller.mark_update()
+
+    rehearsal = _rehearsal(workload, parts, optimizer, begin_update)
+    loss = workload.objective.criterion
+    beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
+    beside += find_beside(workload).values()
+    labeller = Labeller(mode.recorder, rehearsal, mode.kept, beside)
+    with labeller.labelling():
+        trace, _ = _trace(rehearsal, parts, mode, labeller.see)
+    return labeller.label(trace)
+
+
+def _rehearsal(
+    workload: Workload, parts: Sequence[int], optimizer: str | None, begin_update: Callable[[], None]
+) -> Rehearsal:
+    def before_update() -> None:
+        gc.collect()
+        begin_update()
+
+    return Rehearsal(workload, max(parts), optimizer, DEVICE, before_update=before_update)
+
+
+def _trace(
+    rehearsal: Rehearsal, parts: Sequence[int], mode: CardMode, witness: Witness | None = None
+) -> tuple[Trace, StepResult]:
+    mode.kept.clear()
+    gc.collect()
+    mode.numbering.restart()
+    mode.recorder.begin(lambda: rehearsal.phase, witness)
+    with collecting_by_hand():
+        try:
+            result = rehearsal.run(parts)
+        finally:
+            mode.phase = rehearsal.phase
+            trace = mode.recorder.trace(parts)
+    return trace, result
+
+
+@contextmanager
+def collecting_by_hand() -> Iterator[None]:
+    """Garbage is collected where somebody asks for it alone, so that blocks are freed at the same place each time.
+
+    That the workload enables it, as after a stretch it times, changes nothing: at a threshold of 0 none is collected.
+    """
+    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.disable()
+    gc.set_threshold(0)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def inspect_simulated(
+    workload: Workload, share: int, optimizer: str | None, mode: CardMode
+) -> tuple[Inspection, Trace]:
+    """Rehearse two micro-batches of two samples, or what there is.
+
+    Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
+
+    Args:
+        workload: With the precision the plan asks for.
+        share: Samples per update on this rank.
+        optimizer: Overrides the workload's by a name of `torch.optim`.
+        mode: The simulation, entered.
+
+    Returns:
+        The inspection, and the rehearsal's trace.
+
+    Raises:
+        WorkloadError: It cannot be trained, as far as that shows without values.
+    """
+    size = few_samples(workload, SAMPLES, share)
+    with collected_warnings() as said:
+        trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
+    workload, found_multiple = with_multiple(workload, made.model, share)
+    samples = few_samples(workload, FORM_SAMPLES, share)
+    fields = describe_subject(workload, made.model, made.optimizer, samples, made.terms)
+    fields["recipe"]["misweighted"] = find_advice(said)
+    inspection = Inspection(
+        **fields,
+        environment=describe_environment(DEVICE),
+        least_size=find_least_size(workload, made.model),
+        found_multiple=found_multiple,
+        accumulation_warnings=tuple(said),
+        cautions=tuple(mode.notices),
+        notes=tuple(mode.checks),
+    )
+    return inspection, trace
 
 
 class SimulatedChild:

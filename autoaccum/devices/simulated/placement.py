@@ -1,17 +1,33 @@
-"""Modules onto the card: parameters are exchanged, since a real one cannot become a fake one."""
+"""Models, batches and checkpoints for the simulated card: built without memory of the host, and put there."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
+from autoaccum.devices.simulated.card_mode import CardMode
+from autoaccum.devices.simulated.impersonation import DEVICE, check_index
+from autoaccum.devices.simulated.known import mark_unbuilt
+from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.values import SimulationLimit
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.nests import tensors, without_values
+from autoaccum.workload.spec import Workload
 
 _SHAPED = "have model() run one sample through before it returns"
 _REPLACED_BY = "_autoaccum_replaced_by"
@@ -80,3 +96,155 @@ def _replacement(tensor: Tensor) -> Any:
 
 def _remember(tensor: Tensor, replacement: Tensor) -> None:
     setattr(tensor, _REPLACED_BY, weakref.ref(replacement))
+
+
+T = TypeVar("T")
+
+
+def on_the_host(workload: Workload) -> Workload:
+    """`workload`, whose batches are checked to be where their weights can be counted: on the CPU."""
+    return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
+
+
+def with_own_criterion(workload: Workload) -> Workload:
+    """`workload`, whose criterion is a copy: what one rehearsal puts on the card is not there in the next."""
+    given = {name: getattr(workload, name) for name in ("loss", "criterion")}
+    copies: dict[str, Any] = {
+        name: copy.deepcopy(value) for name, value in given.items() if isinstance(value, nn.Module)
+    }
+    return dataclasses.replace(workload, **copies) if copies else workload
+
+
+def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
+    with _NoMeta():
+        made = batch(size)
+    if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
+        raise WorkloadError(
+            f"batch({size}) is on the card, where a simulation cannot count its weight",
+            hint="make it on the CPU: one part at a time is moved, so that the card holds no more than that",
+        )
+    return made
+
+
+class _NoMeta(TorchFunctionMode):
+    """Refuses tensors that are made on the meta device, which here is what C++ takes the card for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
+        if any(isinstance(device, (str, torch.device)) and str(device) == "meta" for device in asked):
+            raise without_values()
+        return func(*args, **kwargs)
+
+
+def built_lazily(workload: Workload, mode: CardMode, *, batches: bool) -> Workload:
+    """`workload`, whose models, and batches where that is asked for, are built without values for large tensors.
+
+    A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
+    """
+    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode)) if batches else workload
+    if isinstance(workload.model, nn.Module):
+        return lazy
+    return dataclasses.replace(lazy, model=partial(_build, workload, mode))
+
+
+def _build(workload: Workload, mode: CardMode) -> nn.Module:
+    with suppress(Exception):  # Whatever it is: built for real, it either works, or fails by the user's own fault.
+        return _lazily(mode, workload.build_model)
+    return workload.build_model()
+
+
+def _build_batch(batch: Callable[[int], Any], mode: CardMode, size: int) -> Any:
+    """A batch whose whole numbers and truths have values, since a forward pass may go by them."""
+    made = _lazily(mode, batch, size)
+    bare = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
+    if not all(leaf.is_floating_point() for leaf in bare):
+        return batch(size)
+    for leaf in bare:
+        mark_unbuilt(leaf)
+    return made
+
+
+def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:
+    mode.lazy = True
+    try:
+        return build(*args)
+    finally:
+        mode.lazy = False
+
+
+_RESTORE: Any = torch.serialization.default_restore_location
+_ZIP = b"PK\x03\x04"
+
+
+def read_checkpoints(stack: ExitStack) -> None:
+    """Exchange `torch.load` until `stack` is closed."""
+    load = partial(_load, torch.load)
+    for owner in (torch, torch.serialization):
+        stack.enter_context(replaced(owner, "load", load))
+
+
+def _load(native: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+    places = _Places(map_location)
+    if options.get("mmap") is None and _can_be_mapped(f):
+        options["mmap"] = True  # What is never read takes no memory.
+    onto_card = replaced(torch.UntypedStorage, "cuda", lambda storage, *args, **_: places.put_on_card(storage, *args))
+    with _disable_current_modes(), onto_card:
+        loaded = native(f, places.choose, *args, **options)
+    return tree_map(places.move, loaded) if places.on_card else loaded
+
+
+def _can_be_mapped(f: Any) -> bool:
+    if not isinstance(f, str | os.PathLike) or not Path(f).is_file():
+        return False
+    with Path(f).open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+class _Places:
+    """Where `map_location` wants each storage of a file.
+
+    Attributes:
+        on_card: Those that belong on the card, by their address; they are on the host as yet.
+    """
+
+    def __init__(self, map_location: Any) -> None:
+        self._map_location = map_location
+        self._moved: dict[Any, Tensor] = {}
+        self.on_card: dict[int, torch.UntypedStorage] = {}
+
+    def choose(self, storage: torch.UntypedStorage, location: str) -> Any:
+        """As `_get_restore_location` in `torch/serialization.py`."""
+        wanted = self._map_location
+        if isinstance(wanted, dict):
+            location = wanted.get(location, location)
+        elif callable(wanted):
+            placed = wanted(storage, location)
+            if placed is not None:
+                return placed
+        elif wanted is not None:
+            location = wanted.decode() if isinstance(wanted, bytes) else str(wanted)
+        if location.startswith("cuda"):
+            return self.put_on_card(storage, location)
+        return _RESTORE(storage, location)
+
+    def put_on_card(self, storage: torch.UntypedStorage, device: Any = None, *_: Any) -> Any:
+        """Note that `storage` goes there."""
+        check_index(device)
+        self.on_card[storage._cdata] = storage
+        return storage
+
+    def move(self, value: Any) -> Any:
+        """`value` on the card, if it is a tensor or a module that belongs there."""
+        if isinstance(value, nn.Module):
+            return value._apply(self.move)  # type: ignore[no-untyped-call]
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage()._cdata
+        if storage not in self.on_card:
+            return value
+        key = storage, value.storage_offset(), value.shape, value.stride()
+        if key not in self._moved:
+            moved = value.detach().to(DEVICE)
+            self._moved[key] = nn.Parameter(moved, value.requires_grad) if isinstance(value, nn.Parameter) else moved
+        return self._moved[key]

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.steps import GivenBack, Returned, Step
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step, Trace
 from autoaccum.devices.simulated.values import SimulationLimit
 
 Witness = Callable[[Phase, bool, torch.dtype | None], None]

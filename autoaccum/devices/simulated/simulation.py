@@ -1,9 +1,4 @@
-"""PyTorch on a card that is not there: CUDA tensors are fake, everything on the CPU stays real (facts 1).
-
-`FakeTensorMode` alone runs no backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and takes
-CUDA's guards and streams, which need one. Here that question (`prim.device`) is answered with `meta`, whose path every
-build of PyTorch has; Python sees `cuda:0`, and the dispatch keys stay CUDA's, so that its kernels are still chosen.
-"""
+"""What a build of PyTorch without CUDA lacks, and a simulation needs."""
 
 from __future__ import annotations
 
@@ -13,32 +8,51 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated import autocast, builds
+from autoaccum.devices.simulated import autocast
 from autoaccum.devices.simulated.adaptations import adapt_functions
 from autoaccum.devices.simulated.card_mode import DEVICE_QUERY, CardMode, device_seen_by_cpp
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.checkpoints import read_checkpoints
 from autoaccum.devices.simulated.impersonation import impersonate
-from autoaccum.devices.simulated.kernels import (
-    attention,
-    convolution,
-    ctc,
-    dropout,
-    foreach,
-    normalisation,
-    rnn,
-    softmax,
-    sparse,
-)
-from autoaccum.devices.simulated.numbering import hash_by_number
-from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.kernels import attention, layers, rnn, sparse
+from autoaccum.devices.simulated.patches import hash_by_number, replaced, torch_release
+from autoaccum.devices.simulated.placement import read_checkpoints
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.values import asked_by_torch
 
-_OVERRIDES = (builds, autocast, attention, convolution, ctc, dropout, foreach, normalisation, rnn, softmax, sparse)
+OWN_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
+"""Operators with a kernel of CUDA's and a composite one for the rest (native_functions.yaml): a build that has not the
+first takes the second, and with it a handful of temporaries."""
+_METAS: Any = torch._meta_registrations
+_GROUPED_PRODUCT = _METAS._meta_grouped_mm_common
+
+
+def _install_own_kernels(library: torch.library.Library, stack: ExitStack) -> None:
+    """Have operators stay whole that CUDA has kernels for; none of these is ever called."""
+    register: Any = library.impl
+    for name in OWN_KERNELS:
+        known = f"aten::{name}" in torch._C._dispatch_get_all_op_names()
+        if known and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            register(name, _never_called, "CUDA")
+    if torch_release() < (2, 15):
+        stack.enter_context(replaced(_METAS, "_meta_grouped_mm_common", _grouped_product))
+
+
+def _grouped_product(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`_grouped_mm` without values; up to 2.14 that knows bf16 alone, a card fp32 and fp16 too (`GroupedMMUtils.h`)."""
+    if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
+        return _GROUPED_PRODUCT(mat_a, mat_b, *args, **kwargs)
+    return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
+
+
+def _never_called(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a kernel of the simulated card was reached: fake tensors stop before")
+
+
+_OVERRIDES = (autocast, attention, layers, rnn, sparse)
 """Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
 
 
@@ -55,6 +69,7 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]
         hash_by_number(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
+        _install_own_kernels(library, stack)
         for overrides in _OVERRIDES:
             overrides.install(library, card, stack)
         stack.enter_context(mode)

@@ -1,18 +1,170 @@
-"""Traces of one workload for any sizes: those that were made, and those that follow from them."""
+"""Traces of one workload: who makes them, those that were made, and those that follow from them."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Final, Protocol, TypeVar
 
-from autoaccum.devices.base import Inspection
+from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.family import Family, NotAffineError, grow_squarely, make_family
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import Offer, Tracer
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.worker import Worker
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+
+CHECKPOINT: Final = "checkpoint"
+"""The name of the offer to run blocks again in backward."""
+CHUNKED: Final = "chunked loss"
+"""The name of the offer to make logits of some rows at a time: a change only where much is saved so."""
+
+
+class ChangeFailed(Exception):
+    """A workload that was changed does not run, or cannot be traced; the text says why. The tracer goes on."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A change that can be simulated (see `devices.explanation.Change`)."""
+
+    name: str
+    what: str
+
+
+class Tracer(Protocol):
+    """Rehearses one workload on one simulated card, and tells what it asked of the allocator."""
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """Load and check the workload.
+
+        Args:
+            limit_seconds: End it after this time, if that is less than the settings' limit on trials.
+
+        Raises:
+            WorkloadError: The workload is not usable, or cannot be traced.
+            UsageError: It cannot be simulated here.
+            NotMeasuredError: Its process died or took too long.
+        """
+
+    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+        """Rehearse an update by `parts[:1]` and one by all `parts`.
+
+        Args:
+            parts: Micro-batch sizes of the second update, in samples.
+            limit_seconds: As in `inspect`.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
+        """
+
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
+        """What could be changed.
+
+        Args:
+            limit_seconds: As in `inspect`.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
+        """
+
+    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
+        """As `trace`, of the workload with one thing changed.
+
+        Args:
+            parts: As in `trace`.
+            change: The name of an offer.
+            limit_seconds: As in `inspect`.
+
+        Raises:
+            ChangeFailed: It does not run so.
+            NotMeasuredError: As in `inspect`.
+        """
+
+    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
+        """The trace of `parts`, with what its blocks are for.
+
+        Args:
+            parts: As in `trace`.
+            limit_seconds: As in `inspect`.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
+        """
+
+    def close(self) -> None:
+        """End its process. Idempotent; another question would start a new one."""
+
+
+class ChildTracer:
+    """One child that has loaded the workload in the presence of `card`.
+
+    Args:
+        settings: What all traces have in common.
+        card: The card.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+
+    Raises:
+        WorkloadError: The workload cannot be loaded, or not be simulated.
+        NotMeasuredError: The process cannot be started, died or took too long.
+    """
+
+    def __init__(self, settings: TrialSettings, card: Card, on_output: Callable[[str], None] | None = None) -> None:
+        self._worker = Worker(
+            settings, f"the simulated {card.name}", card=dataclasses.asdict(card), on_output=on_output
+        )
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`; the loss and its weighting are not checked.
+
+        Raises:
+            WorkloadError: The workload is not usable, or cannot be simulated.
+            NotMeasuredError: The process died or took too long.
+        """
+        return self._worker.inspect(limit_seconds)
+
+    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+        """One rehearsal of `parts`.
+
+        Raises:
+            WorkloadError, NotMeasuredError: As `inspect`.
+        """
+        return Trace.from_record(self._worker.trace(parts, limit_seconds))
+
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
+        """What could be changed.
+
+        Raises:
+            WorkloadError, NotMeasuredError: As `inspect`.
+        """
+        return tuple(Offer(**offer) for offer in self._worker.changes(limit_seconds))
+
+    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
+        """One rehearsal of `parts` with one thing changed.
+
+        Raises:
+            ChangeFailed: It does not run so.
+            NotMeasuredError: As `inspect`.
+        """
+        reply = self._worker.changed(parts, change, limit_seconds)
+        if "failed" in reply:
+            raise ChangeFailed(reply["failed"])
+        return Trace.from_record(reply["trace"])
+
+    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
+        """One rehearsal of `parts`, with what its blocks are for.
+
+        Raises:
+            WorkloadError, NotMeasuredError: As `inspect`.
+        """
+        return LabelledTrace.from_record(self._worker.labelled(parts, limit_seconds))
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.end()
+
 
 T = TypeVar("T")
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)

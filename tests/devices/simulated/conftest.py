@@ -14,12 +14,11 @@ import pytest
 
 from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
-from autoaccum.devices.simulated.breakdown import break_down
+from autoaccum.devices.simulated.breakdown import Ledger, break_down
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.ledger import Ledger
 from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.devices.torch_release import read_torch_release
 
 HEAD = """

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.attention_call import AttentionCall, Backends, Kernel, Operand
-from autoaccum.devices.simulated.kernels.attention_choice import choose_attention
-from autoaccum.devices.simulated.kernels.attention_rules import gemm_alignment
+from autoaccum.devices.simulated.kernels.attention_choice import (
+    AttentionCall,
+    Backends,
+    Kernel,
+    Operand,
+    choose_attention,
+    gemm_alignment,
+)
 
 TURING, AMPERE, GEFORCE, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 6), (9, 0), (12, 0)
 OLD, NEW = (2, 11), (2, 15)

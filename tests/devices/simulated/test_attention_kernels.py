@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 

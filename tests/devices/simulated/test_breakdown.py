@@ -10,9 +10,8 @@ from held_bytes import most_held
 from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
 
 from autoaccum.devices.explanation import CATEGORIES
-from autoaccum.devices.simulated.breakdown import break_down
-from autoaccum.devices.simulated.module_shares import largest, module_shares
-from autoaccum.devices.simulated.timeline import draw_timeline
+from autoaccum.devices.simulated.breakdown import break_down, largest, module_shares
+from autoaccum.devices.simulated.explaining import draw_timeline
 from autoaccum.units import MIB
 
 CONVOLUTIONAL = """

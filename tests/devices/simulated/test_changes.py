@@ -14,10 +14,9 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
-from autoaccum.devices.simulated.child_tracer import ChildTracer
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import ChangeFailed
+from autoaccum.devices.simulated.traces import ChangeFailed, ChildTracer
 from autoaccum.errors import UsageError
 from autoaccum.workload.spec import Workload
 

@@ -9,7 +9,7 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.child_tracer import ChildTracer
+from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -9,7 +9,7 @@ from synthetic_traces import make_trace
 
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.curve import curve_points
+from autoaccum.devices.simulated.explaining import curve_points
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.units import GIB, MIB

@@ -16,8 +16,8 @@ from autoaccum.devices.explanation import Account, Explaining
 from autoaccum.devices.simulated.at_hand import explain_at_hand
 from autoaccum.devices.simulated.catalog import card_at_hand
 from autoaccum.devices.simulated.context import context_bytes
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.tracer import CHUNKED, ChangeFailed
+from autoaccum.devices.simulated.trace import LabelledTrace
+from autoaccum.devices.simulated.traces import CHUNKED, ChangeFailed
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import GIB, MIB
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.release import torch_release
+from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 

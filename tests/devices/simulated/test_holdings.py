@@ -11,14 +11,12 @@ import torch
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.simulated.breakdown import Ledger, holdings_at, moments
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.demand import Demand
-from autoaccum.devices.simulated.holdings import holdings_at, moments
-from autoaccum.devices.simulated.labels import NO_MODULE, LabelledTrace, ModuleName, Origin
-from autoaccum.devices.simulated.ledger import Ledger
+from autoaccum.devices.simulated.replays import Demand
 from autoaccum.devices.simulated.simulation import simulate
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Trace
 
 WIDTH, HEADS, TOKENS, SAMPLES = 64, 4, 256, 4
 ATTENTION = f"""

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from planted_net import DEPTH, ENDS, NET, PARAMETERS, WEIGHT, WIDTH
 
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import LabelledTrace, Scratch, Trace
 
 SAMPLES = 64
 ACTIVATION = 4 * SAMPLES * WIDTH

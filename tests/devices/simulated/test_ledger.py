@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from autoaccum.devices.simulated.breakdown import break_down
-from autoaccum.devices.simulated.demand import Demand
-from autoaccum.devices.simulated.labels import NO_MODULE, LabelledTrace, Origin
-from autoaccum.devices.simulated.ledger import Ledger
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.breakdown import Ledger, break_down
+from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, Origin, Trace
 from autoaccum.units import MIB
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.simulated.demand import Demand
-from autoaccum.devices.simulated.labels import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin
-from autoaccum.devices.simulated.ledger import Ledger
-from autoaccum.devices.simulated.module_shares import largest, module_shares
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.breakdown import Ledger, largest, module_shares
+from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Trace
 
 
 def ledger(holds: dict[str, tuple[str, int]]) -> Ledger:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.normalisation_choice import is_cudnn_batch_norm
+from autoaccum.devices.simulated.kernels.layers import is_cudnn_batch_norm
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.numbering import Numbering
+from autoaccum.devices.simulated.patches import Numbering
 from autoaccum.devices.simulated.simulation import simulate
 
 

@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES
-from autoaccum.devices.simulated.demand import Demand
-from autoaccum.devices.simulated.labels import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role
-from autoaccum.devices.simulated.ledger import Ledger
-from autoaccum.devices.simulated.module_shares import module_shares
-from autoaccum.devices.simulated.purposes import MicroBatch, micro_batches, purposes
-from autoaccum.devices.simulated.timeline import draw_timeline
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.breakdown import Ledger, MicroBatch, micro_batches, module_shares, purposes
+from autoaccum.devices.simulated.explaining import draw_timeline
+from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 
 Phases = list[tuple[int, Phase]]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.simulated.replay import replay
-from autoaccum.devices.simulated.reserved import reserved_over
+from autoaccum.devices.simulated.replay import replay, reserved_over
 from autoaccum.units import MIB
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.demand import Weigher
 from autoaccum.devices.simulated.kernels import rnn
-from autoaccum.devices.simulated.kernels.rnn_reserve import Cell, band_percent, reserve_bytes
+from autoaccum.devices.simulated.kernels.rnn_meta import Cell, band_percent, reserve_bytes
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.replay import replay
+from autoaccum.devices.simulated.replays import Weigher
 from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import Scratch
 

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.scratch import RULES, estimate
-from autoaccum.devices.simulated.scratch.iteration import Layout, reduction_layout
-from autoaccum.devices.simulated.scratch.products import (
+from autoaccum.devices.simulated.scratch.estimates import (
     configured_bytes,
     configured_lt_bytes,
     keeps_workspace,
     shares_workspace,
 )
-from autoaccum.devices.simulated.scratch.reductions import reduction_numbers
+from autoaccum.devices.simulated.scratch.reductions import Layout, reduction_layout, reduction_numbers
 from autoaccum.devices.simulated.trace import Scratch
 
 MIB = 2**20

@@ -18,8 +18,7 @@ from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.scratch import RULES, estimate
 from autoaccum.devices.simulated.simulation import simulate
-from autoaccum.devices.simulated.steps import GivenBack, Returned
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch
 
 H100 = Card(
     name="h100", title="H100", total_bytes=80 << 30, capability=(9, 0), multiprocessors=132, source="a test's own"

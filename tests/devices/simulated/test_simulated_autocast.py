@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.devices.simulated import autocast
-from autoaccum.devices.simulated.autocast_policies import DTYPE_OVERLOADS, POLICIES, RNN, UNKNOWN, Policy, policy_of
-from autoaccum.devices.simulated.autocast_rnn import flatten
+from autoaccum.devices.simulated.autocast import DTYPE_OVERLOADS, POLICIES, RNN, UNKNOWN, Policy, flatten, policy_of
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.simulation import simulate

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from synthetic_traces import LAYERS, SyntheticTracer, linear, make_trace
 
-from autoaccum.devices.simulated.band import Band
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.context import context_bytes
-from autoaccum.devices.simulated.demand import Weigher
-from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.device import Band, SimulatedDevice
+from autoaccum.devices.simulated.replays import Weigher
 from autoaccum.devices.simulated.trace import Scratch
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize

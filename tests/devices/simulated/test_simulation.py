@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated import builds
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.simulation import OWN_KERNELS, simulate
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 
 
@@ -137,12 +136,12 @@ def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mod
 
 def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
     if not torch.version.cuda:
-        missing = [name for name in builds.OWN_KERNELS if not _has(name, "CompositeImplicitAutograd")]
+        missing = [name for name in OWN_KERNELS if not _has(name, "CompositeImplicitAutograd")]
         assert missing == ["_fused_rms_norm"] or not missing
         return
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
-    assert both == {f"aten::{name}" for name in builds.OWN_KERNELS}
+    assert both == {f"aten::{name}" for name in OWN_KERNELS}
 
 
 def _has(name: str, key: str) -> bool:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from autoaccum.devices.simulated.tracing import collecting_by_hand
+from autoaccum.devices.simulated.jobs import collecting_by_hand
 
 
 class Cycle:

@@ -10,8 +10,8 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.child_tracer import ChildTracer
 from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.devices.torch_release import read_torch_release
 
 PARTS = (3000, 3000)

@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.attention_call import AttentionCall, Backends, Kernel, Operand
-from autoaccum.devices.simulated.kernels.attention_choice import choose_attention
-from autoaccum.devices.simulated.kernels.determinism import is_strictly_deterministic
-from autoaccum.devices.simulated.kernels.release import cudnn_version, torch_release
+from autoaccum.devices.simulated.kernels.attention_choice import (
+    AttentionCall,
+    Backends,
+    Kernel,
+    Operand,
+    choose_attention,
+)
+from autoaccum.devices.simulated.patches import cudnn_version, is_strictly_deterministic, torch_release
 
 _NAMES: dict[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_PRIORITY = [1, 2, 0, 3]

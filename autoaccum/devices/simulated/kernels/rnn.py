@@ -4,18 +4,199 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels import cells, packing
-from autoaccum.devices.simulated.kernels.rnn_meta import cudnn_rnn, cudnn_rnn_backward
-from autoaccum.devices.simulated.kernels.rnn_network import Network
-from autoaccum.devices.simulated.kernels.rnn_reserve import MODES
-from autoaccum.devices.simulated.kernels.rnn_steps import run_steps
+from autoaccum.devices.simulated.kernels.rnn_meta import MODES, cudnn_rnn, cudnn_rnn_backward
 from autoaccum.devices.simulated.patches import replaced
+
+
+@dataclass(frozen=True)
+class Network:
+    """In the order of their parameters.
+
+    Attributes:
+        has_biases: Whether each linear map has one.
+        num_layers: How many layers.
+        dropout: Probability between layers.
+        train: Whether it is in training mode.
+        bidirectional: Whether each layer has a second direction.
+        batch_first: Whether the first dimension is the batch, which packed sequences are not asked.
+    """
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+
+    @property
+    def directions(self) -> int:
+        """How many each layer has."""
+        return 2 if self.bidirectional else 1
+
+
+def _install_cells(library: torch.library.Library) -> None:
+    """Replace the cells, which elsewhere are made of elementwise operators."""
+    register: Any = library.impl
+    for key in ("AutogradCUDA", "CUDA"):
+        register("lstm_cell", lstm_cell, key)
+        register("gru_cell", gru_cell, key)
+    for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            register(name, kernel, "Meta")
+
+
+def lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`LSTMCell` in `aten/src/ATen/native/RNN.cpp`; `w_hr` projects the output."""
+    gates, hidden_gates = F.linear(input, w_ih), F.linear(hx[0], w_hh)
+    out, cell, _ = torch.ops.aten._thnn_fused_lstm_cell(gates, hidden_gates, hx[1], b_ih, b_hh)
+    return (out if w_hr is None else F.linear(out, w_hr)), cell
+
+
+def gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """`GRUCell` in `aten/src/ATen/native/RNN.cpp`."""
+    gates, hidden_gates = F.linear(input, w_ih), F.linear(hx, w_hh)
+    out: Tensor = torch.ops.aten._thnn_fused_gru_cell(gates, hidden_gates, hx, b_ih, b_hh)[0]
+    return out
+
+
+def _gru_meta(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`_thnn_fused_gru_cell_cuda` in `aten/src/ATen/native/cuda/RNN.cu`: five values of each unit for backward."""
+    return torch.empty_like(hx), hx.new_empty((hx.size(0), 5 * hx.size(1)))
+
+
+def _gru_backward_meta(
+    grad_hy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    rows, units = workspace.size(0), workspace.size(1) // 5
+    input_gates, hidden_gates = (workspace.new_empty((rows, 3 * units)) for _ in range(2))
+    biases = [workspace.new_empty(3 * units) for _ in range(2)] if has_bias else [None, None]
+    return input_gates, hidden_gates, torch.empty_like(grad_hy), biases[0], biases[1]
+
+
+State: TypeAlias = tuple[Tensor, ...]
+Cell: TypeAlias = Callable[[Tensor, State, Sequence[Tensor]], State]
+
+
+def run_steps(
+    mode: int,
+    network: Network,
+    data: Tensor,
+    batch_sizes: Sequence[int],
+    hidden: Sequence[Tensor],
+    params: Sequence[Tensor],
+) -> State:
+    """`_rnn_impl` with the layers of `aten/src/ATen/native/RNN.cpp`.
+
+    Raises:
+        RuntimeError: The sequences are packed, which only cuDNN is simulated for.
+    """
+    if batch_sizes:
+        raise RuntimeError("packed sequences are simulated with cuDNN only: set torch.backends.cudnn.enabled = True")
+    cell, directions = _CELLS[MODES[mode]], network.directions
+    projected = len(hidden) == 2 and hidden[0].size(2) != hidden[1].size(2)
+    per_layer = (4 if network.has_biases else 2) + projected
+    layer_input = data.transpose(0, 1) if network.batch_first else data
+    final: list[State] = []
+    for layer in range(network.num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            weights = params[index * per_layer : (index + 1) * per_layer]
+            state = tuple(tensor[index] for tensor in hidden)
+            output, state = _layer(cell, layer_input, state, weights, backwards=direction == 1)
+            outputs.append(output)
+            final.append(state)
+        layer_input = torch.cat(outputs, -1) if directions == 2 else outputs[0]
+        if network.dropout and network.train and layer < network.num_layers - 1:
+            layer_input = F.dropout(layer_input, network.dropout)
+    output = layer_input.transpose(0, 1) if network.batch_first else layer_input
+    return (output, *(torch.stack(states) for states in zip(*final, strict=True)))
+
+
+def _layer(
+    cell: Cell, data: Tensor, state: State, weights: Sequence[Tensor], *, backwards: bool
+) -> tuple[Tensor, State]:
+    steps = list(data.unbind(0))
+    outputs: list[Tensor] = []
+    for step in reversed(steps) if backwards else steps:
+        state = cell(step, state, weights)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs), state
+
+
+def _lstm(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    w_ih, w_hh, *rest = weights
+    biases = rest[:2] if len(rest) >= 2 else [None, None]
+    return lstm_cell(data, state, w_ih, w_hh, biases[0], biases[1], rest[-1] if len(rest) % 2 else None)
+
+
+def _gru(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    return (gru_cell(data, state[0], *weights),)
+
+
+def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
+    def cell(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+        w_ih, w_hh, *biases = weights
+        b_ih, b_hh = biases or (None, None)
+        return (activation(F.linear(data, w_ih, b_ih).add_(F.linear(state[0], w_hh, b_hh))),)
+
+    return cell
+
+
+_CELLS: dict[str, Cell] = {"rnn_relu": _simple(torch.relu), "rnn_tanh": _simple(torch.tanh), "lstm": _lstm, "gru": _gru}
+
+
+def _install_packing(library: torch.library.Library) -> None:
+    """Replace `_pack_padded_sequence`, whose sizes FakeTensorMode cannot tell."""
+    register: Any = library.impl
+    for key in ("AutogradCUDA", "CUDA"):
+        register("_pack_padded_sequence", _pack, key)
+
+
+def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """`_pack_padded_sequence` in `aten/src/ATen/native/PackedSequence.cpp`."""
+    counts = [int(length) for length in lengths.tolist()]
+    padded = input.transpose(0, 1) if batch_first else input
+    batch_sizes = [sum(length > step for length in counts) for step in range(max(counts))]
+    data: Tensor = _Pack.apply(padded, batch_sizes)  # type: ignore[no-untyped-call]
+    return data, torch.tensor(batch_sizes)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, batch_sizes: list[int]) -> Tensor:
+        ctx.shape = padded.shape
+        rows = [padded[step, :size] for step, size in enumerate(batch_sizes)]
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_zeros(ctx.shape), None
+
 
 DROPOUT_STATE_BYTES = (2 << 20) + 512
 """The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
@@ -31,8 +212,8 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
             register(f"{name}.data", _packed(mode), key)
     register("_cudnn_rnn", cudnn_rnn, "Meta", allow_override=True)
     register("_cudnn_rnn_backward", cudnn_rnn_backward, "Meta", allow_override=True)
-    cells.install(library, card, stack)
-    packing.install(library, card, stack)
+    _install_cells(library)
+    _install_packing(library)
     # Weights in one buffer take what separate ones take, and it would compare their addresses.
     stack.enter_context(replaced(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 

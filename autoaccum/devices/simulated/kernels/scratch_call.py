@@ -1,19 +1,21 @@
-"""One call of an operator, as the observer of scratch memory reads it."""
+"""What reductions and indexing take beside their tensors: which rule, by which numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.scratch.iteration import reduction_layout
-from autoaccum.devices.simulated.scratch.reductions import reduction_numbers
-from autoaccum.devices.simulated.steps import Returned, Step
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.scratch.layers import index_threshold
+from autoaccum.devices.simulated.scratch.reductions import reduction_layout, reduction_numbers
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
 
 Handler = Callable[["Call"], Sequence[Step]]
 Signature = Mapping[str, tuple[int, Any]]
@@ -91,3 +93,172 @@ def reductions(
         unroll=unroll,
     )
     return [Scratch("reduction", numbers), Scratch("reduction_flags", numbers)]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_FAST_NORMS = (1, 2, float("inf"))
+
+
+def _total(call: Call) -> list[Scratch]:
+    """Sums, means, products and norms: integers are cast first, half precision is summed in fp32 as it is."""
+    tensor, out = call.first, call.out
+    cast = tensor.dtype != out.dtype and not (tensor.dtype in _HALF and out.dtype == torch.float32)
+    element = out.dtype.itemsize if cast else tensor.dtype.itemsize
+    copies = [Scratch("cast_copy", (tensor.numel() * element,))] if cast else []
+    return copies + reductions(tensor, _dims(call), accumulator=accumulator_bytes(out.dtype), element_bytes=element)
+
+
+def _moments(call: Call) -> list[Scratch]:
+    """Mean, squares and two counts at once (ATen/native/SharedReduceOps.h, WelfordData), two values unrolled."""
+    accumulator = 16 if accumulator_bytes(call.first.dtype) == 4 else 32
+    return reductions(call.first, _dims(call), accumulator=accumulator, unroll=2)
+
+
+def _extreme(call: Call) -> list[Scratch]:
+    if "other" in call.signature:
+        return []
+    indexed = isinstance(call.out, tuple) or call.out.dtype == torch.int64 != call.first.dtype
+    return reductions(call.first, _dims(call), accumulator=16 if indexed else accumulator_bytes(call.first.dtype))
+
+
+def _logsumexp(call: Call) -> list[Scratch]:
+    tensor = call.first
+    difference = Scratch("difference", (bytes_of(tensor),))
+    return [difference, *reductions(tensor, _dims(call), accumulator=accumulator_bytes(tensor.dtype))]
+
+
+def _loss(call: Call) -> list[Scratch]:
+    if call["reduction"] == 0:
+        return []
+    tensor = call.first
+    losses = Scratch("loss_elements", (bytes_of(tensor),))
+    return [losses, *reductions(tensor, (), accumulator=accumulator_bytes(tensor.dtype))]
+
+
+def _whole_losses(call: Call) -> list[tuple[int, Scratch]]:
+    """The loss keeps the memory of as many as there are elements: it is made so large, and then resized.
+
+    ATen/native/BinaryOps.cpp, TORCH_META_FUNC of `mse_loss` and `smooth_l1_loss`.
+    """
+    return [(0, Scratch("loss_elements", (bytes_of(call.first),)))] if call["reduction"] else []
+
+
+def _loss_with_logits(call: Call) -> list[Scratch]:
+    """The logarithm of the sigmoid lives beside the losses."""
+    return [Scratch("loss_elements", (bytes_of(call.first),)), *_loss(call)]
+
+
+def _softmax(call: Call) -> list[Scratch]:
+    return layout_copies(call["self"], call["grad_output"], call["output"])
+
+
+def _softmax_gradient(call: Call) -> list[Scratch]:
+    """The output times its gradient, laid out as the kernel wants it."""
+    grad, output = call["grad_output"], call["output"]
+    product = Scratch("softmax_product", (output.numel() * max(grad.dtype.itemsize, output.dtype.itemsize),))
+    return [product, *layout_copies(grad), *layout_copies(output)]
+
+
+def _foreach_norm(call: Call) -> list[Scratch]:
+    tensors: Sequence[Tensor] = call["self"]
+    if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
+        return []
+    largest = max(tensor.numel() for tensor in tensors)
+    return [Scratch("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
+
+
+def _dims(call: Call) -> Sequence[int]:
+    dim = call["dim"]
+    return () if dim is None else (dim,) if isinstance(dim, int) else dim
+
+
+REDUCTION_HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        **dict.fromkeys(("sum", "mean", "prod", "nansum", "linalg_vector_norm", "norm"), _total),
+        **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _moments),
+        **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin"), _extreme),
+        **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), _loss),
+        **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax),
+        "_softmax_backward_data": _softmax_gradient,
+        "binary_cross_entropy_with_logits": _loss_with_logits,
+        "logsumexp": _logsumexp,
+        "_foreach_norm": _foreach_norm,
+    }
+)
+KEPT_LOSSES: Mapping[str, Callable[[Call], list[tuple[int, Scratch]]]] = MappingProxyType(
+    dict.fromkeys(("mse_loss", "smooth_l1_loss"), _whole_losses)
+)
+
+
+_BAG_OF_MAXIMA = 2
+_SMALL_SORT = 4096
+"""So long a row is sorted by one block of threads (ATen/native/cuda/Sort.cu)."""
+
+
+def _embedding_gradient(call: Call) -> list[Step]:
+    grad, indices = call["grad_output"], call["indices"]
+    least = 1 if call["scale_grad_by_freq"] else index_threshold(bag=False)
+    return layout_copies(grad, indices) + _embedding(grad, indices, call["num_weights"], least)
+
+
+def _embedding_bag_gradient(call: Call) -> list[Step]:
+    if call["mode"] == _BAG_OF_MAXIMA:
+        return []
+    return _embedding(call["grad"], call["indices"], call["num_weights"], index_threshold(bag=True))
+
+
+def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[Step]:
+    """Indices are sorted, the gradient is made, then each run of equal ones is summed up in parts."""
+    count, each = indices.numel(), indices.dtype.itemsize
+    sums = Scratch("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
+    names = ("indices", "segments", "partials")
+    one, segment, partials = (Scratch(f"embedding_{name}", (count, rows, each, least)) for name in names)
+    temporary = Scratch("sorted_pairs", (count, 2 * each, least))
+    in_order: list[Step] = [one, one, one, temporary, GivenBack(2), Returned()]
+    return [*in_order, one, segment, segment, partials, sums]
+
+
+def _index_put(call: Call) -> list[Step]:
+    """Only sums need their indices sorted; a mask's count of indices is not known."""
+    indices = [index for index in call["indices"] if index is not None]
+    accumulate = call["accumulate"] or torch.are_deterministic_algorithms_enabled()
+    if not accumulate or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return []
+    shapes = (reversed(index.shape) for index in indices)
+    count = prod(map(max, zip_longest(*shapes, fillvalue=1)))
+    one = Scratch("index_put", (count,))
+    copies = layout_copies(call["self"])
+    return [*copies, one, one, GivenBack(), one, one, one, Scratch("sorted_pairs", (count, 16, 0))]
+
+
+def _sort(call: Call) -> list[Scratch]:
+    tensor = call.first
+    columns = tensor.shape[call["dim"]] if tensor.dim() else 0
+    if not columns:
+        return []
+    count, each = tensor.numel(), tensor.dtype.itemsize
+    pairs = Scratch("sorted_pairs", (count, each + 8, 0))
+    copies = Scratch("sort", (count // columns, columns, each))
+    return [copies, pairs] if columns > _SMALL_SORT else [copies]
+
+
+def _scan(call: Call) -> list[Scratch]:
+    tensor = call.first
+    single = tensor.dim() and tensor.shape[call["dim"]] == tensor.numel()
+    return [Scratch("scan", (tensor.numel(),))] if single else []
+
+
+def _ctc_gradient(call: Call) -> list[Scratch]:
+    return [Scratch("ctc_gradient", (bytes_of(call["log_alpha"]),))]
+
+
+INDEXING_HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "embedding_dense_backward": _embedding_gradient,
+        **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _embedding_bag_gradient),
+        **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+        "sort": _sort,
+        **dict.fromkeys(("cumsum", "cumprod"), _scan),
+        "_ctc_loss_backward": _ctc_gradient,
+    }
+)

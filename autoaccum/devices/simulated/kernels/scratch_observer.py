@@ -12,19 +12,23 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.scratch_attention import ATTENTION_HANDLERS
-from autoaccum.devices.simulated.kernels.scratch_call import Call, Handler, Signature, bytes_of
-from autoaccum.devices.simulated.kernels.scratch_indexing import INDEXING_HANDLERS
-from autoaccum.devices.simulated.kernels.scratch_layers import BESIDE_HANDLERS, LAYER_HANDLERS
-from autoaccum.devices.simulated.kernels.scratch_reductions import KEPT_LOSSES, REDUCTION_HANDLERS
-from autoaccum.devices.simulated.scratch.products import (
+from autoaccum.devices.simulated.kernels.scratch_call import (
+    INDEXING_HANDLERS,
+    KEPT_LOSSES,
+    REDUCTION_HANDLERS,
+    Call,
+    Handler,
+    Signature,
+    bytes_of,
+)
+from autoaccum.devices.simulated.kernels.scratch_layers import ATTENTION_HANDLERS, BESIDE_HANDLERS, LAYER_HANDLERS
+from autoaccum.devices.simulated.scratch.estimates import (
     configured_bytes,
     configured_lt_bytes,
     keeps_workspace,
     shares_workspace,
 )
-from autoaccum.devices.simulated.steps import Returned, Step
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Returned, Scratch, Step
 
 _PRODUCTS = (
     "mm",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.scratch import attention, indexing, layers, products, reductions
+from autoaccum.devices.simulated.scratch import attention, estimates, layers, reductions
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Rule, tensor_of_bytes
 from autoaccum.devices.simulated.trace import Scratch
 
@@ -28,8 +28,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "efficient_row_sums": attention.efficient_row_sums,
         "efficient_output": attention.efficient_output,
         "cudnn_gradient": attention.cudnn_gradient,
-        "product": products.product,
-        "product_with_bias": products.product_with_bias,
+        "product": estimates.product,
+        "product_with_bias": estimates.product_with_bias,
         "convolution": layers.convolution,
         "layer_norm_gradient": layers.layer_norm_gradient,
         "layer_norm_staging": layers.layer_norm_staging,
@@ -39,14 +39,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "group_norm": layers.group_norm,
         "recurrent": layers.recurrent,
         "recurrent_reserve": layers.recurrent_reserve,
-        "embedding_sums": indexing.embedding_sums,
-        "embedding_indices": indexing.embedding_indices,
-        "embedding_segments": indexing.embedding_segments,
-        "embedding_partials": indexing.embedding_partials,
-        "sorted_pairs": indexing.sorted_pairs,
-        "index_put": indexing.index_put,
-        "sort": indexing.sort,
-        "scan": indexing.scan,
+        "embedding_sums": layers.embedding_sums,
+        "embedding_indices": layers.embedding_indices,
+        "embedding_segments": layers.embedding_segments,
+        "embedding_partials": layers.embedding_partials,
+        "sorted_pairs": layers.sorted_pairs,
+        "index_put": layers.index_put,
+        "sort": layers.sort,
+        "scan": layers.scan,
         "foreach_norm": reductions.foreach_norm,
         "layout_copy": tensor_of_bytes("operators that call contiguous() or clone() inside, such as Convolution.cpp"),
         "cast_copy": tensor_of_bytes("ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype"),

@@ -1,8 +1,9 @@
-"""What a rule says about a kernel's own memory."""
+"""What a rule says about a kernel's own memory; and the workspaces of cuBLAS."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autoaccum.devices.simulated.catalog import Card
@@ -67,3 +68,71 @@ def tensor_of_bytes(source: str) -> Rule:
         return Estimate(bytes=numbers[0], source=source)
 
     return rule
+
+
+_SOURCE = "ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
+_LT_SOURCE = "ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize"
+_SMALL, _LARGE = 8_519_680, 32 << 20
+_UNSET = -1
+
+
+def product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of cuBLAS. Numbers: the thread (0 forward, 1 backward), bytes that were configured or -1."""
+    _, configured = numbers
+    if configured != _UNSET:
+        return Estimate(bytes=configured, source="CUBLAS_WORKSPACE_CONFIG")
+    major = card.capability[0]
+    if card.capability == (9, 0):
+        return Estimate(bytes=_LARGE, source=_SOURCE)
+    if major < 9 or torch_version <= (2, 11):
+        return Estimate(bytes=_SMALL, source=_SOURCE)
+    if torch_version >= (2, 15):
+        return Estimate(bytes=_LARGE if major <= 12 else _SMALL, source=_SOURCE)
+    return Estimate(bytes=_LARGE, band_bytes=_LARGE - _SMALL, source=_SOURCE, measured=False)
+
+
+def product_with_bias(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The workspace of cuBLASLt. Numbers: the thread (0 forward, 1 backward), bytes that were configured or -1."""
+    _, configured = numbers
+    return Estimate(bytes=1 << 20 if configured == _UNSET else configured, source=_LT_SOURCE)
+
+
+def configured_bytes(environment: Mapping[str, str]) -> int:
+    """What `CUBLAS_WORKSPACE_CONFIG` asks for, -1 when it is not set or not understood.
+
+    >>> configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), configured_bytes({})
+    (33554432, -1)
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else _UNSET
+
+
+def configured_lt_bytes(environment: Mapping[str, str]) -> int:
+    """What `CUBLASLT_WORKSPACE_SIZE` (in KiB) asks for, -1 when it is not set or not understood.
+
+    >>> configured_lt_bytes({"CUBLASLT_WORKSPACE_SIZE": "2048"})
+    2097152
+    """
+    match = re.match(r"\s*([0-9]+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    return int(match[1]) * 1024 if match else _UNSET
+
+
+def keeps_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
+    """Whether a workspace stays once it was needed."""
+    if torch_version < (2, 15):
+        return True
+    return bool(_flag(environment, "TORCH_CUBLAS_WORKSPACE_CACHE"))
+
+
+def shares_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
+    """Whether cuBLASLt takes what cuBLAS keeps (`unified_cublas_and_lt_workspaces`)."""
+    asked = _flag(environment, "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    return torch_version >= (2, 12) if asked is None else asked
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool | None:
+    """A switch as c10/util/env.cpp, `check_env`, reads it: None where it is not set, or to what is no switch."""
+    value = environment.get(name, "").upper()
+    if value in ("1", "ON", "YES", "TRUE", "Y"):
+        return True
+    return False if value in ("0", "OFF", "NO", "FALSE", "N") else None

@@ -25,9 +25,8 @@ from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.labels import LabelledTrace
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import ChangeFailed, Offer
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.traces import ChangeFailed, Offer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
