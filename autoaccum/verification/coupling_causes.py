@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 
 import torch
@@ -26,120 +26,201 @@ from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.nests import OwnBatch
 from autoaccum.workload.weights import Objective
 
+KEPT_STATE = (
+    "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
+    " each part"
+)
+"""The way out where `has_kept_state`."""
+
+_SHARE, _ROUNDING = 1e-5, 1e-12
+"""Of the largest change, and of the loss: what a sum over samples is off by rounding, in float64."""
+
+_MOST_LEAVES = 6
+
+_TAKE_BEFORE = (
+    "take what is of the whole batch (a mean, a spread, the counts of classes) where the batch is made, before it is"
+    " cut, and give it along with each sample; what depends on the weights, as a load-balancing term does, is not exact"
+    " in parts, and a larger micro-batch comes nearer; terms that divide by counts of their own want a dict from loss"
+    " and from weight(batch)"
+)
+
 
 def look_for_coupling(inquiry: Inquiry) -> Coupling:
-    """Which modules give a sample another output in other company, and whether the loss mixes samples."""
+    """The modules that give a sample another output in other company, and whether the loss mixes samples."""
     runs = inquiry.runs
 
     def fresh() -> tuple[nn.Module, Objective]:
         trained = runs.fixture.fresh()
         return trained.model, trained.objective
 
-    sizes = inquiry.cuts[-1].sizes
     with runs.fixture.running():
-        return find_coupling(fresh, runs.batch, sizes, runs.fixture.beside)
+        return find_coupling(fresh, runs.batch, inquiry.cuts[-1].sizes, runs.fixture.beside)
 
 
 def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
     """What was seen to couple samples, where putting it out of the way was not enough."""
-    normalising = tuple(name for name in coupling.modules if name in inquiry.batchnorms)
-    others = tuple(name for name in coupling.modules if name not in normalising)
-    causes = [batchnorm_cause(normalising, proved=False)] if normalising else []
-    beside = tuple(name for name in others if name.startswith(BESIDE))
-    others = tuple(name for name in others if name not in beside)
-    if beside:
-        causes.append(_beside_cause(beside))
-    pairs = tuple(name for name in others if name in coupling.pairs)
-    if pairs:
-        causes.append(_pairs_cause(pairs))
-    if len(others) > len(pairs):
-        causes.append(module_cause(tuple(name for name in others if name not in pairs), proved=False))
+    made: dict[Callable[..., Cause], list[str]] = {}
+    for name in coupling.modules:
+        is_beside, is_pair = name.startswith(BESIDE), name in coupling.pairs
+        make = _beside_cause if is_beside else _pairs_cause if is_pair else module_cause
+        made.setdefault(batchnorm_cause if name in inquiry.batchnorms else make, []).append(name)
+    order = (batchnorm_cause, _beside_cause, _pairs_cause, module_cause)
+    causes = [make(tuple(made[make]), proved=False) for make in order if make in made]
     broadcast = _broadcast_cause(inquiry)
     if broadcast is not None or coupling.loss:
-        causes.append(broadcast or loss_cause(inquiry))
+        causes.append(broadcast or _loss_cause(inquiry))
     return tuple(causes)
 
 
 def statistics_cause(names: tuple[str, ...]) -> Cause:
     """BatchNorm where only what it remembers differs."""
-    return Cause(
-        kind="batchnorm",
-        found=f"each part updates the running statistics of {modules(names)} by itself; gradients are the same",
-        change='batchnorm="running", which updates them as the full batch would',
-        where=names,
-        proved=True,
-    )
+    found = f"each part updates the running statistics of {modules(names)} by itself; gradients are the same"
+    change = 'batchnorm="running", which updates them as the full batch would'
+    return Cause(kind="batchnorm", found=found, change=change, where=names, proved=True)
 
 
 def batchnorm_cause(names: tuple[str, ...], *, proved: bool, alone: bool = False) -> Cause:
     """BatchNorm, and what may be had instead; `alone` where nothing else is wrong."""
     seen = ": with these at rest, both are the same" if proved and alone else ""
-    return Cause(
-        kind="batchnorm",
-        found=f"BatchNorm normalises by the micro-batch, not by the whole batch, in {modules(names)}{seen}",
-        change=(
-            'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
-            ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only'
-        ),
-        where=names,
-        proved=proved,
+    found = f"BatchNorm normalises by the micro-batch, not by the whole batch, in {modules(names)}{seen}"
+    change = (
+        'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
+        ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only'
     )
+    return Cause(kind="batchnorm", found=found, change=change, where=names, proved=proved)
 
 
 def module_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     """A module of another kind."""
-    rest = " or eval() on it, under which both are the same" if proved else ""
+    rest = "or eval() on it, under which both are the same" if proved else "or leave it out"
+    found = f"a sample's output depends on the others of its micro-batch in {modules(names)}"
+    change = f"let it look at one sample at a time, as LayerNorm and GroupNorm do, {rest}; {LARGER}"
+    return Cause(kind="coupled model", found=found, change=change, where=names, proved=proved)
+
+
+def _beside_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """A module that the loss names, such as a teacher, which is no part of the model."""
+    found = f"a sample's output depends on the others of its micro-batch in {modules(names)}, which the loss calls and"
+    change = f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}"
     return Cause(
-        kind="coupled model",
-        found=f"a sample's output depends on the others of its micro-batch in {modules(names)}",
-        change=f"let it look at one sample at a time, as LayerNorm and GroupNorm do,{rest or ' or leave it out'};"
-        f" {LARGER}",
-        where=names,
-        proved=proved,
+        kind="coupled model", found=f"{found} the model does not hold", change=change, where=names, proved=proved
     )
+
+
+def _pairs_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """All similarities of a batch as an output."""
+    found = (
+        f"a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules(names)}: the samples"
+        " of a micro-batch know nothing of the others"
+    )
+    change = f"no weight mends that: {LARGER}"
+    return Cause(kind="coupled model", found=found, change=change, where=names, proved=proved)
 
 
 def balancing_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     """The balancing loss of a mixture of experts (`accumulation.routers`)."""
-    seen = ": without it, both are the same" if proved else ""
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
-            f" micro-batch at once{seen}"
-        ),
-        change=(
-            "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most"
-            f" training does; {LARGER}"
-        ),
-        where=names,
-        proved=proved,
+    found = (
+        "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
+        f" micro-batch at once{': without it, both are the same' if proved else ''}"
     )
-
-
-def _beside_cause(names: tuple[str, ...]) -> Cause:
-    """A module that the loss names, such as a teacher, which is no part of the model."""
-    return Cause(
-        kind="coupled model",
-        found=(
-            f"a sample's output depends on the others of its micro-batch in {modules(names)}, which the loss calls and"
-            " the model does not hold"
-        ),
-        change=f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}",
-        where=names,
+    change = (
+        "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most"
+        f" training does; {LARGER}"
     )
+    return Cause(kind="coupled loss", found=found, change=change, where=names, proved=proved)
 
 
-def _pairs_cause(names: tuple[str, ...]) -> Cause:
-    return Cause(
-        kind="coupled model",
-        found=(
-            f"a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules(names)}: the samples"
-            " of a micro-batch know nothing of the others"
-        ),
-        change=f"no weight mends that: {LARGER}",
-        where=names,
+def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
+    """Draws that differ in meaning between a part and the whole batch."""
+    found = (
+        f"what is drawn is not of one sample each, in {listed(sites)}: it mixes samples, as an order does; with draws"
+        " that do nothing, both are the same"
     )
+    change = "draw for each sample by itself, or mix samples where the batch is made, before it is cut"
+    return Cause(kind="randomness", found=found, change=change, where=sites, proved=proved)
+
+
+def hook_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """Hooks that change gradients, which see each part's own."""
+    found = f"hooks on the gradient of {listed(names)} see that of each micro-batch, not that of the update"
+    change = "change gradients once per update, after the last micro-batch and before optimizer.step()"
+    return Cause(kind="hook", found=found, change=change, where=names, proved=proved)
+
+
+def has_kept_state(runs: Runs) -> bool:
+    """Whether an accumulated update that raises would run if each part began with the state that the first began with.
+
+    So it is with an RNN that keeps its hidden state, whose first dimension is that of the part before.
+    """
+    try:
+        runs.full(Change(fresh_state=True))
+    except AutoaccumError:
+        return False
+    return True
+
+
+def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Cause:
+    """State that is kept between calls: attributes and buffers that a run changes.
+
+    `without` is what else was put out of the way, but not this.
+    """
+    differing = set(inquiry.differences(without) or ())
+    if differing == {"buffers"}:
+        found = (
+            f"every call changes {listed(names)}, {len(inquiry.runs.sizes)} times in an update, as it counts or"
+            " averages over micro-batches; losses and gradients are the same"
+        )
+        change = (
+            "change it once per update, in the training loop and not in forward; where a value by micro-batches will"
+            " do, leave it as it is"
+        )
+        return Cause(kind="state", found=found, change=change, where=names)
+    if "gradients" in differing and "loss" not in differing and inquiry.method == "accumulator":
+        found = (
+            f"{listed(names)} is kept from the first part without its graph: losses agree, and later parts have no"
+            " gradient through it"
+        )
+        change = "compute it in every call while training, or keep it only under eval()"
+        return Cause(kind="detached", found=found, change=change, where=names)
+    found = f"state is kept between calls: each part begins with what the one before has left in {listed(names)}"
+    change = "reset it before each part, pass it in with the batch, or leave it alone while training"
+    return Cause(kind="state", found=found, change=change, where=names)
+
+
+def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
+    """The cause where no weights at all make the full batch's gradient of its parts'; None where that cannot be told.
+
+    No module was seen to couple samples; `change` puts BatchNorm, state and random draws out of the way.
+    """
+    try:
+        cuts = [Decomposition(cut, change, inquiry.rounding) for cut in inquiry.cuts]
+    except AutoaccumError:
+        return None
+    found = [find_factors(cut.gradient, cut.gradients) for cut in cuts]
+    if not any(one is not None and one.residual > inquiry.rounding for one in found):
+        return None
+    seen, first = _seen_of_leaves(inquiry, change)
+    if len(cuts[0].whole.terms) > 1 and not seen:
+        return None  # Each term may have weights of its own.
+    told = (
+        "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to depend"
+        f" on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
+    )
+    return Cause(kind="coupled loss", found=told, change=first + _TAKE_BEFORE, where=("the loss",))
+
+
+def _loss_cause(inquiry: Inquiry) -> Cause:
+    """A loss that was seen to mix samples."""
+    seen, first = _seen_of_leaves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))
+    found = (
+        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a part"
+        f" know nothing of the others{seen}"
+    )
+    change = (
+        f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
+        f" and given along with each sample; of outputs, {LARGER}"
+    )
+    return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))
 
 
 def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
@@ -153,101 +234,28 @@ def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
         outputs, targets = trained.objective.outputs(trained.model, runs.batch), runs.batch[1]
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.shape == targets.shape:
         return None
-    return Cause(
-        kind="coupled loss",
-        found=(
-            f"{criterion.name} broadcasts outputs of shape {tuple(outputs.shape)} against targets of shape"
-            f" {tuple(targets.shape)}: every output is held against the targets of all samples"
-        ),
-        change="give both the same shape, as by .squeeze(-1) of the outputs",
-        where=("the loss",),
+    found = (
+        f"{criterion.name} broadcasts outputs of shape {tuple(outputs.shape)} against targets of shape"
+        f" {tuple(targets.shape)}: every output is held against the targets of all samples"
     )
+    change = "give both the same shape, as by .squeeze(-1) of the outputs"
+    return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))
 
 
-_SHARE, _ROUNDING = 1e-5, 1e-12
-"""Of the largest change, and of the loss: what a sum over samples is off by rounding, in float64."""
-
-_MOST_LEAVES = 6
-
-_CHANGE = (
-    "take what is of the whole batch (a mean, a spread, the counts of classes) where the batch is made, before it is"
-    " cut, and give it along with each sample; what depends on the weights, as a load-balancing term does, is not exact"
-    " in parts, and a larger micro-batch comes nearer; terms that divide by counts of their own want a dict from loss"
-    " and from weight(batch)"
-)
-
-
-def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
-    """The cause where no weights at all make the full batch's gradient of its parts'; None where that cannot be told.
-
-    Args:
-        inquiry: What came out unequal, with no module seen to couple samples.
-        change: What puts BatchNorm, state and random draws out of the way.
-    """
-    try:
-        cuts = [Decomposition(cut, change, inquiry.rounding) for cut in inquiry.cuts]
-    except AutoaccumError:
-        return None
-    if not any(_is_beyond_weights(cut, inquiry) for cut in cuts):
-        return None
-    coupled, held = _find_leaves(_Moves(inquiry, change))
-    if len(cuts[0].whole.terms) > 1 and not coupled and held is None:
-        return None  # Each term may have weights of its own.
-    seen, first = _told(inquiry, coupled, held)
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to"
-            f" depend on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
-        ),
-        change=first + _CHANGE,
-        where=("the loss",),
-    )
-
-
-def _is_beyond_weights(cut: Decomposition, inquiry: Inquiry) -> bool:
-    found = find_factors(cut.gradient, cut.gradients)
-    return found is not None and found.residual > inquiry.rounding
-
-
-def loss_cause(inquiry: Inquiry) -> Cause:
-    """A loss that was seen to mix samples."""
-    seen, first = _told(inquiry, *_find_leaves(_Moves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))))
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a"
-            f" part know nothing of the others{seen}"
-        ),
-        change=(
-            f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is"
-            f" cut, and given along with each sample; of outputs, {LARGER}"
-        ),
-        where=("the loss",),
-    )
-
-
-def _told(inquiry: Inquiry, coupled: Sequence[str], held: tuple[str, str] | None) -> tuple[str, str]:
-    """What was seen of tensors of the batch, and what to try first."""
+def _seen_of_leaves(inquiry: Inquiry, change: Change) -> tuple[str, str]:
+    """What was seen of tensors of the batch whose rows interact in the loss, and what to try first."""
+    moves = _Moves(inquiry, change)
+    names = list(moves.leaves)[:_MOST_LEAVES]
+    coupled = [name for name in names if moves.interact(name, name)]
+    held = None if coupled else next((pair for pair in permutations(names, 2) if moves.interact(*pair)), None)
     if isinstance(inquiry.runs.batch, OwnBatch):
         return "", "see first that split(batch, sizes) returns each sample once, in order; if it does, "
     if coupled:
         return f"; rows of {listed(coupled)} count otherwise when those of other samples are moved", ""
     if held is None:
         return "", ""
-    return (
-        f"; {held[0]} of a sample is held against {held[1]} of others",
-        "give what is compared the same shape, where (n, 1) and (n,) are broadcast; otherwise ",
-    )
-
-
-def _find_leaves(moves: _Moves) -> tuple[list[str], tuple[str, str] | None]:
-    """Tensors of the batch whose rows interact in the loss; where none do, the first two that do so together."""
-    names = list(moves.leaves)[:_MOST_LEAVES]
-    coupled = [name for name in names if moves.interact(name, name)]
-    if coupled:
-        return coupled, None
-    return coupled, next((pair for pair in permutations(names, 2) if moves.interact(*pair)), None)
+    first = "give what is compared the same shape, where (n, 1) and (n,) are broadcast; otherwise "
+    return f"; {held[0]} of a sample is held against {held[1]} of others", first
 
 
 class _Moves:
@@ -306,88 +314,3 @@ def _is_more(
         apart = abs(both[name] - one[name] - other[name] + value)
         moved = max(abs(one[name] - value), abs(other[name] - value))
         yield apart > _SHARE * moved + _ROUNDING * max(abs(value), abs(both[name]))
-
-
-KEPT_STATE = (
-    "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
-    " each part"
-)
-"""The way out where `has_kept_state`."""
-
-
-def has_kept_state(runs: Runs) -> bool:
-    """Whether an accumulated update that raises would run if each part began with the state that the first began with.
-
-    So it is with an RNN that keeps its hidden state, whose first dimension is that of the part before.
-    """
-    try:
-        runs.full(Change(fresh_state=True))
-    except AutoaccumError:
-        return False
-    return True
-
-
-def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Cause:
-    """State that is kept between calls.
-
-    Args:
-        inquiry: What came out unequal.
-        names: Attributes and buffers that a run changes.
-        without: What else was put out of the way, but not this.
-    """
-    differing = set(inquiry.differences(without) or ())
-    parts = len(inquiry.runs.sizes)
-    if differing == {"buffers"}:
-        return Cause(
-            kind="state",
-            found=(
-                f"every call changes {listed(names)}, {parts} times in an update, as it counts or averages over"
-                " micro-batches; losses and gradients are the same"
-            ),
-            change=(
-                "change it once per update, in the training loop and not in forward; where a value by micro-batches"
-                " will do, leave it as it is"
-            ),
-            where=names,
-        )
-    if "gradients" in differing and "loss" not in differing and inquiry.method == "accumulator":
-        return Cause(
-            kind="detached",
-            found=(
-                f"{listed(names)} is kept from the first part without its graph: losses agree, and later parts have"
-                " no gradient through it"
-            ),
-            change="compute it in every call while training, or keep it only under eval()",
-            where=names,
-        )
-    return Cause(
-        kind="state",
-        found=f"state is kept between calls: each part begins with what the one before has left in {listed(names)}",
-        change="reset it before each part, pass it in with the batch, or leave it alone while training",
-        where=names,
-    )
-
-
-def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
-    """Draws that differ in meaning between a part and the whole batch."""
-    return Cause(
-        kind="randomness",
-        found=(
-            f"what is drawn is not of one sample each, in {listed(sites)}: it mixes samples, as an order does; with"
-            " draws that do nothing, both are the same"
-        ),
-        change="draw for each sample by itself, or mix samples where the batch is made, before it is cut",
-        where=sites,
-        proved=proved,
-    )
-
-
-def hook_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
-    """Hooks that change gradients, which see each part's own."""
-    return Cause(
-        kind="hook",
-        found=f"hooks on the gradient of {listed(names)} see that of each micro-batch, not that of the update",
-        change="change gradients once per update, after the last micro-batch and before optimizer.step()",
-        where=names,
-        proved=proved,
-    )

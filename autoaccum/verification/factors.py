@@ -83,23 +83,22 @@ def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
 
 
 class Decomposition:
-    """One batch and its parts under one change.
+    """The runs of one batch and of its parts under one change.
 
     Attributes:
-        runs: Where they were run.
         whole: The full batch's update.
         gradient: Of the full batch, flat.
         gradients: Of the parts, flat.
         parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
 
     Args:
-        runs: See there.
-        change: What is otherwise.
+        runs: Of the batch.
+        change: See there.
         rounding: How far apart equal combinations may be, relative to the largest entry.
     """
 
     def __init__(self, runs: Runs, change: Change, rounding: float) -> None:
-        self.runs, self._rounding = runs, rounding
+        self.runs, self.change, self._rounding = runs, change, rounding
         self.whole: Outcome = runs.full(change)
         self.gradient: Tensor = flatten(self.whole.gradients, self.whole.parameters)
         self.gradients: list[Tensor] = []

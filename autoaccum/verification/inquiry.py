@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from autoaccum.accumulation.company.words import ITSELF, listed, modules
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.comparing import Tolerances, compare
+from autoaccum.verification.comparing import Tolerances, compare, is_finite
 from autoaccum.verification.records import Cause, Comparison, Difference, Quantity
 from autoaccum.verification.runs import Runs
-from autoaccum.verification.updates import UNCHANGED, Change, Outcome
+from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload import nests
 from autoaccum.workload.candidates import count_candidates
 
@@ -27,18 +27,13 @@ _SLACK = 16.0
 
 
 class Inquiry:
-    """Asks the runs of one comparison.
+    """Asks the runs of a comparison that came out unequal, by the tolerances it was judged by.
 
     Attributes:
         runs: Where experiments are made.
-        method: Which way to accumulate is held against the full batch.
+        method: The way to accumulate that is held against the full batch.
         window: As in the comparison.
         rounding: How far apart equal combinations of runs may be, relative to the largest entry.
-
-    Args:
-        runs: See there.
-        comparison: What came out unequal.
-        tolerances: What rounding explains.
     """
 
     def __init__(self, runs: Runs, comparison: Comparison, tolerances: Tolerances) -> None:
@@ -151,96 +146,74 @@ _WAY_OUT = (
 def find_restlessness(inquiry: Inquiry) -> Cause | None:
     """The cause where the full batch's update differs from itself; None where it is the same twice."""
     runs = inquiry.runs
-    again = runs.full_again(UNCHANGED)
-    if inquiry.are_equal(runs.full(UNCHANGED), again):
+    if inquiry.are_equal(runs.full(), runs.full_again()):
         return None
-    name = _first_restless(inquiry)
-    lies_in = "the loss" if name is None else modules([name or ITSELF])
+    names = (
+        name
+        for (name, one), (_, other) in zip(_outputs(runs), _outputs(runs), strict=False)
+        if len(one) != len(other) or not all(map(torch.equal, one, other))
+    )
+    name = next(names, None)
     return Cause(
         kind="non-determinism",
-        found=f"the full batch gives another result when it is run again, first in {lies_in}",
+        found=(
+            "the full batch gives another result when it is run again, first in"
+            f" {'the loss' if name is None else modules([name or ITSELF])}"
+        ),
         change=_WAY_OUT,
         where=() if name is None else (name or ITSELF,),
     )
 
 
-def _first_restless(inquiry: Inquiry) -> str | None:
-    """The first module whose output differs between two equal runs; None where none does."""
-    first, second = _outputs(inquiry), _outputs(inquiry)
-    for (name, one), (_, other) in zip(first, second, strict=False):
-        if len(one) != len(other) or any(not torch.equal(left, right) for left, right in zip(one, other, strict=True)):
-            return name
-    return None
-
-
-def _outputs(inquiry: Inquiry) -> list[tuple[str, list[Tensor]]]:
-    """What every module gave, in the order in which they ended."""
-    fixture = inquiry.runs.fixture
-    trained = fixture.fresh()
+def _outputs(runs: Runs) -> list[tuple[str, list[Tensor]]]:
+    """What every module gave, by its name, in the order in which they ended."""
+    run = Run(runs.fixture)
     found: list[tuple[str, list[Tensor]]] = []
-    for name, module in trained.model.named_modules():
-        module.register_forward_hook(_recorder(name, found))
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append((name, [tensor.detach().clone() for tensor in nests.tensors(output)]))
+
+    for name, module in run.trained.model.named_modules():
+        module.register_forward_hook(partial(record, name))
     seed_everything()
-    with fixture.running(), torch.no_grad():
-        trained.objective.terms(trained.model, copy.deepcopy(inquiry.runs.batch))
+    with run.running("the loss"), torch.no_grad():
+        run.terms(copy.deepcopy(runs.batch))
     return found
 
 
-def _recorder(name: str, found: list[tuple[str, list[Tensor]]]) -> Any:
-    def record(module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append((name, [tensor.detach().clone() for tensor in nests.tensors(output)]))
-
-    return record
-
-
-def find_notes(runs: Runs) -> tuple[str, ...]:
+def find_notes(runs: Runs) -> list[str]:
     """Terms without a gradient, and a batch whose samples cannot tell a right weight from a wrong one."""
-    return tuple(_notes(runs))
-
-
-def _notes(runs: Runs) -> Iterator[str]:
-    full = runs.full()
+    notes, full, objective = [], runs.full(), runs.objective
     loose = [name for name in full.terms if name not in full.connected]
     if loose:
-        yield f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant"
+        notes.append(f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant")
     lost = find_lost(runs, full)
     if lost:
-        yield f"the optimizer leaves entries of {listed(lost)} that are not finite, after the full batch's update too"
-    objective = runs.objective
+        notes.append(f"the optimizer leaves entries of {listed(lost)} that are not finite, after the full batch's too")
     is_known = objective.criterion is not None and objective.weight_function is None
     if objective.reduction == "mean" and not is_known and _hides_weights(runs):
-        yield (
+        notes.append(
             "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in"
             " training, let batch(size) give such a batch"
         )
+    return notes
 
 
 def find_lost(runs: Runs, outcome: Outcome) -> list[str]:
     """Parameters that the update of finite gradients has left with entries that are not finite."""
-    before = runs.initial()
-    return [
-        name
-        for name, after in outcome.parameters.items()
-        if not bool(after.isfinite().all())
-        and bool(before[name].isfinite().all())
-        and _is_finite(outcome.gradients.get(name))
-    ]
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool((gradient.to_dense() if gradient.is_sparse else gradient).isfinite().all())
+    before, gradients = runs.initial(), outcome.gradients
+    changed = [name for name, after in outcome.parameters.items() if not is_finite(after) and is_finite(before[name])]
+    return [name for name in changed if is_finite(gradients.get(name))]
 
 
 def _hides_weights(runs: Runs) -> bool:
     """Whether there are tokens or masks to count, and every way to count them gives the same shares."""
-    if len(runs.parts) < 2 or not any(map(_is_counted, nests.tensors(runs.batch))):
+    leaves = nests.tensors(runs.batch)
+    counted = any(one.ndim > 1 and not (one.is_floating_point() or one.is_complex()) for one in leaves)
+    if len(runs.parts) < 2 or not counted:
         return False
     candidates = [one for one in count_candidates(runs.batch, runs.parts) if _counts_entries(one.code)]
     return len({candidate.shares(0) for candidate in candidates}) <= 1
-
-
-def _is_counted(tensor: Tensor) -> bool:
-    return tensor.ndim > 1 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _counts_entries(code: str) -> bool:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from autoaccum.accumulation.company.words import listed
 from autoaccum.errors import AutoaccumError
+from autoaccum.verification.comparing import largest_entry
 from autoaccum.verification.factors import Decomposition, find_factors, find_residual, flatten, numbers
 from autoaccum.verification.inquiry import Inquiry
-from autoaccum.verification.records import Cause, CauseKind
+from autoaccum.verification.records import Cause
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change, Outcome
 from autoaccum.verification.weights import SUM, own_shares, share
@@ -64,100 +64,111 @@ _REGULARISER = Cause(
     ),
     proved=True,
 )
+_NONE = 1e-12
+"""Of the largest entry of the full gradient: below, there is no gradient."""
+
 _LEAST_SHARE = 1e3
 """How much smaller than the gradient such a term may be: its rounding is that of the gradient."""
 
 
-class Loop:
-    """The loop of a workload, under one change.
+def explain_loop(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+    """What the loop does to its parts under `change`; None where not even the Accumulator gives the full gradient."""
+    runs = inquiry.runs
+    try:
+        parts = Decomposition(runs, change, inquiry.rounding)
+        shares, counted = _find_shares(parts) or ((), "")
+        cut = _read(inquiry, parts, shares) if shares else None
+        if cut is None:
+            return _made_otherwise(inquiry, parts, change)
+        other = _read_otherwise(inquiry, change)
+        norm, scale = _round_norm(runs.own(change)), find_scale(cut, other)
+    except AutoaccumError:
+        return None
+    fault = name_fault(cut, other)
+    if scale is not None:
+        return (_scale_cause(scale, cut, None if is_close(cut.ratio, scale) else _right_line(runs, counted)),)
+    if norm is not None and (fault in ("constant", "scaled") or cut.shrinks):
+        return (_clip_cause(norm, every_part=fault not in ("constant", "scaled")),)
+    if fault is None:
+        return None
+    fault = "scaled" if fault == "mean of means" and counted == SUM else fault
+    return (
+        Cause(
+            kind="last window" if fault == "constant" and inquiry.window == "last" else "accumulate",
+            found=_FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts),
+            change=_CHANGES.get(fault) or _right_line(runs, counted),
+            proved=True,
+        ),
+    )
 
-    Args:
-        inquiry: What came out unequal.
-        change: What is otherwise in all runs.
-    """
 
-    def __init__(self, inquiry: Inquiry, change: Change) -> None:
-        self._inquiry, self._change = inquiry, change
-
-    def explain(self) -> tuple[Cause, ...] | None:
-        """What it does to its parts; None where not even the Accumulator comes to the full batch's gradient."""
-        runs = self._inquiry.runs
-        try:
-            parts = Decomposition(runs, self._change, self._inquiry.rounding)
-            right = _find_shares(parts)
-            shares, counted = right or ((), "")
-            cut = self._read(parts, shares) if shares else None
-            if cut is None:
-                return self._made_otherwise(parts)
-            other = self._read_otherwise()
-            norm, scale = _round_norm(runs.own(self._change)), find_scale(cut, other)
-        except AutoaccumError:
-            return None
-        fault = name_fault(cut, other)
-        if scale is not None:
-            return (_scale_cause(scale, cut, None if is_close(cut.ratio, scale) else _right_line(runs, counted)),)
-        if norm is not None and (fault in ("constant", "scaled") or cut.shrinks):
-            return (_clip_cause(norm, every_part=fault not in ("constant", "scaled")),)
-        if fault == "mean of means" and counted == SUM:
-            fault = "scaled"
-        return None if fault is None else (self._cause(fault, cut, counted),)
-
-    def _made_otherwise(self, parts: Decomposition) -> tuple[Cause, ...] | None:
-        """Why its gradient is made of something else, where the Accumulator's is the full batch's."""
-        accumulated = flatten(parts.runs.accumulated(self._change).gradients, parts.whole.parameters)
-        if find_residual(parts.gradient, [accumulated], (1.0,)) > self._inquiry.rounding:
-            return None
-        detached = explain_detachment(self._inquiry, self._change)
-        if detached is not None:
-            return detached
-        if self._counts_with_parts(parts):
-            return (_REGULARISER,)
-        return (self._other_loss(),) if own_shares(parts.runs, list(parts.whole.terms)) else (_TERMS,)
-
-    def _counts_with_parts(self, parts: Decomposition) -> bool:
-        """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
-        ways = [parts.runs, *(one for one in self._inquiry.cuts if len(one.sizes) != len(parts.runs.sizes))][:2]
-        if len(ways) < 2 or min(len(runs.sizes) for runs in ways) < 2:
-            return False
-        one, other = (
-            (flatten(runs.own(self._change).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
-            for runs in ways
-        )
-        return find_residual(one, [other], (1.0,)) <= self._inquiry.rounding * _LEAST_SHARE
-
-    def _read(self, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
-        """What each part counts for, beside what it should; None where its gradient is made of something else."""
-        rounding = self._inquiry.rounding
-        own = flatten(parts.runs.own(self._change).gradients, parts.whole.parameters)
-        found = find_factors(own, parts.gradients)
-        if found is None or found.residual > rounding:
-            return None
-        return Cut(tuple(0.0 if abs(one) < rounding else one for one in found.values), shares)
-
-    def _read_otherwise(self) -> Cut | None:
-        """The same of another number of parts."""
-        runs = next((one for one in self._inquiry.cuts if len(one.sizes) != len(self._inquiry.runs.sizes)), None)
-        if runs is None:
-            return None
-        parts = Decomposition(runs, self._change, self._inquiry.rounding)
-        right = _find_shares(parts)
-        return None if right is None else self._read(parts, right[0])
-
-    def _cause(self, fault: Fault, cut: Cut, counted: str) -> Cause:
-        kind: CauseKind = "last window" if fault == "constant" and self._inquiry.window == "last" else "accumulate"
-        found = _FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts)
-        change = _CHANGES.get(fault) or _right_line(self._inquiry.runs, counted)
-        return Cause(kind=kind, found=found, change=change, proved=True)
-
-    def _other_loss(self) -> Cause:
-        differences = self._inquiry.differences(self._change) or {}
-        where = tuple(one.where for name, one in differences.items() if name == "gradients" and one.where)
-        return Cause(
+def _made_otherwise(inquiry: Inquiry, parts: Decomposition, change: Change) -> tuple[Cause, ...] | None:
+    """Why the loop's gradient is made of something else, where the Accumulator's is the full batch's."""
+    accumulated = flatten(parts.runs.accumulated(change).gradients, parts.whole.parameters)
+    if find_residual(parts.gradient, [accumulated], (1.0,)) > inquiry.rounding:
+        return None
+    unreached = _unreached(parts.whole, parts.runs.own(change))
+    if unreached:
+        found = f"the loop's gradient does not reach {listed(unreached)}, the full batch's does"
+        whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
+        return (Cause(kind="detached", found=found, change=whole, where=unreached),)
+    if _counts_with_parts(inquiry, parts, change):
+        return (_REGULARISER,)
+    if not own_shares(parts.runs, list(parts.whole.terms)):
+        return (_TERMS,)
+    gradients = (inquiry.differences(change) or {}).get("gradients")
+    return (
+        Cause(
             kind="accumulate",
             found="the loop's gradient is made of something else than the gradients of loss(model, part)",
             change="compute the loss of a part in the loop as loss(model, part) does",
-            where=where,
-        )
+            where=() if gradients is None or gradients.where is None else (gradients.where,),
+        ),
+    )
+
+
+def _unreached(full: Outcome, own: Outcome) -> tuple[str, ...]:
+    """Some parameters, not all, that the full batch's gradient reaches and the loop's does not."""
+    least = _NONE * largest_entry(full.gradients.values())
+    reached = {name for name, one in full.gradients.items() if largest_entry([one]) > least}
+    found = tuple(name for name in full.gradients if name in reached and largest_entry([own.gradients[name]]) <= least)
+    return () if len(found) == len(full.gradients) else found
+
+
+def _counts_with_parts(inquiry: Inquiry, parts: Decomposition, change: Change) -> bool:
+    """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
+    other = _cut_otherwise(inquiry)
+    if other is None or min(len(parts.runs.sizes), len(other.sizes)) < 2:
+        return False
+    once, again = (
+        (flatten(runs.own(change).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
+        for runs in (parts.runs, other)
+    )
+    return find_residual(once, [again], (1.0,)) <= inquiry.rounding * _LEAST_SHARE
+
+
+def _cut_otherwise(inquiry: Inquiry) -> Runs | None:
+    """The same batch in another number of parts."""
+    return next((one for one in inquiry.cuts if len(one.sizes) != len(inquiry.runs.sizes)), None)
+
+
+def _read(inquiry: Inquiry, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
+    """What each part counts for, beside what it should; None where the gradient is made of something else."""
+    own = flatten(parts.runs.own(parts.change).gradients, parts.whole.parameters)
+    found = find_factors(own, parts.gradients)
+    if found is None or found.residual > inquiry.rounding:
+        return None
+    return Cut(tuple(0.0 if abs(one) < inquiry.rounding else one for one in found.values), shares)
+
+
+def _read_otherwise(inquiry: Inquiry, change: Change) -> Cut | None:
+    """The same of another number of parts."""
+    runs = _cut_otherwise(inquiry)
+    if runs is None:
+        return None
+    parts = Decomposition(runs, change, inquiry.rounding)
+    right = _find_shares(parts)
+    return None if right is None else _read(inquiry, parts, right[0])
 
 
 def _round_norm(own: Outcome) -> float | None:
@@ -334,35 +345,3 @@ def _constant(values: Sequence[float]) -> float | None:
     if not values:
         return None
     return values[0] if all(is_close(value, values[0]) for value in values) else None
-
-
-_NONE = 1e-12
-"""Of the largest entry of the full gradient: below, there is no gradient."""
-
-
-def explain_detachment(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
-    """Parameters that the full batch's gradient reaches and the loop's does not; None where there is none."""
-    pair = inquiry.pair(change)
-    if pair is None:
-        return None
-    full, own = pair
-    scale = max((_largest(gradient) for gradient in full.gradients.values()), default=0.0)
-    unreached = [
-        name
-        for name, gradient in full.gradients.items()
-        if _largest(gradient) > _NONE * scale and _largest(own.gradients.get(name)) <= _NONE * scale
-    ]
-    if not unreached or len(unreached) == len(full.gradients):
-        return None
-    return (
-        Cause(
-            kind="detached",
-            found=f"the loop's gradient does not reach {listed(unreached)}, the full batch's does",
-            change="backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms",
-            where=tuple(unreached),
-        ),
-    )
-
-
-def _largest(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(gradient.detach().abs().max())
