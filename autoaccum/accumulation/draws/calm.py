@@ -20,7 +20,7 @@ _SEED = 0
 
 
 @contextmanager
-def calm() -> Iterator[None]:
+def calm() -> Iterator[set[tuple[str, int]]]:
     """Run without chance, on whatever is run: a whole batch and its parts then see the same.
 
     Dropout keeps all, still divided by what it would have kept on average. Uniform draws are the middle of their
@@ -28,6 +28,9 @@ def calm() -> Iterator[None]:
     probability is 0; multinomial ones the likeliest. What no value is known for draws as it does, from a fixed seed.
     Python's and NumPy's global generators start from a fixed seed: parts must rewind them between each other
     (`Draws.begin_part`). All generators are put back afterwards.
+
+    Yields:
+        Filled with the operations that draw indices, and of how many rows.
     """
     state = RandomState(seeded_devices())
     torch.manual_seed(_SEED)
@@ -35,9 +38,16 @@ def calm() -> Iterator[None]:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(_SEED)
+    ranges: set[tuple[str, int]] = set()
+
+    def answer(call: RandomCall) -> None:
+        if call.rows is not None:
+            ranges.add((str(call.site), call.rows))
+        _calm(call)
+
     try:
-        with open_kernels(), RandomCalls(_calm):
-            yield
+        with open_kernels(), RandomCalls(answer):
+            yield ranges
     finally:
         state.restore()
 

@@ -1,0 +1,449 @@
+"""Are samples coupled? The losses and outputs of two halves of a small batch against those of the whole, on a copy.
+
+Where each sample counts for itself, the loss of the whole is the sum of the halves' losses, each times a number that
+the batch alone decides, whatever the parameters are. So the parameters are moved a few times: where no two numbers
+serve all of them, samples are coupled. No weight has to be known for that, nor does a wrong one matter.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.coupling import ITSELF, Coupling
+from autoaccum.accumulation.draws.calm import calm
+from autoaccum.accumulation.rows import find_layouts
+from autoaccum.workload import nests
+from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.copies import copy_module
+from autoaccum.workload.experiments import (
+    cast_batch,
+    copy_model,
+    is_large,
+    make_copy,
+    own_randomness,
+    prepare,
+    widened,
+)
+from autoaccum.workload.sampling import take_small_batch
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.weights import Objective
+
+SAMPLES = 4
+_PART = 2
+"""Not of one sample, which BatchNorm and contrastive losses cannot do."""
+
+_MOST_WORK, _MOST_WIDE_WORK, _WORK_OF_AN_OP = 10**10, 10**9, 10**6
+"""Of a forward of half the samples, in floating-point operations; as it is, and in float64, which may be far slower."""
+
+_MOVES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
+"""By how much parameters are moved, relative to their size; two numbers are fitted to the losses under all of them."""
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}
+_HALF_TOLERANCE = 5e-2
+_MOST_ROWS = 512
+
+Name: TypeAlias = "tuple[str, str, int]"
+"""A module's name, `in` or `out`, and its calls before this one."""
+
+
+class _TooMuchWork(BaseException):
+    """Ends a forward, whatever the user's code catches."""
+
+
+class _WorkLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends what is run within it once it has done so much, by the operations it asks for and not by a clock."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry
+
+        self._most, self._registry, self.done = most, flop_registry, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` and count it."""
+        result = func(*args, **(kwargs or {}))
+        self.done += _WORK_OF_AN_OP
+        if (flops := self._registry.get(func._overloadpacket)) is not None:
+            self.done += flops(*args, **(kwargs or {}), out_val=result)
+        if self.done > self._most:
+            raise _TooMuchWork
+        return result
+
+
+def check_workload(workload: Workload, model: nn.Module) -> Coupling:
+    """Find out whether the workload's samples are coupled; whatever goes wrong is the reason of what is returned.
+
+    Args:
+        workload: The workload; its model is built once more.
+        model: One that was built of it, to tell its size by.
+    """
+
+    def look() -> Coupling:
+        own, copied = make_copy(workload)
+        each = workload.multiple_of or 1
+        part = -(-_PART // each) * each
+        batch = take_small_batch(workload, 2 * part)
+        return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
+
+    return _guarded(model, look)
+
+
+def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
+    """Find out whether the samples of a model that is to be trained are coupled; nothing of it is changed.
+
+    Args:
+        model: The model.
+        objective: Its loss.
+        batch: Four samples.
+        batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
+    """
+
+    def look() -> Coupling:
+        own, copied = copy_model(model)
+        prepare(own) if copied else None
+        return _check(own, objective, batch, batchnorm) if copied else _FIXED
+
+    return _guarded(model, look)
+
+
+_LARGE = Coupling(reason="the model is too large for an experiment beside it")
+_FIXED = Coupling(reason="the model cannot be copied")
+
+
+def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
+    if is_large(model):
+        return _LARGE
+    try:
+        with own_randomness():
+            return look()
+    except _TooMuchWork:
+        return _LARGE
+    except (Exception, SystemExit) as error:  # The user's code must not end what can be done without it.
+        return Coupling(reason=_reason_of(error))
+
+
+def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
+    sizes = [batch_size(batch) // 2] * 2
+    if batchnorm == "frozen":
+        objective = _with_own_criterion(objective)
+        for module in find_batchnorms(model, objective.criterion_module):
+            module.eval()
+    narrow = move_batch(cast_batch(batch, None), model_device(model))
+    limit = _WorkLimit(_MOST_WORK)
+    with suppress(Exception, SystemExit):  # What is raised is told by the experiment.
+        for one in (split_batch(narrow, sizes)[0], narrow):  # What the user caches has the training's type.
+            with limit if limit.done == 0 else nullcontext():
+                _Halves(model, objective, one, sizes).run(one)
+    if limit.done <= _MOST_WIDE_WORK:
+        with suppress(Exception, SystemExit):  # What does not work in float64 may work as it is.
+            wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
+            found = find_coupling(copy_module(model).double(), widened(objective), wide, sizes)
+            if found.reason is None or found.found:
+                return found
+    return find_coupling(model, objective, narrow, sizes)
+
+
+def find_coupling(
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    sizes: Sequence[int],
+    beside: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> Coupling:
+    """Run the first two parts of a batch together and each alone, forward only, with parameters moved a few times.
+
+    Random operations give the same to all samples meanwhile. Whatever is raised becomes the reason.
+
+    Args:
+        model: A copy of the caller's that may be spoiled, in training mode.
+        objective: The loss; its criterion is copied.
+        batch: On the device and of the dtype of the model; it is left as it is.
+        sizes: Samples of its parts, in order. Parts of one sample are none that BatchNorm can run.
+        beside: Modules that the loss calls and the model does not hold, as a teacher, by name.
+    """
+    filled = [size for size in sizes if size > 0][:2]
+    if len(filled) < 2:
+        return Coupling(reason="there is only one part")
+    try:
+        parts = [part for part, size in zip(split_batch(batch, list(sizes)), sizes, strict=True) if size > 0][:2]
+        together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
+        with own_randomness(), _uncompiled():
+            return _Halves(model, objective, together, filled, beside).find(parts)
+    except (Exception, SystemExit) as error:
+        return Coupling(reason=_reason_of(error))
+
+
+class _Halves:
+    """The runs of one experiment."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        together: Any,
+        sizes: Sequence[int],
+        beside: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
+        self._model, self._objective, self._beside = model, objective, beside
+        self._together, self._sizes = together, sizes
+        self._dtype = torch.float32
+        self.drawn: list[Any] = []
+
+    def find(self, parts: Sequence[Any]) -> Coupling:
+        still, again = self.run(self._together), self.run(self._together)
+        if any(again[name] != term and not math.isnan(term) for name, term in still.items()):
+            return Coupling(reason="the loss differs from run to run")
+        self.drawn.clear()
+        plain = [[self.run(batch) for batch in (self._together, *parts)] for _ in self._moved()]
+        if reason := self._drawn_otherwise():
+            return Coupling(reason=reason)
+        mixes = self._mixes(plain)
+        if not mixes:
+            reason = "the loss does not depend on the parameters" if mixes is None else None
+            return Coupling(loss=mixes, reason=reason)
+        return self._name(parts)
+
+    def _name(self, parts: Sequence[Any]) -> Coupling:
+        """Find the modules whose own code couples: behind them, halves go on with what the whole has computed."""
+        found: dict[str | None, None] = {}
+        pairs: dict[str, None] = {}
+        losses = []
+        for _ in self._moved():
+            recorder = _Calls(self._sizes, found, pairs)
+            losses.append([self.run(self._together, recorder)])
+            for index, part in enumerate(parts):
+                recorder.part = index
+                losses[-1].append(self.run(part, recorder))
+        by_loss = found.pop(None, 0) is None
+        loss = True if by_loss or not (found or pairs) else self._mixes(losses)
+        named = tuple(name or ITSELF for name in {**found, **pairs} if name is not None)
+        return Coupling(named, None if loss and pairs else loss, None, tuple(name or ITSELF for name in pairs))
+
+    def run(self, batch: Any, calls: _Calls | None = None) -> dict[str, float]:
+        """The terms of the loss of a batch, by copies that share their parameters."""
+        parameters = {id(one): one for one in self._model.parameters()}
+        model, objective = copy_module(self._model, parameters), _with_own_criterion(self._objective)
+        own = cast_batch(batch, None)
+        with ExitStack() as stack:
+            ranges = stack.enter_context(calm())
+            stack.enter_context(torch.enable_grad())  # A model may take gradients within its forward.
+            if calls is not None:
+                stack.enter_context(calls.of({"": model, **self._beside}))
+            terms = objective.terms(model, own)
+            self.drawn.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
+        self._dtype = next(iter(terms.values())).dtype
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+    def _moved(self) -> Iterator[None]:
+        """Once with the parameters as they are, then with others; they are put back at the end."""
+        parameters = [one for one in self._model.parameters() if one.is_floating_point() and one.numel()]
+        kept = [one.detach().clone() for one in parameters]
+        try:
+            for seed, strength in enumerate(_MOVES):
+                generator = torch.Generator().manual_seed(seed)
+                for parameter, values in zip(parameters, kept, strict=True):
+                    _move(parameter, values, strength, generator)
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, values in zip(parameters, kept, strict=True):
+                    parameter.copy_(values)
+
+    def _drawn_otherwise(self) -> str | None:
+        whole, *halves = self.drawn[:3]
+        if any(ranges != whole[0] for ranges, _ in halves):
+            return "it draws indices whose range grows with the batch, which may mix samples by chance"
+        if any(state != whole[1] for _, state in halves):
+            return "it draws from Python's or NumPy's generator once for each sample"
+        return None
+
+    def _mixes(self, runs: Sequence[Sequence[Mapping[str, float]]]) -> bool | None:
+        """Whether no two numbers give the whole's loss of the halves', each term for itself; None: untold."""
+        tolerance = _TOLERANCE.get(self._dtype, _HALF_TOLERANCE)
+        told = [_residual([[one[name] for one in run] for run in runs], tolerance) for name in runs[0][0]]
+        return True if True in told else False if False in told else None
+
+
+def _residual(rows: Sequence[Sequence[float]], tolerance: float) -> bool | None:
+    finite = torch.tensor([row for row in rows if all(map(math.isfinite, row))], dtype=torch.float64)
+    if len(finite) < 3 or float(finite[:, 0].max() - finite[:, 0].min()) <= tolerance * float(finite[:, 0].abs().max()):
+        return None
+    whole, halves = finite[:, 0], finite[:, 1:]
+    fitted = torch.linalg.lstsq(halves, whole[:, None], driver="gelsd").solution[:, 0]
+    return bool((halves @ fitted - whole).norm() > tolerance * whole.norm())
+
+
+@torch.no_grad()
+def _move(parameter: Tensor, values: Tensor, strength: float, generator: torch.Generator) -> None:
+    """Scale what meets each input by a factor of its own; zeros, as a block may begin with, are filled."""
+    shape = values.shape[-1:] if values.ndim else ()
+    factors = (torch.randn(shape, generator=generator) * strength).to(values)
+    parameter.copy_(values + values * factors if bool(values.any()) else values + factors)
+
+
+class _Calls:
+    """Records what goes into and comes out of modules in the run of the whole; in those of its parts, compares.
+
+    What differs is exchanged for the whole's rows, so that only that is blamed whose own code depends on the others.
+
+    Args:
+        sizes: Samples of the parts.
+        found: Filled with the names of what is blamed; None is the loss.
+        pairs: Filled with the modules that give a table of samples by samples.
+
+    Attributes:
+        part: Which part runs; None: the whole.
+    """
+
+    def __init__(self, sizes: Sequence[int], found: dict[str | None, None], pairs: dict[str, None]) -> None:
+        self._sizes, self._found, self._pairs = sizes, found, pairs
+        self._whole: dict[Name, list[Tensor]] = {}
+        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.part: int | None = None
+
+    @contextmanager
+    def of(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Follow the modules of `roots`, by name; no hook is left behind."""
+        stack: list[tuple[str, int]] = []
+        counts = Counter[str]()
+
+        def enter(name: str) -> Callable[..., Any]:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                caller = stack[-1][0] if stack else None
+                stack.append((name, counts[name]))
+                counts[name] += 1
+                return self._look((name, "in", stack[-1][1]), (args, kwargs), caller)
+
+            return hook
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            name, count = stack.pop()
+            return self._look((name, "out", count), output, name)
+
+        with ExitStack() as hooks:
+            for prefix, root in roots.items():
+                for name, module in root.named_modules(prefix=prefix):
+                    hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+                    hooks.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def _look(self, call: Name, nest: Any, blamed: str | None) -> Any:
+        tensors = [tensor.detach().clone() for tensor in floating(nest)]
+        if self.part is None:
+            self._whole[call] = tensors
+            return nest
+        expected = self._whole.get(call, [])
+        if len(expected) != len(tensors):
+            return nest
+        wholes = iter(expected)
+        return exchange(nest, lambda tensor: self._compare(next(wholes), tensor, call, blamed))
+
+    def _compare(self, whole: Tensor, part: Tensor, call: Name, blamed: str | None) -> Tensor:
+        """The tensor of a part, or what the whole has in its place."""
+        assert self.part is not None
+        total, size = sum(self._sizes), self._sizes[self.part]
+        if whole.ndim != part.ndim or whole.numel() <= 1 or not part.numel():
+            return part
+        growing = [dim for dim, length in enumerate(part.shape) if length < whole.shape[dim]]
+        samples = [dim for dim in growing if part.shape[dim] * total == whole.shape[dim] * size]
+        if len(samples) > 1:
+            if call[1] == "out":
+                self._pairs[call[0]] = None
+            return part
+        dim = (samples or growing or [0])[0]
+        for other in growing:  # Padding to the longest may be shorter in a part.
+            whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
+        right = self._rows(whole, part, dim, call) if growing else whole
+        if right is None or right.shape != part.shape or is_close(right, part) or len(growing) > 1:
+            return part
+        self._found[blamed] = None
+        return right.clone().requires_grad_().clone() if part.requires_grad else right.clone()
+
+    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Name) -> Tensor | None:
+        """The whole's rows of a part: where they are equal, or else where its samples likely are."""
+        assert self.part is not None
+        rest = whole.shape[dim] - part.shape[dim]
+        lengths = (part.shape[dim], rest) if self.part == 0 else (rest, part.shape[dim])
+        shapes = [(*whole.shape[:dim], length, *whole.shape[dim + 1 :]) for length in lengths]
+        known = self._known.setdefault((self.part, call[0], call[2], *lengths), [])
+        every = torch.arange(whole.shape[dim], device=whole.device)
+        for layout in find_layouts(whole.shape, shapes, self._sizes):
+            known.append(type(layout)(0, layout.outer).cut(every, lengths)[self.part])
+        if whole.shape[dim] <= _MOST_ROWS:  # In any order: a batch may be sorted by length.
+            wholes, rows = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
+            known.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
+        for places in known:
+            if is_close(found := whole.index_select(dim, places), part):
+                known.insert(0, places)
+                return found
+        return whole.index_select(dim, known[0]) if known else None
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape are equal but for rounding, relative to their usual entry."""
+    tolerance = 1e-6 if one.dtype == torch.float64 else 2e-3 if one.dtype == torch.float32 else _HALF_TOLERANCE
+    sizes = one[one.isfinite() & (one != 0)].abs()
+    usual = float(sizes.median()) if sizes.numel() else 0.0
+    return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * usual, equal_nan=True)
+
+
+def floating(nest: Any) -> list[Tensor]:
+    """The dense floating tensors of a nest, in order; what cannot be looked into (a PackedSequence) has none."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    exchange(nest, keep)
+    return found
+
+
+def exchange(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nest with each of its `floating` tensors changed; itself where none was."""
+    if isinstance(node, Tensor):
+        dense = node.is_floating_point() and not node.is_nested and not node.is_sparse and not node.is_sparse_csr
+        return change(node) if dense else node
+    children = nests.children(node)
+    if children is None:
+        return node
+    changed = [exchange(child, change) for _, child in children]
+    if all(new is old for new, (_, old) in zip(changed, children, strict=True)):
+        return node
+    return nests.rebuild(node, changed)
+
+
+def _with_own_criterion(objective: Objective) -> Objective:
+    if objective.criterion is None or objective.criterion_module is None:
+        return objective
+    used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
+    return dataclasses.replace(objective, criterion=used)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Hooks would have a compiled model compiled again. Asked of torch only where that is loaded: it takes a second."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _reason_of(error: BaseException) -> str:
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
