@@ -19,13 +19,13 @@ from autoaccum.accumulation.batchnorm import (
     instancenorm_names,
     instancenorm_warning,
 )
-from autoaccum.accumulation.company.tables import compares_samples
-from autoaccum.accumulation.company.words import COMPARED
+from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.notices import warn_caller
 from autoaccum.accumulation.observers import StepObserver
 from autoaccum.accumulation.phases import StepPhase
 from autoaccum.accumulation.shares import has_weight
+from autoaccum.accumulation.tables import compares_samples
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.weights import Objective, Weights, match_weights
 

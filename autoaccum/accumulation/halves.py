@@ -13,11 +13,10 @@ import math
 import pickle
 import random
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.draws.calm import calm
-from autoaccum.accumulation.rows import find_layouts
-from autoaccum.workload import nests
+from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import (
@@ -57,10 +56,6 @@ _MOVES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF_TOLERANCE = 5e-2
-_MOST_ROWS = 512
-
-Name: TypeAlias = "tuple[str, str, int]"
-"""A module's name, `in` or `out`, and its calls before this one."""
 
 
 class _TooMuchWork(BaseException):
@@ -228,17 +223,17 @@ class _Halves:
         pairs: dict[str, None] = {}
         losses = []
         for _ in self._moved():
-            recorder = _Calls(self._sizes, found, pairs)
+            recorder = ModuleCalls(self._sizes, found, pairs)
             losses.append([self.run(self._together, recorder)])
             for index, part in enumerate(parts):
                 recorder.part = index
                 losses[-1].append(self.run(part, recorder))
-        by_loss = found.pop(None, 0) is None
-        loss = True if by_loss or not (found or pairs) else self._mixes(losses)
-        named = tuple(name or ITSELF for name in {**found, **pairs} if name is not None)
-        return Coupling(named, None if loss and pairs else loss, None, tuple(name or ITSELF for name in pairs))
+        coupling = [name for name in dict.fromkeys([*found, *pairs]) if name is not None]
+        loss = True if None in found or not coupling else self._mixes(losses)
+        named, tables = (tuple(name or ITSELF for name in names) for names in (coupling, pairs))
+        return Coupling(named, None if loss and tables else loss, None, tables)
 
-    def run(self, batch: Any, calls: _Calls | None = None) -> dict[str, float]:
+    def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """The terms of the loss of a batch, by copies that share their parameters."""
         parameters = {id(one): one for one in self._model.parameters()}
         model, objective = copy_module(self._model, parameters), _with_own_criterion(self._objective)
@@ -246,6 +241,8 @@ class _Halves:
         with ExitStack() as stack:
             ranges = stack.enter_context(calm())
             stack.enter_context(torch.enable_grad())  # A model may take gradients within its forward.
+            beside = ModuleState(inner for module in self._beside.values() for inner in module.modules())
+            stack.callback(beside.restore)
             if calls is not None:
                 stack.enter_context(calls.of({"": model, **self._beside}))
             terms = objective.terms(model, own)
@@ -298,138 +295,6 @@ def _move(parameter: Tensor, values: Tensor, strength: float, generator: torch.G
     shape = values.shape[-1:] if values.ndim else ()
     factors = (torch.randn(shape, generator=generator) * strength).to(values)
     parameter.copy_(values + values * factors if bool(values.any()) else values + factors)
-
-
-class _Calls:
-    """Records what goes into and comes out of modules in the run of the whole; in those of its parts, compares.
-
-    What differs is exchanged for the whole's rows, so that only that is blamed whose own code depends on the others.
-
-    Args:
-        sizes: Samples of the parts.
-        found: Filled with the names of what is blamed; None is the loss.
-        pairs: Filled with the modules that give a table of samples by samples.
-
-    Attributes:
-        part: Which part runs; None: the whole.
-    """
-
-    def __init__(self, sizes: Sequence[int], found: dict[str | None, None], pairs: dict[str, None]) -> None:
-        self._sizes, self._found, self._pairs = sizes, found, pairs
-        self._whole: dict[Name, list[Tensor]] = {}
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.part: int | None = None
-
-    @contextmanager
-    def of(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Follow the modules of `roots`, by name; no hook is left behind."""
-        stack: list[tuple[str, int]] = []
-        counts = Counter[str]()
-
-        def enter(name: str) -> Callable[..., Any]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                caller = stack[-1][0] if stack else None
-                stack.append((name, counts[name]))
-                counts[name] += 1
-                return self._look((name, "in", stack[-1][1]), (args, kwargs), caller)
-
-            return hook
-
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            name, count = stack.pop()
-            return self._look((name, "out", count), output, name)
-
-        with ExitStack() as hooks:
-            for prefix, root in roots.items():
-                for name, module in root.named_modules(prefix=prefix):
-                    hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-                    hooks.callback(module.register_forward_hook(leave).remove)
-            yield
-
-    def _look(self, call: Name, nest: Any, blamed: str | None) -> Any:
-        tensors = [tensor.detach().clone() for tensor in floating(nest)]
-        if self.part is None:
-            self._whole[call] = tensors
-            return nest
-        expected = self._whole.get(call, [])
-        if len(expected) != len(tensors):
-            return nest
-        wholes = iter(expected)
-        return exchange(nest, lambda tensor: self._compare(next(wholes), tensor, call, blamed))
-
-    def _compare(self, whole: Tensor, part: Tensor, call: Name, blamed: str | None) -> Tensor:
-        """The tensor of a part, or what the whole has in its place."""
-        assert self.part is not None
-        total, size = sum(self._sizes), self._sizes[self.part]
-        if whole.ndim != part.ndim or whole.numel() <= 1 or not part.numel():
-            return part
-        growing = [dim for dim, length in enumerate(part.shape) if length < whole.shape[dim]]
-        samples = [dim for dim in growing if part.shape[dim] * total == whole.shape[dim] * size]
-        if len(samples) > 1:
-            if call[1] == "out":
-                self._pairs[call[0]] = None
-            return part
-        dim = (samples or growing or [0])[0]
-        for other in growing:  # Padding to the longest may be shorter in a part.
-            whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
-        right = self._rows(whole, part, dim, call) if growing else whole
-        if right is None or right.shape != part.shape or is_close(right, part) or len(growing) > 1:
-            return part
-        self._found[blamed] = None
-        return right.clone().requires_grad_().clone() if part.requires_grad else right.clone()
-
-    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Name) -> Tensor | None:
-        """The whole's rows of a part: where they are equal, or else where its samples likely are."""
-        assert self.part is not None
-        rest = whole.shape[dim] - part.shape[dim]
-        lengths = (part.shape[dim], rest) if self.part == 0 else (rest, part.shape[dim])
-        shapes = [(*whole.shape[:dim], length, *whole.shape[dim + 1 :]) for length in lengths]
-        known = self._known.setdefault((self.part, call[0], call[2], *lengths), [])
-        every = torch.arange(whole.shape[dim], device=whole.device)
-        for layout in find_layouts(whole.shape, shapes, self._sizes):
-            known.append(type(layout)(0, layout.outer).cut(every, lengths)[self.part])
-        if whole.shape[dim] <= _MOST_ROWS:  # In any order: a batch may be sorted by length.
-            wholes, rows = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
-            known.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
-        for places in known:
-            if is_close(found := whole.index_select(dim, places), part):
-                known.insert(0, places)
-                return found
-        return whole.index_select(dim, known[0]) if known else None
-
-
-def is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are equal but for rounding, relative to their usual entry."""
-    tolerance = 1e-6 if one.dtype == torch.float64 else 2e-3 if one.dtype == torch.float32 else _HALF_TOLERANCE
-    sizes = one[one.isfinite() & (one != 0)].abs()
-    usual = float(sizes.median()) if sizes.numel() else 0.0
-    return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * usual, equal_nan=True)
-
-
-def floating(nest: Any) -> list[Tensor]:
-    """The dense floating tensors of a nest, in order; what cannot be looked into (a PackedSequence) has none."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    exchange(nest, keep)
-    return found
-
-
-def exchange(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with each of its `floating` tensors changed; itself where none was."""
-    if isinstance(node, Tensor):
-        dense = node.is_floating_point() and not node.is_nested and not node.is_sparse and not node.is_sparse_csr
-        return change(node) if dense else node
-    children = nests.children(node)
-    if children is None:
-        return node
-    changed = [exchange(child, change) for _, child in children]
-    if all(new is old for new, (_, old) in zip(changed, children, strict=True)):
-        return node
-    return nests.rebuild(node, changed)
 
 
 def _with_own_criterion(objective: Objective) -> Objective:

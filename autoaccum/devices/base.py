@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.checkout import Checkout
 
 Outcome = Literal["ok", "tight", "oom", "error"]

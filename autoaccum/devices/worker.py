@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import CATEGORIES, Explanation

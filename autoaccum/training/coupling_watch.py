@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.company.check import SAMPLES, check_live
-from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.coupling import Coupling
+from autoaccum.accumulation.halves import SAMPLES, check_live
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.torch_state import TorchState

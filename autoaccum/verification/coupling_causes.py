@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.words import listed, modules
-from autoaccum.accumulation.coupling import find_coupling
+from autoaccum.accumulation.coupling import Coupling, listed, modules
+from autoaccum.accumulation.halves import find_coupling
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.factors import LARGER, Decomposition, find_factors
@@ -24,7 +23,6 @@ from autoaccum.verification.updates import Change, Run
 from autoaccum.workload.candidates import find_leaves
 from autoaccum.workload.experiments import map_tensors
 from autoaccum.workload.nests import OwnBatch
-from autoaccum.workload.weights import Objective
 
 KEPT_STATE = (
     "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
@@ -46,15 +44,11 @@ _TAKE_BEFORE = (
 
 
 def look_for_coupling(inquiry: Inquiry) -> Coupling:
-    """The modules that give a sample another output in other company, and whether the loss mixes samples."""
+    """Find the modules that give a sample another output beside other samples, and whether the loss mixes samples."""
     runs = inquiry.runs
-
-    def fresh() -> tuple[nn.Module, Objective]:
-        trained = runs.fixture.fresh()
-        return trained.model, trained.objective
-
     with runs.fixture.running():
-        return find_coupling(fresh, runs.batch, inquiry.cuts[-1].sizes, runs.fixture.beside)
+        copied = runs.fixture.fresh()
+        return find_coupling(copied.model, copied.objective, runs.batch, inquiry.cuts[-1].sizes, runs.fixture.beside)
 
 
 def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:

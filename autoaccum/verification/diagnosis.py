@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.words import ITSELF, listed
+from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.accumulation.routers import balancing_factors
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.coupling_causes import (
@@ -91,6 +90,9 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
     found = _find_least(inquiry, suspects, _Suspect("coupled model", others)) if others else None
     if found is not None:
         return _causes(inquiry, found)
+    if coupling.loss and (mixed := _mixed_terms(inquiry)) is not None:
+        known = coupling_causes(inquiry, replace(coupling, loss=False))
+        return (*known, mixed, *_state_seen(inquiry))  # Two divisors in one loss only look like samples that are mixed.
     seen = (*coupling_causes(inquiry, coupling), *_state_seen(inquiry))
     if inquiry.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
         return seen
@@ -192,11 +194,18 @@ def _state_seen(inquiry: Inquiry) -> tuple[Cause, ...]:
 
 def _remaining(inquiry: Inquiry, coupling: Coupling) -> Cause:
     """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
-    at_rest = Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
-    known = explain_mixed_terms(inquiry, at_rest) if inquiry.method == "accumulator" else None
+    known = None if coupling.loss else _mixed_terms(inquiry)
     if known is None and not coupling.modules and inquiry.rounding <= _COARSE:
-        known = explain_whole(inquiry, replace(at_rest, calm=bool(inquiry.runs.draw_sites)))
+        known = explain_whole(inquiry, replace(_at_rest(inquiry), calm=bool(inquiry.runs.draw_sites)))
     return known or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling)
+
+
+def _mixed_terms(inquiry: Inquiry) -> Cause | None:
+    return explain_mixed_terms(inquiry, _at_rest(inquiry)) if inquiry.method == "accumulator" else None
+
+
+def _at_rest(inquiry: Inquiry) -> Change:
+    return Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
 
 
 def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.company.words import ITSELF, listed, modules
+from autoaccum.accumulation.coupling import ITSELF, listed, modules
 from autoaccum.accumulation.digest import tensor_hooks
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from autoaccum.accumulation.company.words import listed
+from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import largest_entry
 from autoaccum.verification.factors import Decomposition, find_factors, find_residual, flatten, numbers

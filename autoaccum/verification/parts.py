@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.company.words import listed
+from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.verification.factors import Decomposition, find_residual, flatten, numbers
 from autoaccum.verification.inquiry import Inquiry

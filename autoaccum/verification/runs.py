@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.company.module_calls import Recorder, following
 from autoaccum.accumulation.draws.draws import Draws
 from autoaccum.accumulation.draws.host_draws import HostDraws
 from autoaccum.accumulation.draws.joins import DrawMismatch
+from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
@@ -365,14 +365,14 @@ def draws_mix(fixture: Fixture, batch: Any) -> bool | None:
 
 def _outputs(fixture: Fixture, batch: Any) -> list[Tensor]:
     """What the loss is given by the calls it makes, in order."""
-    run, recorder = Run(fixture), Recorder()
+    run, calls = Run(fixture), ModuleCalls()
     model = run.trained.model
     for norm in find_batchnorms(model, run.trained.objective.criterion_module):
         norm.training = False
     seed_everything()
-    with run.running("the loss"), torch.no_grad(), following(model, recorder):
+    with run.running("the loss"), torch.no_grad(), calls.of({"": model}):
         run.terms(copy.deepcopy(batch))
-    return [tensor for call, tensors in recorder.outputs.items() if call.depth == 0 for tensor in tensors]
+    return calls.outermost
 
 
 def _outputs_differ(one: Tensor, other: Tensor) -> bool:

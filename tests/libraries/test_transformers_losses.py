@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.company.check import check_workload
+from autoaccum.accumulation.halves import check_workload
 from autoaccum.accumulation.notices import AccumulationWarning
 from autoaccum.workload.weighting import check_weighting
 
@@ -222,7 +222,7 @@ def test_samples_that_are_compared_are_told_of_by_verify_plan_and_the_accumulato
     found = check_workload(workload, model)
     assert found.pairs == ("the model itself",)
     (warning,) = found.warnings()
-    assert warning.startswith("the model itself compares samples with each other (in-batch negatives)")
+    assert warning.startswith("the loss compares samples with each other (in-batch negatives?)")
     (cause,) = verify(workload).causes
     assert "in-batch negatives" in cause.found
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=6)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.words import ITSELF
+from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
@@ -131,10 +130,9 @@ def test_a_frozen_batchnorm_couples_nothing() -> None:
     assert found.accumulation_warnings == ()
 
 
-@pytest.mark.parametrize("limit", ["_MOST_SECONDS", "_WIDE_PARAMETERS"])
-def test_what_takes_too_long_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("accumulation.company.check", "workload.experiments"):
-        monkeypatch.setattr(f"autoaccum.{module}.{limit}", 0, raising=False)
+@pytest.mark.parametrize("limit", ["accumulation.halves._MOST_WORK", "workload.experiments._WIDE_PARAMETERS"])
+def test_what_takes_too_much_work_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"autoaccum.{limit}", 0)
     found = inspect(small.Centring)
     assert found.coupling is not None
     assert (found.coupling.found, found.coupling.reason is None) == (False, False)

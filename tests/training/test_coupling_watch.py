@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.company.findings import Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.events import Noted, Updated

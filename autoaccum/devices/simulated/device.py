@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.company.words import COMPARED
+from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
 from autoaccum.devices.explanation import Account

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.words import modules
+from autoaccum.accumulation.coupling import Coupling, modules
 from autoaccum.planning.records import Plan
 from autoaccum.tuning.facts import Facts
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.accumulation.company.findings import Coupling
-from autoaccum.accumulation.company.words import ITSELF
+from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.devices.base import Trial
 from autoaccum.planning.records import Plan
 from autoaccum.tuning.facts import Facts
