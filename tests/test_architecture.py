@@ -36,8 +36,7 @@ HOMES = {
 WITHOUT_TORCH = (
     "errors.py",
     "units.py",
-    "accumulation/company/findings.py",
-    "accumulation/company/words.py",
+    "accumulation/coupling.py",
     "accumulation/schedule.py",
     "planning/search.py",
     "planning/records.py",

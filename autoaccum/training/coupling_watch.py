@@ -19,7 +19,7 @@ from autoaccum.workload.experiments import is_large
 
 
 class CompanyCheck:
-    """Makes the experiment of `accumulation.company.check` once, on a copy, with samples of the first update.
+    """Makes the experiment of `accumulation.halves` once, on a copy, with samples of the first update.
 
     Nothing of the training is changed by it: a forward of the loss may reach the model itself, a teacher, or their
     generators, and all of them are put back.
