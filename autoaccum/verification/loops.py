@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,11 @@ class Cut:
         return len(self.factors)
 
     @property
+    def ratios(self) -> list[float]:
+        """How many times too large the factors are of the parts that should count."""
+        return [factor / share for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
+
+    @property
     def common(self) -> float | None:
         """The factor, where all parts have the same."""
         return _constant(self.factors)
@@ -265,15 +271,13 @@ class Cut:
     @property
     def ratio(self) -> float | None:
         """How many times too large every part's factor is, where it is the same for all."""
-        pairs = zip(self.factors, self.shares, strict=True)
-        return _constant([factor / share for factor, share in pairs if share > 0])
+        return _constant(self.ratios)
 
     @property
     def shrinks(self) -> bool:
         """Whether every part counts for more of its share than the one before, as where each clips what there is."""
-        pairs = [(factor, share) for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
-        ratios = [factor / share for factor, share in pairs]
-        grows = all(one <= two * (1 + _CLOSE) for one, two in zip(ratios, ratios[1:], strict=False))
+        ratios = self.ratios
+        grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
         return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
     @property
@@ -321,11 +325,11 @@ def find_scale(cut: Cut, other: Cut | None = None) -> float | None:
     >>> find_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
     True
     """
-    pairs = [(cut.ratio, None if other is None else other.ratio), (cut.common, None if other is None else other.common)]
-    for scale, again in pairs:
-        if scale is not None and (other is None or is_close(again, scale)):
-            nearest = 2.0 ** round(math.log2(scale)) if scale >= _LEAST_SCALE else 0.0
-            if is_close(nearest, scale) and nearest:
+    again = other or cut
+    for scale, same in ((cut.ratio, again.ratio), (cut.common, again.common)):
+        if scale is not None and scale >= _LEAST_SCALE and is_close(same, scale):
+            nearest = 2.0 ** round(math.log2(scale))
+            if is_close(nearest, scale):
                 return nearest
     return None
 
@@ -342,6 +346,4 @@ def _is_fixed(cut: Cut, other: Cut) -> bool:
 
 
 def _constant(values: Sequence[float]) -> float | None:
-    if not values:
-        return None
-    return values[0] if all(is_close(value, values[0]) for value in values) else None
+    return values[0] if values and all(is_close(value, values[0]) for value in values) else None

@@ -17,7 +17,7 @@ from autoaccum.verification.inquiry import Inquiry
 from autoaccum.verification.records import Cause
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change
-from autoaccum.verification.weights import SUM, Weigher, Weighting, own_shares
+from autoaccum.verification.weights import SUM, Weighting, find_weighting, own_shares
 from autoaccum.workload.batches import batch_size, join_batches
 from autoaccum.workload.candidates import Candidate, count_candidates
 from autoaccum.workload.comparisons import name_term
@@ -26,6 +26,29 @@ from autoaccum.workload.weights import Objective
 
 _ALL = 1e-3
 """Nearer to the full gradient, it is no regulariser that counts too often, but all of the loss."""
+
+_CLOSE = 1e-6
+"""How near to one another equal shares are."""
+
+_NOTHING = 1e-9
+"""A part that has a gradient, and counts for no more than this: what the largest decides, and no count."""
+
+_MOST_CANDIDATES = 16
+_UNIONS = [union for size in (1, 2, 3) for union in combinations(range(3), size)]
+
+_FUNCTION = Cause(
+    kind="coupled loss",
+    found=(
+        "the gradients of the parts give the full batch's only by factors that no count gives: the loss is not a sum"
+        " over samples that is divided by a count, but a function of one (a root, a norm, an exponential, the largest),"
+        " or it divides by what does not add up over parts"
+    ),
+    change=(
+        "return a sum over samples, divided by a count that adds up over parts, and take functions of it for what is"
+        " reported only; as it is, no weight mends it: only the whole batch in one part gives its gradient"
+    ),
+    where=("the loss",),
+)
 
 _WAY_OUT = (
     "leave it to the optimizer (weight_decay), or make the loss a mean and leave the reduction away: of a mean, parts"
@@ -36,38 +59,34 @@ _WAY_OUT = (
 def explain_parts(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
     """Why the parts do not add up to the full batch under `change`, where that is arithmetic; None where it is not."""
     try:
-        weigher = Weigher(inquiry, change)
-        weighed = _explain_weights(inquiry, change, weigher)
+        cuts = [Decomposition(runs, change, inquiry.rounding) for runs in inquiry.cuts]
+        weighed = _explain_weights(inquiry, change, cuts)
         if weighed and weighed[0].proved:
             return weighed
-        regularised = _explain_regulariser(inquiry, change, weigher.cuts)
-        return regularised or weighed or explain_factors(inquiry, change, weigher.cuts)
+        return _explain_regulariser(inquiry, change, cuts) or weighed or _explain_factors(inquiry, change, cuts)
     except AutoaccumError:
         return None
 
 
-def _explain_weights(inquiry: Inquiry, change: Change, weigher: Weigher) -> tuple[Cause, ...] | None:
-    found = weigher.find()
+def _explain_weights(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
+    found = find_weighting(inquiry.runs, cuts)
     if found is None or not found.wrong:
         return None
     applied = found.applied(change)
     proved = applied is not None and inquiry.is_equal(applied)
-    return (weight_cause(inquiry.runs.objective, found, proved=proved),) if proved or applied is None else None
+    return (_weight_cause(inquiry.runs.objective, found, proved=proved),) if proved or applied is None else None
 
 
-def weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Cause:
+def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Cause:
     """The wrong weighting, and what to write instead."""
-    is_reduction = objective.reduction == "sum" or SUM in found.wrong.values()
     how = "added up" if objective.reduction == "sum" else f"weighted by {objective.source}"
-    facts = [
-        f"{name_term(name)} {'is a sum' if code == SUM else f'divides by {code}'}" for name, code in found.wrong.items()
-    ]
-    several = len(found.counts) > 1
+    divided = {name: "is a sum" if code == SUM else f"divides by {code}" for name, code in found.wrong.items()}
+    facts = " and ".join(f"{name_term(name)} {does}" for name, does in divided.items())
     return Cause(
-        kind="reduction" if is_reduction else "weight",
-        found=f"{' and '.join(facts)}, and the parts are {how}",
+        kind="reduction" if objective.reduction == "sum" or SUM in found.wrong.values() else "weight",
+        found=f"{facts}, and the parts are {how}",
         change=advise(objective, found.wrong, found.counts, found.samples, sure=True),
-        where=tuple(found.wrong) if several else (),
+        where=tuple(found.wrong) if len(found.counts) > 1 else (),
         proved=proved,
     )
 
@@ -76,64 +95,33 @@ def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomp
     """A term that every part has whole: each part more adds it once more."""
     if len(cuts) < 2:
         return None
-    two, three = cuts
-    once, twice = _excess(two), _excess(three)
-    losses = _excess_losses(two), _excess_losses(three)
-    scale = max(float(two.gradient.abs().max()), 1e-300)
-    if not _is_multiple(twice, once, 2.0, inquiry.rounding * scale) or float(once.abs().max()) <= (
-        inquiry.rounding * scale
-    ):
+    two, rounding = cuts[0], inquiry.rounding
+    once, twice = (torch.stack(cut.gradients).sum(0) - cut.gradient for cut in cuts)
+    constant, doubled = (sum(part.loss for part in cut.parts) - cut.whole.loss for cut in cuts)
+    allowed = rounding * max(float(two.gradient.abs().max()), 1e-300)
+    if float((twice - 2 * once).abs().max()) > allowed or float(once.abs().max()) <= allowed:
         return None
-    constant = losses[0]
+    if abs(doubled - 2 * constant) > rounding * max(abs(two.whole.loss), abs(constant), 1e-300):
+        return None
     if find_residual(two.gradient, [once], (1.0,)) <= _ALL:
         return None
-    if abs(losses[1] - 2 * constant) > inquiry.rounding * max(abs(two.whole.loss), abs(constant), 1e-300):
+    pair, parts = inquiry.pair(replace(change, summed=True, weights=None)), len(inquiry.runs.sizes)
+    if pair is None:
         return None
-    if not _is_mended(inquiry, replace(change, summed=True, weights=None), once):
+    full, accumulated = (flatten(outcome.gradients, pair[0].parameters) for outcome in pair)
+    if find_residual(full, [accumulated, once], (1.0, 1.0 - parts)) > rounding:
         return None
-    names = [name for name, term in two.whole.terms.items() if _is_constant(name, term, cuts, inquiry.rounding)]
-    parts = len(inquiry.runs.sizes)
-    cause = Cause(
-        kind="regulariser",
-        found=(
-            f"{_called(names)} ({constant:.6g}) is the same for any batch, and of a sum it counts once for each of the"
-            f" {parts} parts"
-        ),
-        change=_WAY_OUT,
-        where=tuple(names),
-        proved=True,
-    )
+    names = [name for name, term in two.whole.terms.items() if _is_constant(name, term, cuts, rounding)]
+    called = listed([name_term(name) for name in names]) if names else "a part of the loss"
+    counts = f"is the same for any batch, and of a sum it counts once for each of the {parts} parts"
+    found = f"{called} ({constant:.6g}) {counts}"
+    cause = Cause(kind="regulariser", found=found, change=_WAY_OUT, where=tuple(names), proved=True)
     objective = inquiry.runs.objective
     if objective.reduction == "sum":
         return (cause,)
     terms = list(two.whole.terms)
     wrong = Weighting(dict.fromkeys(terms, SUM), dict.fromkeys(terms), SUM)
-    return weight_cause(objective, wrong, proved=True), cause
-
-
-def _excess(cut: Decomposition) -> Tensor:
-    total = cut.gradients[0].clone()
-    for gradient in cut.gradients[1:]:
-        total += gradient
-    return total - cut.gradient
-
-
-def _excess_losses(cut: Decomposition) -> float:
-    return sum(part.loss for part in cut.parts) - cut.whole.loss
-
-
-def _is_multiple(one: Tensor, other: Tensor, factor: float, allowed: float) -> bool:
-    return bool((one - factor * other).abs().max() <= allowed)
-
-
-def _is_mended(inquiry: Inquiry, summed: Change, once: Tensor) -> bool:
-    """Whether the accumulated sum, less what counts too often, is the full batch's."""
-    pair = inquiry.pair(summed)
-    if pair is None:
-        return False
-    full, accumulated = (flatten(outcome.gradients, pair[0].parameters) for outcome in pair)
-    times = float(len(inquiry.runs.sizes) - 1)
-    return find_residual(full, [accumulated, once], (1.0, -times)) <= inquiry.rounding
+    return _weight_cause(objective, wrong, proved=True), cause
 
 
 def _is_constant(name: str, term: float, cuts: Sequence[Decomposition], rounding: float) -> bool:
@@ -141,43 +129,28 @@ def _is_constant(name: str, term: float, cuts: Sequence[Decomposition], rounding
     return all(abs(loss - term) <= rounding * max(abs(term), 1e-300) for loss in losses)
 
 
-def _called(names: Sequence[str]) -> str:
-    return listed([name_term(name) for name in names]) if names else "a part of the loss"
+def _explain_factors(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
+    """Why the parts (`cuts` in two and in three) give the full batch by factors that no usual counting gives.
 
-
-_CLOSE = 1e-6
-"""How near to one another equal shares are."""
-
-_NOTHING = 1e-9
-"""A part that has a gradient, and counts for no more than this: what the largest decides, and no count."""
-
-
-def explain_factors(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
-    """Why the parts give the full batch by factors that no usual counting gives; None where that is not so.
-
-    Args:
-        inquiry: What came out unequal.
-        change: What is otherwise in all runs.
-        cuts: The batch in two parts and in three, under that change.
+    None where that is not so, something else is wrong beside, or the gradient is right and only the loss differs.
     """
     if any(cut.factors is None for cut in cuts) or len(cuts[0].whole.terms) > 1:
         return None
     own = Decomposition(inquiry.runs, change, inquiry.rounding)
-    if own.factors is None or not _is_as_weighted(own, change, inquiry.rounding):
+    shares = own_shares(own.runs, list(own.whole.terms))
+    accumulated = flatten(own.runs.accumulated(change).gradients, own.whole.parameters)
+    if own.factors is None or shares is None or own.gives_gradient(shares):
+        return None
+    if find_residual(accumulated, own.gradients, shares) > inquiry.rounding:
         return None
     right = own.factors.values
-    if (
-        find_residual(own.gradient, own.gradients, own_shares(own.runs, list(own.whole.terms)) or ())
-        <= inquiry.rounding
-    ):
-        return None  # The gradient is right, and only the loss differs.
     is_mean = min(right) > _NOTHING and math.isclose(sum(right), 1.0, rel_tol=_CLOSE)
     if is_mean and inquiry.is_equal(replace(change, weights=right)):
         if _is_drawn(inquiry, change, cuts):
-            return (_drawn_cause(inquiry.runs, right),)
+            return (_share_cause(inquiry.runs, right, inquiry.runs.draw_sites),)
         if _adds_up(inquiry, change, cuts):
-            return (_factors_cause(inquiry.runs, right),)
-    return (_function_cause(),)
+            return (_share_cause(inquiry.runs, right),)
+    return (_FUNCTION,)
 
 
 def _adds_up(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> bool:
@@ -211,61 +184,18 @@ def _has_factors(cut: Decomposition, expected: Sequence[float]) -> bool:
     )
 
 
-def _is_as_weighted(own: Decomposition, change: Change, rounding: float) -> bool:
-    """Whether the accumulated gradient is that of the parts by the workload's own shares, and nothing else is wrong."""
-    shares = own_shares(own.runs, list(own.whole.terms))
-    accumulated = flatten(own.runs.accumulated(change).gradients, own.whole.parameters)
-    return shares is not None and find_residual(accumulated, own.gradients, shares) <= rounding
-
-
-def _factors_cause(runs: Runs, right: Sequence[float]) -> Cause:
-    return Cause(
-        kind="weight",
-        found=f"parts of {numbers(runs.sizes)} samples are {_how(runs)}; right were {numbers(right)} of each",
-        change="def weight(batch): return what the mean divides by; no usual counting of the batch gives these shares",
-        proved=True,
-    )
-
-
-def _drawn_cause(runs: Runs, right: Sequence[float]) -> Cause:
-    """A mean over what was drawn: how many there are in a part, nothing outside of forward can tell."""
-    return Cause(
-        kind="weight",
-        found=(
-            f"parts of {numbers(runs.sizes)} samples are {_how(runs)}; right were {numbers(right)} of each, which"
-            f" changes with what is drawn in {listed(runs.draw_sites)}: the mean divides by a count of it"
-        ),
-        change=(
+def _share_cause(runs: Runs, right: Sequence[float], drawn: tuple[str, ...] = ()) -> Cause:
+    """Shares that no usual counting gives; those of a mean over what was `drawn` show only within forward."""
+    how = "added up" if runs.objective.reduction == "sum" else f"weighted by {runs.objective.source}"
+    found = f"parts of {numbers(runs.sizes)} samples are {how}; right were {numbers(right)} of each"
+    change = "def weight(batch): return what the mean divides by; no usual counting of the batch gives these shares"
+    if drawn:
+        found += f", which changes with what is drawn in {listed(drawn)}: the mean divides by a count of it"
+        change = (
             'make the loss a sum over what is drawn and write reduction = "sum", or draw where the batch is made and'
             " count it in weight(batch)"
-        ),
-        where=runs.draw_sites,
-        proved=True,
-    )
-
-
-def _function_cause() -> Cause:
-    return Cause(
-        kind="coupled loss",
-        found=(
-            "the gradients of the parts give the full batch's only by factors that no count gives: the loss is not a"
-            " sum over samples that is divided by a count, but a function of one (a root, a norm, an exponential, the"
-            " largest), or it divides by what does not add up over parts"
-        ),
-        change=(
-            "return a sum over samples, divided by a count that adds up over parts, and take functions of it for what"
-            " is reported only; as it is, no weight mends it: only the whole batch in one part gives its gradient"
-        ),
-        where=("the loss",),
-    )
-
-
-def _how(runs: Runs) -> str:
-    return "added up" if runs.objective.reduction == "sum" else f"weighted by {runs.objective.source}"
-
-
-_MOST_CANDIDATES = 16
-_UNIONS = [union for size in (1, 2, 3) for union in combinations(range(3), size)]
+        )
+    return Cause(kind="weight", found=found, change=change, where=drawn, proved=True)
 
 
 def explain_mixed_terms(inquiry: Inquiry, change: Change) -> Cause | None:
@@ -276,25 +206,20 @@ def explain_mixed_terms(inquiry: Inquiry, change: Change) -> Cause | None:
     """
     if len(inquiry.cuts) < 2:
         return None
-    parts = inquiry.cuts[1].parts
+    fixture, parts = inquiry.runs.fixture, inquiry.cuts[1].parts
     try:
         unions = [join_batches([parts[index] for index in union]) for union in _UNIONS]
-        rows = [_gradient(inquiry.runs, union, replace(change, calm=True)) for union in unions]
+        full = [Runs(fixture, one, (batch_size(one),)).full(replace(change, calm=True)) for one in unions]
     except AutoaccumError:
         return None
-    gradients = torch.stack(rows)
+    gradients = torch.stack([flatten(one.gradients, one.parameters) for one in full])
     candidates = _candidates(inquiry.runs.batch, unions)
     if any(_leaves_nothing(gradients, one, one, inquiry.rounding) for one in candidates):
         return None  # One count is enough for these parts, and what is wrong does not show in them.
     for one, other in combinations(candidates, 2):
         if _leaves_nothing(gradients, one, other, inquiry.rounding):
-            return _cause(one.code, other.code)
+            return _mixed_cause(one.code, other.code)
     return None
-
-
-def _gradient(runs: Runs, batch: object, change: Change) -> Tensor:
-    outcome = Runs(runs.fixture, batch, (batch_size(batch),)).full(change)
-    return flatten(outcome.gradients, outcome.parameters)
 
 
 def _candidates(batch: object, unions: Sequence[object]) -> list[Candidate]:
@@ -321,16 +246,13 @@ def _leaves_nothing(gradients: Tensor, one: Candidate, other: Candidate, roundin
     return bool(remainder.abs().max() <= rounding * gradients.abs().max())
 
 
-def _cause(one: str, other: str) -> Cause:
+def _mixed_cause(one: str, other: str) -> Cause:
     named = [f"one that divides by {code}" for code in (one, other) if code != SUM]
+    change = f'return both as a dict from loss, and def weight(batch): return {{"one": {one}, "other": {other}}}'
     if SUM in (one, other):
         named.append("one that is a sum")
-    return Cause(
-        kind="weight",
-        found=f"the loss adds up two terms, {' and '.join(named)}: no common weights of the parts serve both",
-        change=(
+        change = (
             "make the sum a mean, return both terms as a dict from loss, and from weight(batch) what each divides by"
-            if SUM in (one, other)
-            else f'return both as a dict from loss, and def weight(batch): return {{"one": {one}, "other": {other}}}'
-        ),
-    )
+        )
+    found = f"the loss adds up two terms, {' and '.join(named)}: no common weights of the parts serve both"
+    return Cause(kind="weight", found=found, change=change)

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from torch.optim import Optimizer
 
@@ -15,23 +15,21 @@ from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.subjects import Settings, choose_way
+from autoaccum.verification.fixture import Precision
 from autoaccum.workload.adaptation import adapt, replace_given
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.modes import read_mode
 from autoaccum.workload.optimizers import check_optimizer
 from autoaccum.workload.spec import Workload, no_batch
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 _MOST_SAMPLES = 100_000
+_SAMPLES_LOOKED_AT = 4
+"""In a dataset, for each of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
     """The arguments of `autoaccum.verify`, where each is explained; `parts` are those of live objects.
-
-    Attributes:
-        micro_batch: A quarter of the target where none is given.
-        precision: `fp64`, which may give way to `fp32`, where none is given; see `chosen`.
 
     Raises:
         UsageError: One of them cannot be honoured.
@@ -64,25 +62,6 @@ class VerifyRequest:
             )
         object.__setattr__(self, "target_batch", target)
         object.__setattr__(self, "micro_batch", micro)
-        self._check_words()
-        for name in ("worst_of", "multiple_of"):
-            if getattr(self, name) is not None:
-                _count(getattr(self, name), name)
-        if self.on_event is not None and not callable(self.on_event):
-            raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
-
-    @property
-    def chosen(self) -> Precision:
-        """The precision it begins with."""
-        return cast("Precision", self.precision or "fp64")
-
-    @property
-    def largest_part(self) -> int:
-        """The micro-batch, as it was given or chosen."""
-        assert self.micro_batch is not None
-        return self.micro_batch
-
-    def _check_words(self) -> None:
         known = get_args(Precision)
         if self.precision is not None and self.precision not in known:
             raise UsageError(f"there is no precision {self.precision!r}", hint=f"take {', '.join(known)}")
@@ -91,6 +70,22 @@ class VerifyRequest:
         if self.device == "auto":
             raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
         check_device(self.device)
+        for name in ("worst_of", "multiple_of"):
+            if getattr(self, name) is not None:
+                _count(getattr(self, name), name)
+        if self.on_event is not None and not callable(self.on_event):
+            raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
+
+    @property
+    def chosen(self) -> Precision:
+        """The precision it begins with: float64, which may give way to float32, where none is given."""
+        return cast("Precision", self.precision or "fp64")
+
+    @property
+    def largest_part(self) -> int:
+        """The micro-batch as it was given; a quarter of the target otherwise."""
+        assert self.micro_batch is not None
+        return self.micro_batch
 
 
 def whole_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -139,10 +134,6 @@ def _count(value: Any, name: str) -> int:
     return number
 
 
-_SAMPLES_LOOKED_AT = 4
-"""For each of the batch."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is verified.
@@ -185,7 +176,9 @@ def find_subject(request: VerifyRequest) -> Subject:
     asked = {name: getattr(request, name) for name in ("accumulate", "batchnorm", "multiple_of")}
     workload = replace_given(tried.workload, **asked)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
-    check_accumulate(workload)
+    if workload.accumulate is not None and not callable(workload.accumulate):
+        hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
+        raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
     return Subject(workload, tried.optimizer, dataclasses.replace(tried, workload=workload), reference)
 
 
@@ -194,16 +187,3 @@ def _looked_at(workload: Any, request: VerifyRequest) -> int | None:
     if request.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
         return _SAMPLES_LOOKED_AT * request.target_batch
     return request.worst_of
-
-
-def check_accumulate(workload: Workload) -> None:
-    """Refuse an `accumulate` that cannot be one.
-
-    Raises:
-        WorkloadError: It is no function.
-    """
-    if workload.accumulate is not None and not callable(workload.accumulate):
-        raise WorkloadError(
-            f"accumulate is {workload.accumulate!r}",
-            hint="write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad",
-        )

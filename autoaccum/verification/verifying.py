@@ -113,16 +113,15 @@ def verify(
 
 def _verify(request: VerifyRequest, began: float) -> Verification:
     subject = find_subject(request)
-    keeper = StateKeeper(subject.tried, at_once=True)
     from_file = isinstance(request.workload, (str, os.PathLike))
 
     def work(interruptions: Interruptions) -> Verification:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _within_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
-            with interruptions.window(), _within_memory() if from_file else nullcontext():
+            with interruptions.window():
                 return _run(Verifier(request, subject), began)
 
-    return keeper.run(work)
+    return StateKeeper(subject.tried, at_once=True).run(work)
 
 
 @contextmanager
@@ -138,17 +137,15 @@ def _within_memory() -> Iterator[None]:
 
 def _run(verifier: Verifier, began: float) -> Verification:
     """Run it; whatever is no error of ours is told as what it means."""
+    less = "verify with a smaller --target-batch, as 4 with --micro-batch 2"
     try:
         return verifier.run(began)
     except DoesNotFitError as error:
-        raise NotMeasuredError(error.message, hint=_LESS) from error
+        raise NotMeasuredError(error.message, hint=less) from error
     except AutoaccumError:
         raise
     except Exception as error:
         failure = describe_failure(error, "the comparison")
         if failure.outcome == "oom":
-            raise NotMeasuredError(failure.message, hint=_LESS) from error
+            raise NotMeasuredError(failure.message, hint=less) from error
         raise failure_error(failure, "this machine") from error
-
-
-_LESS = "verify with a smaller --target-batch, as 4 with --micro-batch 2"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from autoaccum.accumulation.shares import make_shares
 from autoaccum.verification.factors import Decomposition
-from autoaccum.verification.inquiry import Inquiry
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change
 from autoaccum.workload.candidates import Candidate, count_candidates, count_tables
@@ -53,61 +53,43 @@ class Weighting:
         rows = zip(*columns.values(), strict=True)
         return replace(change, weights=tuple(tuple(zip(columns, row, strict=True)) for row in rows))
 
-    def shares(self, parts: int) -> list[tuple[float, ...]]:
-        """What each part is to be multiplied by, for each term."""
-        return [(1.0,) * parts if counts is None else share(counts) for counts in self.counts.values()]
+
+def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | None:
+    """The usual weighting under which the parts of `cuts` give the whole batch's loss and gradient; None: none does."""
+    objective = runs.objective
+    parts = [part for cut in cuts for part in cut.runs.parts] + list(runs.parts)
+    every = list(cuts[0].whole.terms)
+    terms = [name for name in every if math.isfinite(cuts[0].whole.terms[name])]
+    own = {name: Candidate(_OWN, ()) for name in terms}
+    if objective.reduction == "mean":
+        weights = [match_weights(objective.weight(part), every) for part in parts]
+        own = {name: Candidate(_OWN, tuple(weight[name] for weight in weights)) for name in terms}
+    counted = count_candidates(runs.batch, parts, likely_code(runs.fixture.fresh().model))
+    usual = [Candidate(SUM, ()), *counted, *_count_class_weights(runs, parts)]
+    found: dict[str, Candidate] = {}
+    for name in terms:
+        alone = len(terms) == 1
+        fitting = next((one for one in [own[name], *usual] if _fits(cuts, name, one.counts, alone=alone)), None)
+        if fitting is None:
+            return None
+        found[name] = fitting
+    start = len(parts) - len(runs.parts)
+    return Weighting(
+        {name: one.code for name, one in found.items() if one.code != _OWN},
+        {name: one.counts[start:] or None for name, one in found.items()},
+        next((one.code for one in usual[1:]), "len(batch)"),
+    )
 
 
-class Weigher:
-    """Tries the usual weightings on two cuts of the batch.
-
-    Args:
-        inquiry: What came out unequal.
-        change: What is otherwise in all runs.
-    """
-
-    def __init__(self, inquiry: Inquiry, change: Change) -> None:
-        self._runs, self._objective = inquiry.runs, inquiry.runs.objective
-        self.cuts = [Decomposition(runs, change, inquiry.rounding) for runs in inquiry.cuts]
-        self._parts = [part for cut in self.cuts for part in cut.runs.parts] + list(self._runs.parts)
-        self._terms = [name for name, term in self.cuts[0].whole.terms.items() if math.isfinite(term)]
-
-    def find(self) -> Weighting | None:
-        """The weighting under which the parts give the whole batch's loss and gradient; None where none is found."""
-        likely = likely_code(self._runs.fixture.fresh().model)
-        counted = count_candidates(self._runs.batch, self._parts, likely)
-        usual = [Candidate(SUM, ()), *counted, *count_class_weights(self._runs, self._parts)]
-        found: dict[str, Candidate] = {}
-        for name, own in self._own().items():
-            fitting = next((one for one in [own, *usual] if self._fits(name, one)), None)
-            if fitting is None:
-                return None
-            found[name] = fitting
-        start = len(self._parts) - len(self._runs.parts)
-        return Weighting(
-            {name: one.code for name, one in found.items() if one.code != _OWN},
-            {name: one.counts[start:] or None for name, one in found.items()},
-            next((one.code for one in usual[1:]), "len(batch)"),
-        )
-
-    def _own(self) -> dict[str, Candidate]:
-        if self._objective.reduction == "sum":
-            return {name: Candidate(_OWN, ()) for name in self._terms}
-        every = list(self.cuts[0].whole.terms)
-        weights = [match_weights(self._objective.weight(part), every) for part in self._parts]
-        return {name: Candidate(_OWN, tuple(weight[name] for weight in weights)) for name in self._terms}
-
-    def _fits(self, name: str, candidate: Candidate) -> bool:
-        start = 0
-        for cut in self.cuts:
-            stop = start + len(cut.parts)
-            shares = share(candidate.counts[start:stop]) if candidate.counts else (1.0,) * len(cut.parts)
-            if not cut.gives_term(name, shares):
-                return False
-            if len(self._terms) == 1 and not cut.gives_gradient(shares):
-                return False
-            start = stop
-        return True
+def _fits(cuts: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:
+    """Whether parts of these counts (none: of a sum) give a term, and the gradient of a term that is alone."""
+    waiting = iter(counts)
+    for cut in cuts:
+        parts = len(cut.parts)
+        shares = share(list(islice(waiting, parts))) if counts else (1.0,) * parts
+        if not cut.gives_term(name, shares) or (alone and not cut.gives_gradient(shares)):
+            return False
+    return True
 
 
 def own_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
@@ -129,23 +111,19 @@ def share(counts: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(one) for one in make_shares(counts, "mean").parts if not isinstance(one, dict))
 
 
-def count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
-    """Sums of class weights over the labels of each of `parts`."""
-    tables = {name: tensor for name, tensor in _named_tensors(runs) if _is_table(tensor)}
-    return count_tables(runs.batch, parts, tables) if tables else []
-
-
-def _named_tensors(runs: Runs) -> Iterator[tuple[str, Any]]:
-    """What the loss names of its module and its closure, and the model's buffers."""
+def _count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
+    """Sums over the labels of each part of class weights, which the loss names or the model keeps in a buffer."""
     function = runs.objective.loss_function
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    named = {f"model.{name}": buffer for name, buffer in runs.fixture.fresh().model.named_buffers()}
     if inspect.isfunction(function):
-        named = inspect.getclosurevars(function)
-        yield from {**named.globals, **named.nonlocals}.items()
-    yield from ((f"model.{name}", buffer) for name, buffer in runs.fixture.fresh().model.named_buffers())
+        variables = inspect.getclosurevars(function)
+        named = {**variables.globals, **variables.nonlocals, **named}
+    tables = {name: one for name, one in named.items() if isinstance(one, Tensor) and _is_table(one)}
+    return count_tables(runs.batch, parts, tables) if tables else []
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point() and bool((value >= 0).all())
+def _is_table(tensor: Tensor) -> bool:
+    return tensor.ndim == 1 and tensor.is_floating_point() and bool((tensor >= 0).all())
