@@ -81,7 +81,6 @@ WITHOUT_TORCH = (
     "reporting/pictures/tuning_scale.py",
     "training/updates/ceiling.py",
     "training/updates/noise_scale.py",
-    "training/data/window.py",
     "training/stopping.py",
     "workload/companions.py",
     "workload/modes.py",

@@ -8,7 +8,7 @@ from typing import Any
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints.keeping import Keeper
 from autoaccum.training.coupling_watch import CompanyCheck
-from autoaccum.training.data.source import Source
+from autoaccum.training.data.windows import Source
 from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.evaluation.evaluation import Evaluation
 from autoaccum.training.evaluation.evaluation_data import EvaluationData

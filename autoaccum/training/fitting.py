@@ -15,7 +15,8 @@ from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.assembly import assemble
-from autoaccum.training.data.source import Source, open_source
+from autoaccum.training.data.source import open_source
+from autoaccum.training.data.windows import DataSettings, Source
 from autoaccum.training.events import Finished, Noted, Started
 from autoaccum.training.loop import Loop
 from autoaccum.training.progress import Progress
@@ -142,15 +143,15 @@ def _open_folder(request: FitRequest, teller: Teller, stack: ExitStack) -> RunFo
 
 
 def _open_source(request: FitRequest, subject: Subject, stack: ExitStack) -> Source:
-    source = open_source(
-        subject.data,
+    settings = DataSettings(
         target_batch=request.target_batch,
         seed=request.seed,
         workers=request.workers,
         collate=subject.collate,
         batching=subject.batching,
-        pin_memory=subject.device if subject.device.type == "cuda" else None,
+        card=subject.device if subject.device.type == "cuda" else None,
     )
+    source = open_source(subject.data, settings)
     stack.callback(source.close)
     return source
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from autoaccum.accumulation.results import StepResult
 from autoaccum.training.checkpoints.keeping import Keeper
 from autoaccum.training.coupling_watch import CompanyCheck
-from autoaccum.training.data.source import Source
-from autoaccum.training.data.window import Window
+from autoaccum.training.data.windows import Source, Window
 from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.events import EpochEnded, Noted, Updated
 from autoaccum.training.progress import Goal, Progress
@@ -64,7 +63,6 @@ class Loop:
         while not (self.teller.ended or self.goal.is_reached(self.progress)):
             self.stopping.check()
             began = time.perf_counter()
-            self.source.start_workers()
             window = self.source.next_window()
             if window is not None and window.samples % self.source.multiple_of:
                 window = self._whole(window)

@@ -14,7 +14,7 @@ from autoaccum.devices.companions import Averages
 from autoaccum.training.checkpoints import random_states
 from autoaccum.training.checkpoints.module_state import capture_module, restore_module
 from autoaccum.training.checkpoints.state import capture_training, restore_training
-from autoaccum.training.data.source import Source
+from autoaccum.training.data.windows import Source
 from autoaccum.training.evaluation.evaluating import Evaluator
 from autoaccum.training.events import Noted
 from autoaccum.training.progress import Progress
@@ -59,7 +59,7 @@ class WholeState:
             "ceiling": self.stepper.ceiling.state(),
             "noise_scale": self.stepper.noise_state(),
             "evaluation": self.evaluator.state(),
-            "data": self.source.state(),
+            "data": self.source.state_dict(),
             "training": capture_training(
                 trainee.model,
                 trainee.companions,
@@ -98,7 +98,7 @@ class WholeState:
             self.stepper.restore_ceiling(record["ceiling"])
         self.stepper.restore_noise(record["noise_scale"])
         self.evaluator.restore(record["evaluation"])
-        how = self.source.restore(record["data"])
+        how = self.source.load_state_dict(record["data"])
         if how is not None:
             tell(Noted(how, warns=False))
 

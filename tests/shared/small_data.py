@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from autoaccum.training.data.source import Source
-from autoaccum.training.data.window import Window
+from autoaccum.training.data.source import open_source
+from autoaccum.training.data.windows import DataSettings, Source, Window
 
 
 def drawn_row(index: int) -> Tensor:
@@ -108,6 +108,13 @@ def padding_collate(rows: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
+def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> Source:
+    """The source of some data, as a training opens it."""
+    source = open_source(data, DataSettings(target_batch=target, seed=seed, **settings))
+    source.part_size = part_size
+    return source
+
+
 def windows_of(source: Source, epochs: range) -> list[tuple[int, Window]]:
     """All windows of `epochs`, each with its epoch."""
     return remaining(source, epochs, keep=False)[0]
@@ -125,7 +132,7 @@ def remaining(
                 source.commit()
                 windows.append((epoch, window))
                 if keep:
-                    states.append(through_file(source.state()))
+                    states.append(through_file(source.state_dict()))
     finally:
         source.close()
     return windows, states

@@ -38,8 +38,7 @@ class _Noise:
 class _MapPlace:
     epoch: int
     samples: int
-    ended: bool
-    generators: dict[str, Any]
+    order: int
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,8 @@ class _Own:
 @dataclass(frozen=True)
 class _StreamPlace:
     epoch: int
-    taken: int
-    left: int
+    windows: int
     ended: bool
-    generators: dict[str, Any]
-    random: dict[str, Any] | None
     own: _Own | None
 
 
@@ -140,7 +136,7 @@ def check_record(record: Mapping[str, Any], path: Path) -> None:
         shape(record, _Record)
         shape(record["progress"], Progress)
         place = record["data"]
-        shape(place, _StreamPlace if "taken" in place else _MapPlace)
+        shape(place, _StreamPlace if "windows" in place else _MapPlace)
         for name in ("optimizer", "scheduler"):
             part = record["training"].get(name)
             # A key that no field of a dataclass can be named after.

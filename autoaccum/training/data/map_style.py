@@ -2,171 +2,296 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import default_collate
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 
-from autoaccum.training.data.counts import check_first_window, check_size
-from autoaccum.training.data.fetching import PartFetcher, PartRequest
-from autoaccum.training.data.held_parts import HeldParts
-from autoaccum.training.data.indices import Order
-from autoaccum.training.data.planning_batch import LOOKED_AT, longest_of_dataset
-from autoaccum.training.data.regrouping import regroup
-from autoaccum.training.data.sampler_generators import capture_generators, restore_generators
-from autoaccum.training.data.window import Window
-from autoaccum.training.data.workers import PartReader, WorkerOptions
-from autoaccum.training.seeds import mix
-from autoaccum.workload.batches import Batching, counted
+from autoaccum.accumulation.randomness import GENERATORS
+from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.planning.request import LOOKED_AT
+from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
+from autoaccum.training.data.workers import END, Reader, worker_options
+from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
+from autoaccum.workload.experiments import own_randomness
+from autoaccum.workload.nests import kind
+from autoaccum.workload.worst_case import spread_indices
 
 
-class MapStyleSource:
-    """Windows of a dataset with `__getitem__`; a `Source`.
+class MapStyleSource(Source):
+    """Windows of a dataset with `__getitem__`; its place is an epoch and a number of samples.
 
-    Its place is an epoch and a number of samples: going on skips indices and reads nothing again.
+    An epoch's order is drawn under seeds of run, epoch and window; each item is fetched, and each part collated, under
+    one of run, epoch and place. Seeded are the generators of Python, NumPy and torch on the CPU. So a run goes on
+    anywhere without reading anything again. A generator that a dataset, or a sampler of one's own, keeps for itself is
+    not seeded.
 
     Args:
         dataset: Asked for one item at a time.
-        order: Which items, in which order.
-        collate: From a list of items to a batch; None: torch's `default_collate`.
-        target_batch: Samples of a window.
-        seed: Of the run.
-        options: How to read ahead.
-        name: What the data is, for messages: `a map-style dataset`.
-        batching: How batches are counted and cut; None: by their rows.
+        settings: What it is read by.
+        loader: The user's loader over it, whose order and collate function it is then; None: shuffled in each epoch.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        order: Order,
-        collate: Callable[[list[Any]], Any] | None,
-        *,
-        target_batch: int,
-        seed: int,
-        options: WorkerOptions,
-        name: str,
-        batching: Batching | None = None,
-    ) -> None:
-        self.part_size, self.multiple_of = target_batch, 1
-        self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.keeps_place = True
-        self.samples_per_epoch = order.samples
-        self._dataset, self._order, self._collate, self._name = dataset, order, collate, name
-        self._target_batch, self._seed, self._batching = target_batch, seed, batching
-        self._reader = PartReader(
-            PartFetcher(dataset, collate, order.generators.values()), options, mix(seed, "workers"), order.draws
+    def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
+        super().__init__(settings, "a map-style dataset" if loader is None else "a DataLoader over a map-style dataset")
+        self._dataset, self._user_loader = dataset, loader
+        if loader is None:
+            count = len(dataset)
+            self._sampler: Any = BatchSampler(RandomSampler(range(max(count, 1))), settings.target_batch, False)
+            self.samples_per_epoch = count
+        else:
+            self._sampler = loader.batch_sampler
+            self.samples_per_epoch = _samples_of(self._sampler)
+        collate = settings.collate if loader is None else loader.collate_fn
+        self._collate = default_collate if collate is None else collate
+        self._loader: DataLoader[Any] = DataLoader(
+            PartFetcher(dataset, self._collate),  # type: ignore[arg-type]
+            batch_sampler=_Requests(self),  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+            **worker_options(settings, loader),
         )
-        # torch's own puts every batch together anew, and what workers hand over is a copy.
-        self._held = HeldParts(name, are_new=collate in (None, default_collate) or options.num_workers > 0)
-        self._epoch, self._read, self._done, self._ended = 0, 0, 0, False
-        self._generators = capture_generators(order.generators)
-        self._is_running = self._is_restored = False
-        if order.samples is not None:
-            check_first_window(order.samples, target_batch, self._name)
+        self._reader: Reader | None = None
+        self._sizes: deque[tuple[int, int]] = deque()
+        self._is_restored = False
+        self._read = self._digest = 0
+        self._done = 0, 0
+        self._order = _Order(self._sampler, loader, settings, 0)
+        self._begin(0)
+        if self.samples_per_epoch is not None:
+            self._check_first(self.samples_per_epoch)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
-        return {"kind": "map-style", "samples": self.samples_per_epoch, "order": self._order.kind}
+        samplers = (self._sampler, getattr(self._sampler, "sampler", None))
+        order = " of ".join(type(sampler).__name__ for sampler in samplers if sampler is not None)
+        order = "shuffled" if self._user_loader is None else order
+        return {"kind": "map-style", "samples": self.samples_per_epoch, "order": order}
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
-        """A function of a size: batches of the longest of some samples."""
-        count = worst_of or LOOKED_AT
-        return longest_of_dataset(self._dataset, self._order.some, self._collate, count, self._batching)
+        """A function of a size: batches of the longest of samples from all over the dataset."""
+        with own_randomness():
+            samples = [self._dataset[index] for index in self._some_indices(worst_of or LOOKED_AT)]
+        return self._longest(samples, None if self._collate is default_collate else self._collate)
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that `restore` went to goes on where it was."""
+        """Begin an epoch; the one that `load_state_dict` went to goes on where it was."""
         restored, self._is_restored = self._is_restored, False
-        if restored and epoch == self._epoch:
-            return
-        if restored and not self._ended:
-            self._run_out()
-        self._epoch, self._read, self._done, self._ended = epoch, 0, 0, False
-        self._generators = capture_generators(self._order.generators)
-        self._is_running = False
-
-    def start_workers(self) -> None:
-        """Start those of this epoch, unless they run."""
-        if not self._is_running and not self._ended:
-            self._reader.start(self._requests())
-            self._is_running = True
+        if not (restored and epoch == self._epoch):
+            self._begin(epoch)
 
     def next_window(self) -> Window | None:
-        """The next window; None when the epoch is over.
-
-        Raises:
-            UsageError: The epoch has fewer samples than a window.
-            WorkloadError: `collate` makes another number of samples.
-            DataWorkerError: A worker died. What the dataset raises comes through.
-        """
-        if self._ended:
-            return None
-        self.start_workers()
-        with self._reader.undisturbed(), self.interruptible():
-            parts, sizes = self._read_parts()
+        """The next window; None when the epoch is over."""
+        with _current(self._settings.card), kept_randomness():
+            if self._reader is None:  # Outside of `interruptible`: processes are not left half started.
+                self._loader.generator.manual_seed(mix(self._settings.seed, "workers", self._epoch))
+                self._reader = Reader(self._loader)
+            with self.interruptible():
+                parts, sizes = self._read_parts(self._reader)
         samples = sum(sizes)
         if self._read == 0:
-            check_first_window(samples, self._target_batch, self._name)
+            self._check_first(samples)
         if not samples:
-            self._end()
             return None
         self._read += samples
-        return Window(
-            parts if self._order.makes_parts else regroup(parts, sizes, self.part_size, self.multiple_of), samples
-        )
+        return Window(parts if self._makes_parts else self._joined(parts, sizes), samples)
 
     def commit(self) -> None:
         """Move behind the last window."""
-        self._done = self._read
+        self._done = self._read, self._digest
 
-    def state(self) -> dict[str, Any]:
-        """Epoch, samples, and the sampler's own generators as they were when the epoch began (at its end: are)."""
-        return {
-            "epoch": self._epoch,
-            "samples": self._done,
-            "ended": self._ended,
-            "generators": self._generators,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, samples, and a checksum of the indices so far."""
+        samples, digest = self._done
+        return {"epoch": self._epoch, "samples": samples, "order": digest}
 
-    def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a place; nothing is read."""
-        self._epoch, self._ended = state["epoch"], state["ended"]
-        self._read = self._done = state["samples"]
-        self._generators = state["generators"]
-        self._is_running, self._is_restored = False, True
-        return "; ".join(restore_generators(self._generators, self._order.generators)) or None
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Go to a place; no item is read. Says so where the order, or what is drawn, is not known to be the same."""
+        self._begin(state["epoch"])
+        self._is_restored = True
+        with kept_randomness():
+            while self._order.samples < state["samples"] and self._order.next_window():
+                pass
+        self._read, self._digest = state["samples"], self._order.digest
+        self.commit()
+        if self._digest != state["order"]:
+            return "the sampler gives another order than before: samples may be left out or come twice in this epoch"
+        if any(isinstance(value, GENERATORS) for value in getattr(self._dataset, "__dict__", {}).values()):
+            return (
+                f"{kind(self._dataset)} keeps a random generator for itself, which is not where it was: draw from"
+                " those of Python, NumPy or torch, and what is drawn is the same"
+            )
+        return None
 
     def close(self) -> None:
         """End the workers."""
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
+            self._loader._iterator = None
+            self._reader = None
+
+    @property
+    def _makes_parts(self) -> bool:
+        """Whether parts are ours to make; the lists of a batch sampler of one's own stay together."""
+        return type(self._sampler) is BatchSampler
+
+    def _begin(self, epoch: int) -> None:
+        if not self._loader.persistent_workers:
+            self.close()
+        self._reader = None
+        self._epoch, self._read, self._digest, self._done = epoch, 0, 0, (0, 0)
+        self._sizes.clear()
+        self._order = _Order(self._sampler, self._user_loader, self._settings, epoch)
 
     def _requests(self) -> Iterator[PartRequest]:
-        place = self._done
-        part_size, each = self.part_size, self.multiple_of
-        for indices in self._order.lists(self._epoch, place, self._target_batch, part_size, each):
-            yield PartRequest(self._seed, self._epoch, place, indices)
-            place += len(indices)
+        """What the DataLoader asks for, from the place on; it is asked ahead of what is read."""
+        seed, place = self._settings.seed, self._order.samples
+        while window := self._order.next_window():
+            if self._makes_parts:
+                indices = list(chain.from_iterable(window))
+                cuts = iter(indices)
+                window = [
+                    list(islice(cuts, size)) for size in split_evenly(len(indices), self.part_size, self.multiple_of)
+                ]
+            for part in window:
+                self._sizes.append((len(part), self._order.digest))
+                yield PartRequest(seed, self._epoch, place, part)
+                place += len(part)
 
-    def _read_parts(self) -> tuple[list[Any], list[int]]:
-        room = self._target_batch
+    def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int]]:
+        room = self._settings.target_batch
+        parts: list[Any] = []
         sizes: list[int] = []
-        self._held.begin()
-        while room > 0 and (part := self._held.read(self._reader.read)) is not None:
-            held = counted(part[1], self._batching)
-            check_size(part[0], held)
-            sizes.append(part[0])
-            self._held.add(held)
-            room -= part[0]
-        return self._held.done(), sizes
+        while room > 0 and (part := reader.read()) is not END:
+            size, self._digest = self._sizes.popleft()
+            parts.append(self._counted(part, size))
+            sizes.append(size)
+            room -= size
+        return parts, sizes
 
-    def _end(self) -> None:
-        if self._done == self._read:
-            self._ended = True
-            self._generators = capture_generators(self._order.generators)
+    def _some_indices(self, count: int) -> Sequence[Any]:
+        """Spread over the dataset; those a sampler gives first, where it has no numbered samples."""
+        if hasattr(self._dataset, "__len__") and not isinstance(self._dataset, Mapping):
+            return spread_indices(len(self._dataset), count)
+        return list(islice(chain.from_iterable(self._sampler), count))
 
-    def _run_out(self) -> None:
-        """Have the sampler's own generators draw what was left of an epoch, as they would have."""
-        if self._order.generators:
-            for _ in self._requests():
-                pass
+
+@dataclass(frozen=True)
+class PartRequest:
+    """What one part is made of: the run's seed, epoch, place of its first sample in it, indices in the dataset."""
+
+    seed: int
+    epoch: int
+    place: int
+    indices: Sequence[Any]
+
+
+class PartFetcher:
+    """Makes a part of a request, in this process or in a worker: a dataset, to torch's DataLoader.
+
+    Args:
+        dataset: The user's.
+        collate: From a list of items to a batch.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.users_dataset, self._collate = dataset, collate
+        self._epoch: int | None = None
+
+    def __getitems__(self, request: PartRequest) -> Any:
+        """The collated part."""
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            tell_epoch(self.users_dataset, request.epoch)
+        try:
+            return self._part(request)
+        except StopIteration as error:  # A DataLoader would take it for its own end.
+            what = f"{kind(self.users_dataset)} or its collate function"
+            raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early") from error
+
+    def _part(self, request: PartRequest) -> Any:
+        is_plain = self._collate is default_collate
+        if is_plain and type(self.users_dataset) is TensorDataset:
+            return list(self.users_dataset[request.indices])  # The same as row by row, and draws nothing.
+        base, items = mix(request.seed, "item", request.epoch), []
+        for place, index in enumerate(request.indices, request.place):
+            seed_generators(item_seed(base, place))
+            items.append(self.users_dataset[index])
+        if not is_plain:
+            seed_generators(item_seed(mix(request.seed, "collate", request.epoch), request.place))
+        return self._collate(items)
+
+
+class _Order:
+    """The indices of an epoch, window by window.
+
+    Attributes:
+        samples: How many were given so far.
+        digest: A checksum of those.
+    """
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any] | None, settings: DataSettings, epoch: int) -> None:
+        self.samples = self.digest = 0
+        self._sampler, self._loader, self._settings, self._epoch = sampler, loader, settings, epoch
+        self._lists: Iterator[Iterable[Any]] | None = None
+        self._rest: list[Any] = []
+        self._windows = 0
+
+    def next_window(self) -> list[list[Any]]:
+        """Lists of indices that fill a window, fewer at the end, and none behind it; random states are left seeded."""
+        seed = mix(self._settings.seed, "order", self._epoch, self._windows)
+        seed_generators(seed)
+        if self._lists is None:
+            if self._loader is not None:
+                begin_epoch(self._loader, self._epoch, seed)
+            self._lists = iter(self._sampler)
+        window, room = [], self._settings.target_batch
+        while room > 0:
+            if not self._rest:
+                following = next(self._lists, None)
+                if following is None:
+                    break
+                self._rest = list(following)
+            window.append(self._rest[:room])
+            self._rest = self._rest[room:]
+            room -= len(window[-1])
+        self._windows += 1
+        self.samples += self._settings.target_batch - room
+        self.digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), self.digest)
+        return [indices for indices in window if indices]
+
+
+class _Requests:
+    """The batch sampler of our DataLoader: the requests of the epoch that its source is at."""
+
+    def __init__(self, source: MapStyleSource) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[PartRequest]:
+        return self._source._requests()
+
+
+def _samples_of(sampler: Any) -> int | None:
+    """How many an epoch has, where a plain batch sampler has a sampler with a length."""
+    if type(sampler) is not BatchSampler:
+        return None
+    try:
+        total = len(sampler.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+    return total - total % sampler.batch_size if sampler.drop_last else total
+
+
+def _as_it_is(part: Any) -> Any:
+    return part
+
+
+def _current(card: torch.device | None) -> AbstractContextManager[Any]:
+    """Make `card` the current one: memory is pinned through the current one's context."""
+    return nullcontext() if card is None or not torch.cuda.is_available() else torch.cuda.device(card)

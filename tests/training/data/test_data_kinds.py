@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import DrawingRows, DrawingStream
+from small_data import DrawingRows, DrawingStream, opened
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.errors import UsageError
-from autoaccum.training.data.source import Source, open_source
 
 x, y = torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
 
@@ -36,10 +35,6 @@ class Listed(UserList[Any]):
 class Numbers:
     def __iter__(self) -> Iterator[int]:
         return iter([1, 2])
-
-
-def opened(data: Any, target: int = 4) -> Source:
-    return open_source(data, target_batch=target, seed=0, workers=0)
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
@@ -94,7 +89,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_says_what_the_data_is(kind: str) -> None:
     make, fingerprint, samples = KINDS[kind]
-    source = opened(make())
+    source = opened(make(), 4)
     assert source.fingerprint() == fingerprint
     assert source.samples_per_epoch == samples
 
@@ -126,7 +121,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_refuses_what_is_no_data(case: str) -> None:
     data, message = REFUSED[case]
     with pytest.raises(UsageError, match=message):
-        opened(data)
+        opened(data, 4)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +138,18 @@ def test_refuses_what_is_no_data(case: str) -> None:
     ids=["nothing", "no samples", "numbers", "too few"],
 )
 def test_refuses_what_turns_out_to_be_none(data: Any, message: str) -> None:
-    source = opened(data)
+    source = opened(data, 4)
     source.start_epoch(0)
     with pytest.raises(UsageError, match=message):
         source.next_window()
 
 
 def test_lists_may_hold_numbers_of_each_sample() -> None:
-    assert opened([{"x": x, "labels": [0] * 8, "name": "a"}]).samples_per_epoch == 8
+    assert opened([{"x": x, "labels": [0] * 8, "name": "a"}], 4).samples_per_epoch == 8
 
 
 def test_batches_without_samples_are_passed_over() -> None:
-    source = opened(iter([x[:0], x[:3], x[:0], x[:5]]))
+    source = opened(iter([x[:0], x[:3], x[:0], x[:5]]), 4)
     source.start_epoch(0)
     windows = [source.next_window() for _ in range(3)]
     assert [window and window.samples for window in windows] == [4, 4, None]

@@ -1,0 +1,352 @@
+"""A map-style dataset, alone and in a DataLoader: every sample once an epoch, and the same wherever a run goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data import (
+    DrawingRows,
+    UnevenRows,
+    assert_same,
+    drawing_collate,
+    indices_of,
+    opened,
+    padding_collate,
+    remaining,
+    windows_of,
+)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.training.data.windows import Source
+
+COUNT = 37
+
+
+class GlobalSampler(Sampler[int]):
+    """Draws from every global generator, as late as it can."""
+
+    def __iter__(self) -> Iterator[int]:
+        rest = list(range(COUNT))
+        while rest:
+            place = int((random.random() + np.random.rand() + torch.rand(()).item()) / 3 * len(rest))
+            yield rest.pop(place)
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class EpochSampler(Sampler[int]):
+    """Knows its epoch only if it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % COUNT for index in range(COUNT)])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class EndlessSampler(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield random.randrange(COUNT)
+
+
+class OwnGenerator(Sampler[int]):
+    """Draws from a generator that nobody knows of."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own.permutation(COUNT).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+FORMS: dict[str, Any] = {
+    "dataset": lambda: DrawingRows(COUNT),
+    "loader": lambda: DataLoader(DrawingRows(COUNT), 4, shuffle=True, collate_fn=drawing_collate),
+    "larger batches": lambda: DataLoader(DrawingRows(COUNT), 16, shuffle=True, drop_last=True),
+    "own generator": lambda: DataLoader(DrawingRows(COUNT), 7, shuffle=True, generator=generator()),
+    "sampler's generator": lambda: DataLoader(
+        DrawingRows(COUNT), 4, sampler=RandomSampler(range(COUNT), replacement=True, generator=generator())
+    ),
+    "weighted": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)),
+    "global generators": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=GlobalSampler()),
+    "batch sampler": lambda: DataLoader(
+        DrawingRows(COUNT), batch_sampler=BatchSampler(SubsetRandomSampler(range(COUNT)), 3, False)
+    ),
+    "batches of its own": lambda: DataLoader(DrawingRows(COUNT), batch_sampler=[list(range(n)) for n in range(1, 10)]),
+    "epochs": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=EpochSampler()),
+}
+
+
+@given(
+    count=st.integers(1, 60),
+    target=st.integers(1, 60),
+    part_size=st.integers(1, 70),
+    loader_batch=st.none() | st.integers(1, 70),
+)
+def test_windows_hold_every_sample_once_an_epoch(
+    count: int, target: int, part_size: int, loader_batch: int | None
+) -> None:
+    rows = DrawingRows(count)
+    data = rows if loader_batch is None else DataLoader(rows, loader_batch, shuffle=True)
+    if count < target:
+        with pytest.raises(UsageError, match=f"has {count} samples, fewer than the target batch of {target}"):
+            opened(data, target)
+        return
+    source = opened(data, target, part_size=part_size)
+    windows = windows_of(source, range(2))
+    assert source.samples_per_epoch == count
+    for epoch in range(2):
+        sizes = [window.samples for at, window in windows if at == epoch]
+        assert sizes == [target] * (count // target) + [count % target] * (count % target > 0)
+        assert sorted(indices_of(windows, epoch)) == list(range(count))
+    assert all(sum(len(part) for part in window.parts) == window.samples for _, window in windows)
+    assert max(len(part) for _, window in windows for part in window.parts) <= part_size
+
+
+def test_parts_are_divided_as_a_plan_divides_them() -> None:
+    for data in (DrawingRows(COUNT), DataLoader(DrawingRows(COUNT), 7, shuffle=True)):
+        windows = windows_of(opened(data), range(1))
+        assert [[len(part) for part in window.parts] for _, window in windows] == [[4, 3, 3]] * 3 + [[4, 3]]
+    source = opened(DrawingRows(36), 12, part_size=5)
+    source.multiple_of = 4
+    assert {len(part) for _, window in windows_of(source, range(1)) for part in window.parts} == {4}
+
+
+def test_each_part_has_a_padding_of_its_own() -> None:
+    lengths = [3, 9, 1, 4, 4, 8, 2, 7]
+    ((_, window),) = windows_of(opened(UnevenRows(lengths), 8, part_size=2, collate=padding_collate), range(1))
+    for part in window.parts:
+        assert part.shape[1] == max(lengths[int(row[0]) - 1] for row in part)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_goes_on_at_any_window_bit_for_bit(form: str) -> None:
+    more: dict[str, Any] = {"collate": drawing_collate} if form == "dataset" else {}
+    whole, states = remaining(opened(FORMS[form](), **more), range(3))
+    for number, state in enumerate(states):
+        data = FORMS[form]()
+        random.seed(number)
+        torch.manual_seed(number)
+        resumed = opened(data, **more)
+        assert resumed.load_state_dict(state) is None
+        windows = windows_of(resumed, range(whole[number][0], 3))
+        assert_same(windows, whole[number + 1 :])
+        rows = data if form == "dataset" else data.dataset
+        assert len(rows.read) == sum(window.samples for _, window in windows), "nothing is read twice"
+    resumed = opened(FORMS[form](), **more)
+    resumed.load_state_dict(next(state for (epoch, _), state in zip(whole, states, strict=True) if epoch == 1))
+    assert_same(windows_of(resumed, range(2, 3)), [entry for entry in whole if entry[0] == 2])
+
+
+def test_another_order_than_before_is_told() -> None:
+    def make() -> Source:
+        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=OwnGenerator()))
+
+    _, states = remaining(make(), range(2))
+    assert make().load_state_dict(states[0]) is None
+    said = make().load_state_dict(states[5])
+    assert said is not None
+    assert said.startswith("the sampler gives another order than before")
+
+
+def test_a_generator_that_a_dataset_keeps_is_told() -> None:
+    rows = DrawingRows(COUNT)
+    rows.own = random.Random(1)  # type: ignore[attr-defined]
+    source = opened(rows)
+    said = source.load_state_dict(source.state_dict())
+    assert said is not None
+    assert said.startswith("a DrawingRows keeps a random generator for itself")
+
+
+def test_reads_a_window_again_that_was_not_trained_on() -> None:
+    source = opened(DrawingRows(COUNT))
+    source.start_epoch(0)
+    source.next_window()
+    source.commit()
+    before = source.state_dict()
+    lost = source.next_window()
+    assert source.state_dict() == before
+    resumed = opened(DrawingRows(COUNT))
+    resumed.load_state_dict(before)
+    resumed.start_epoch(0)
+    again = resumed.next_window()
+    assert lost is not None
+    assert again is not None
+    assert_same([(0, lost)], [(0, again)])
+
+
+@pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])
+def test_leaves_the_callers_generators_alone(form: str) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    np.random.standard_normal()  # leaves one in store
+    torch.randn(1)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    source = opened(FORMS[form]())
+    source.planning_batch()
+    remaining(source, range(2))
+    resumed = opened(FORMS[form]())
+    resumed.load_state_dict(source.state_dict())
+    assert random.getstate() == states[0]
+    assert str(np.random.get_state()) == str(states[1])
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_seeds_and_epochs_differ() -> None:
+    windows = windows_of(opened(DrawingRows(COUNT)), range(2))
+    others = windows_of(opened(DrawingRows(COUNT), seed=4), range(1))
+    assert indices_of(windows, 0) != indices_of(windows, 1) != indices_of(others, 0) != indices_of(windows, 0)
+    drawn = torch.cat([part[:, 1:] for _, window in windows for part in window.parts])
+    assert len(set(drawn.flatten().tolist())) == drawn.numel(), "no number is drawn twice"
+
+
+def test_an_endless_sampler_is_read_as_it_comes() -> None:
+    def make() -> Source:
+        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=EndlessSampler()))
+
+    source, windows = make(), []
+    assert source.samples_per_epoch is None
+    source.start_epoch(0)
+    for _ in range(9):
+        window = source.next_window()
+        assert window is not None
+        windows.append((0, window))
+        if len(windows) == 8:
+            source.commit()
+    resumed = make()
+    resumed.load_state_dict(source.state_dict())
+    resumed.start_epoch(0)
+    last = resumed.next_window()
+    assert last is not None
+    assert_same([(0, last)], windows[8:])
+
+
+def test_batches_of_ones_own_are_joined_in_one_form_and_differently_padded_ones_are_not() -> None:
+    lengths = [2, 2, 2, 2, 5, 5, 2, 2]
+    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    loader = DataLoader(UnevenRows(lengths), batch_sampler=pairs, collate_fn=padding_collate)
+    ((_, window),) = windows_of(opened(loader, 8, part_size=8), range(1))
+    assert [tuple(part.shape) for part in window.parts] == [(4, 2), (2, 5), (2, 2)]
+
+
+def test_rows_of_tensors_are_gathered_as_a_loader_would_stack_them() -> None:
+    dataset = TensorDataset(torch.randn(9, 3, 4), torch.arange(9), torch.randn(9, 2, dtype=torch.float64))
+    ((_, window),) = windows_of(opened(DataLoader(dataset, 9), 9, part_size=9), range(1))
+    expected = next(iter(DataLoader(dataset, 9)))
+    assert type(window.parts[0]) is type(expected)
+    for mine, theirs in zip(window.parts[0], expected, strict=True):
+        assert torch.equal(mine, theirs)
+        assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
+
+
+def test_plans_with_the_longest_samples() -> None:
+    rows = UnevenRows([1, 2, 9, 4, 4, 4, 4, 4, 4, 4])
+    for data in (rows, DataLoader(rows, 2, shuffle=True, collate_fn=padding_collate)):
+        assert tuple(opened(data, collate=padding_collate).planning_batch()(3).shape) == (3, 9)
+
+
+def test_samples_without_numbers_are_planned_with_as_a_sampler_gives_them() -> None:
+    class ByName(dict[str, Any]):
+        pass
+
+    loader: DataLoader[Any] = DataLoader(ByName(a=torch.ones(2), b=torch.zeros(2)), batch_sampler=[["b", "a"]])  # type: ignore[arg-type]
+    source = opened(loader, 2)
+    assert source.planning_batch(1)(2).tolist() == [[0.0, 0.0]] * 2
+    ((_, window),) = windows_of(source, range(1))
+    assert window.parts[0].tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planning_changes_nothing_that_is_trained_on(form: str) -> None:
+    planned = opened(FORMS[form]())
+    planned.planning_batch()
+    assert_same(windows_of(planned, range(1)), windows_of(opened(FORMS[form]()), range(1)))
+
+
+def test_a_collate_that_drops_samples_is_told() -> None:
+    source = opened(DrawingRows(COUNT), collate=lambda rows: torch.stack(rows[1:]))
+    source.start_epoch(0)
+    with pytest.raises(WorkloadError, match="collate made 3 samples of 4: return as many as it is given"):
+        source.next_window()
+
+
+def test_a_sampler_of_unknown_length_is_too_short_when_it_ends() -> None:
+    source = opened(DataLoader(DrawingRows(COUNT), batch_sampler=[[1, 2], [3]]))
+    source.start_epoch(0)
+    with pytest.raises(UsageError, match="has 3 samples, fewer than the target batch of 10"):
+        source.next_window()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_dataset_raises_comes_through_and_a_stop_iteration_is_no_end(workers: int) -> None:
+    class Broken(DrawingRows):
+        raises: Any = KeyError("mine")
+
+        def __getitem__(self, index: int) -> Any:
+            raise self.raises
+
+    class Ending(Broken):
+        raises = StopIteration()
+
+    random.seed(1)
+    state = random.getstate()
+    for data, error, said in ((Broken(COUNT), KeyError, "mine"), (Ending(COUNT), RuntimeError, "end the epoch early")):
+        source = opened(data, workers=workers)
+        source.start_epoch(0)
+        with pytest.raises(error, match=said):
+            source.next_window()
+        source.close()
+    assert random.getstate() == state
+
+
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=12), target=st.integers(1, 12), data=st.data())
+def test_lists_of_any_length_are_cut_at_the_same_places_again(
+    cuts: list[int], target: int, data: st.DataObject
+) -> None:
+    numbers = iter(range(sum(cuts)))
+    batches = [list(islice(numbers, size)) for size in cuts]
+    if sum(cuts) < target:
+        return
+
+    def make() -> Source:
+        return opened(DataLoader(DrawingRows(sum(cuts)), batch_sampler=batches), target)
+
+    whole, states = remaining(make(), range(1))
+    assert indices_of(whole, 0) == list(range(sum(cuts)))
+    number = data.draw(st.integers(0, len(states) - 1))
+    resumed = make()
+    resumed.load_state_dict(states[number])
+    assert_same(windows_of(resumed, range(1)), whole[number + 1 :])

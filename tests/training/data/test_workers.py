@@ -1,0 +1,274 @@
+"""Processes that read data ahead change nothing, and their failures are told in one sentence."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import (
+    DrawingRows,
+    DrawingStream,
+    assert_same,
+    drawing_collate,
+    indices_of,
+    opened,
+    remaining,
+    windows_of,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+import autoaccum
+from autoaccum.errors import DataWorkerError
+from autoaccum.training.data.windows import Source
+from autoaccum.training.data.workers import WorkerStart
+
+COUNT = 37
+
+
+class Trap(Dataset[Tensor]):
+    """Row 20 does something to the process that reads it."""
+
+    def __init__(self, how: str, note: str = "") -> None:
+        self.how, self.note = how, note
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 20 and get_worker_info() is not None:
+            if self.how == "exit":
+                os._exit(7)
+            if self.how == "sleep":
+                Path(self.note).write_text(str(os.getpid()))
+                time.sleep(120)
+            os.kill(os.getpid(), signal.Signals[self.how])
+        return torch.tensor([index])
+
+
+class TrapStream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        trap = Trap("SIGKILL")
+        return (trap[index] for index in range(40))
+
+
+def run_out(source: Source) -> None:
+    while source.next_window() is not None:
+        pass
+
+
+def ordered(dataset: Any, **more: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, 4, num_workers=2, **more)
+
+
+def test_workers_change_nothing_and_a_run_goes_on_with_them() -> None:
+    whole, states = remaining(opened(DrawingRows(COUNT), collate=drawing_collate), range(3))
+    assert_same(windows_of(opened(DrawingRows(COUNT), workers=2, collate=drawing_collate), range(3)), whole)
+    resumed = opened(DrawingRows(COUNT), workers=2, collate=drawing_collate)
+    assert resumed.load_state_dict(states[5]) is None
+    assert_same(windows_of(resumed, range(1, 3)), whole[6:])
+    alone = windows_of(opened(DataLoader(DrawingRows(COUNT), 4, shuffle=True)), range(2))
+    loader = ordered(DrawingRows(COUNT), shuffle=True, persistent_workers=True)
+    assert_same(windows_of(opened(loader), range(2)), alone)
+
+
+@pytest.mark.parametrize("form", ["samples", "loader"])
+def test_workers_of_a_stream_give_the_same_again(form: str) -> None:
+    def make() -> Source:
+        if form == "samples":
+            return opened(DrawingStream(COUNT), workers=2)
+        return opened(ordered(DrawingStream(COUNT)))
+
+    source = make()
+    source.planning_batch()
+    whole, states = remaining(source, range(2))
+    assert sorted(indices_of(whole, 0)) == sorted(indices_of(whole, 1)) == list(range(COUNT))
+    resumed = make()
+    told = resumed.load_state_dict(states[5])
+    assert told is not None
+    assert "were read forward" in told
+    assert_same(windows_of(resumed, range(1, 2)), whole[6:])
+    assert make().fingerprint() != opened(DrawingStream(COUNT)).fingerprint(), "it decides the order"
+
+
+class Started:
+    """A worker_init_fn that marks the user's own dataset."""
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
+
+
+class Noted(DrawingRows):
+    note = ""
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.note.startswith("worker ")
+        return super().__getitem__(index)
+
+
+def test_workers_may_be_spawned_and_the_users_start_of_them_is_kept() -> None:
+    more: dict[str, Any] = {"persistent_workers": True, "timeout": 90, "prefetch_factor": 3}
+    spawned = DataLoader(
+        Noted(COUNT), 4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=Started(), **more
+    )
+    assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
+
+
+class Level(Dataset[Tensor]):
+    """Tells what it was set to."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.level])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_be_changed_between_epochs(workers: int) -> None:
+    data, seen = Level(), []
+    source = opened(data, 8, workers=workers)
+    for epoch in range(3):
+        source.start_epoch(epoch)
+        data.level = epoch
+        seen += [part.unique().tolist() for part in source.next_window().parts]  # type: ignore[union-attr]
+        source.commit()
+        assert source.next_window() is None
+    source.close()
+    assert seen == [[0], [0], [1], [1], [2], [2]]
+
+
+class Pressing(Sampler[int]):
+    """Presses Ctrl-C while workers start, which is when a DataLoader asks for the first indices."""
+
+    is_past = False
+
+    def __iter__(self) -> Iterator[int]:
+        if multiprocessing.active_children():
+            os.kill(os.getpid(), signal.SIGINT)
+            self.is_past = True
+        return iter(range(COUNT))
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def test_a_signal_while_workers_start_waits_until_they_have() -> None:
+    class Targets(DrawingRows):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index).float(), torch.zeros(2)
+
+    sampler = Pressing()
+    loader = DataLoader(Targets(COUNT), 4, sampler=sampler, num_workers=1)
+    with pytest.raises(KeyboardInterrupt):
+        autoaccum.fit(
+            nn.Linear(4, 2), loader, target_batch=8, micro_batch=4, loss=nn.MSELoss(), epochs=1, progress=False
+        )
+    assert sampler.is_past
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGBUS", "exit"])
+def test_a_worker_that_dies_is_told(how: str) -> None:
+    source = opened(ordered(Trap(how)), 8)
+    source.start_epoch(0)
+    assert source.next_window() is not None
+    source.commit()
+    with pytest.raises(DataWorkerError, match=r"a process that reads data failed \(.*\): most likely") as caught:
+        run_out(source)
+    assert caught.value.exit_code == 3
+    assert source.state_dict()["samples"] == 8
+    source.close()
+
+
+def test_a_worker_of_a_stream_that_dies_is_told() -> None:
+    for data, workers in ((TrapStream(), 1), (ordered(TrapStream()), 0)):
+        source = opened(data, 8, workers=workers)
+        source.start_epoch(0)
+        with pytest.raises(DataWorkerError, match="a process that reads data failed"):
+            run_out(source)
+        source.close()
+
+
+def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
+    source = opened(ordered(DrawingRows(200)))
+    source.start_epoch(0)
+    source.next_window()
+    worker = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
+    os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        time.sleep(0.01)  # SIGCHLD arrives here, where an update could be under way
+    with pytest.raises(DataWorkerError):
+        run_out(source)
+    source.close()
+
+
+@contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """No more than `free` files can be opened."""
+    gc.collect()  # What earlier tests left may close files at any time.
+    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = next(n for n in range(soft) if n - sum(number < n for number in taken) == free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of what it half started.
+def test_too_few_file_descriptors_for_workers_are_told() -> None:
+    source = opened(DrawingRows(COUNT), workers=2)
+    source.start_epoch(0)
+    with few_descriptors(8), pytest.raises(DataWorkerError, match=r"could not be started \(.*\): most likely .* open"):
+        source.next_window()
+    source.close()
+    gc.collect()
+    for child in multiprocessing.active_children():  # One that did start ends with this process.
+        child.terminate()
+
+
+def test_close_ends_a_worker_in_the_midst_of_an_item(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    source = opened(ordered(Trap("sleep", str(note))), 8)
+    source.start_epoch(0)
+    source.next_window()
+    deadline = time.monotonic() + 60
+    while not note.exists() or not note.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    source.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def test_a_worker_whose_parent_is_gone_before_it_begins_ends() -> None:
+    ends, held = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        start = WorkerStart(None)
+        if os.fork() == 0:
+            time.sleep(0.2)
+            start(0)
+            os.write(held, b"still there")
+        os._exit(0)
+    os.close(held)
+    os.waitpid(parent, 0)
+    with os.fdopen(ends, "rb") as told:
+        assert told.read() == b""
