@@ -22,6 +22,7 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_SHOWN_UNITS = ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "KB", "B")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*", re.ASCII)
 _MOST_BYTES = 1024**6
 _LONGEST_SHOWN = 40
@@ -35,6 +36,17 @@ class MemorySize:
 
     bytes: int | None = None
     fraction: float | None = None
+
+    def __str__(self) -> str:
+        """As `parse_size` reads it.
+
+        >>> str(parse_size("10GiB")), str(parse_size("24GB")), str(parse_size("80%"))
+        ('10GiB', '24GB', '80%')
+        """
+        if self.bytes is None:
+            return f"{100 * (self.fraction or 0):.12g}%"
+        unit = next(unit for unit in _SHOWN_UNITS if self.bytes % _UNITS[unit.upper()] == 0)
+        return f"{self.bytes // _UNITS[unit.upper()]}{unit}"
 
     def resolve(self, total_bytes: int) -> int:
         """The amount in bytes on a device of `total_bytes`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from autoaccum.cli.flags import options
 from autoaccum.cli.parameters import count, natural, positive
 from autoaccum.cli.streams import stdout_kept
 from autoaccum.cli.words import running_words
@@ -39,30 +40,21 @@ _CODE_INTERRUPTED = 130
 @click.option("--steps", type=count, metavar="N", help="Updates to make; with --epochs, whichever is reached first.")
 @click.option("--plan", metavar="FILE", help="Of `autoaccum plan -o`.  [default: it is planned first]")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once, in place of a plan.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where to train.")
-@click.option("--memory", metavar="SIZE", help="The budget of the plan: 10GiB, 24GB, 80%.  [default: what is free]")
-@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
-@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
-@click.option(
-    "--batchnorm",
-    metavar="micro|running|frozen",
-    help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
-)
-@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
-@click.option(
-    "--accumulate-in",
-    metavar="fp32|parameters",
-    help="What gradients of half-precision parameters are summed in, instead of the workload's.",
-)
-@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option(
-    "--keeps",
-    multiple=True,
-    metavar="ema|outputs",
-    help="ema: keep an average of the weights, too; outputs: plan for those that it logs.  [default: the workload's]",
+@options(
+    "device",
+    "memory",
+    "reserve",
+    "precision",
+    "batchnorm",
+    "multiple_of",
+    "accumulate_in",
+    "optimizer",
+    "keeps",
+    device="Where to train.",
+    keeps="ema: keep an average of the weights, too; outputs: plan for those that it logs.  [default: the workload's]",
 )
 @click.option("--ema-decay", type=positive, metavar="DECAY", help="Of the average of the weights.  [default: 0.999]")
-@click.option("--worst-of", type=count, metavar="N", help="Plan for the longest of N samples of the dataset.")
+@options("worst_of", worst_of="Plan for the longest of N samples of the dataset.")
 @click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
 @click.option(
     "--learning-rate",
@@ -71,7 +63,7 @@ _CODE_INTERRUPTED = 130
     help="Where the schedule begins, if there is one.  [default: the plan's, if it was tuned, else the workload's]",
 )
 @click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: each epoch]")
-@click.option("--evaluation-batch", type=count, metavar="N", help="The most samples to evaluate at once.")
+@options("evaluation_batch", evaluation_batch="The most samples to evaluate at once.")
 @click.option(
     "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
 )
@@ -104,7 +96,6 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     3 could not be planned or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all three after a checkpoint.
     """
     _check_length(asked)
-    asked["keeps"] = asked["keeps"] or None  # Instead of the workload's, where anything is said.
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     try:
         result = _train(workload, asked, seen, quiet=quiet)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoaccum.cli.flags import options
 from autoaccum.cli.outputs import check_apart
 from autoaccum.cli.parameters import count, seconds
 from autoaccum.errors import AutoaccumError, UsageError
@@ -27,16 +28,19 @@ _FORMS = ("text", "json", "markdown", "github")
 @click.option("--device", metavar="cpu|cuda|cuda:N", help="Measure here instead, by three runs in fresh processes.")
 @click.option("--target-batch", type=count, metavar="N", help="Samples per update, over all ranks.")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples at once.  [default: it is planned]")
-@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
-@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
-@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
-@click.option("--world-size", type=count, metavar="N", help="Ranks that share the target.")
-@click.option("--equal", is_flag=True, help="Equal micro-batches only.")
-@click.option("--keeps", multiple=True, metavar="outputs|ema", help="What training keeps beside the step. Repeatable.")
-@click.option("--evaluation-batch", type=count, metavar="N", help="Of an evaluation in batches of N, too.")
-@click.option("--worst-of", type=count, metavar="N", help="Batches of the longest of N samples of the dataset.")
-@click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
+@options(
+    "precision",
+    "optimizer",
+    "memory",
+    "reserve",
+    "world_size",
+    "equal",
+    "keeps",
+    "evaluation_batch",
+    "worst_of",
+    "batchnorm",
+    world_size={"default": None, "show_default": False},
+)
 @click.option("--tolerance", metavar="SHARE|SIZE", help="How far the peak may grow.  [default: the project's, or 1%]")
 @click.option("--lock", metavar="FILE", help="The lock.  [default: the project's autoaccum.lock]")
 @click.option("--update", is_flag=True, help="Plan anew, and write the lock.")
@@ -91,7 +95,6 @@ def command(
             hint = "a baseline is compared with no lock: take one"
             raise UsageError("both --lock and --baseline are given", hint=hint)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
-        asked["keeps"] = asked["keeps"] or None
         selection = Selection(workload=workload, **asked)
         project = find_project(Path.cwd(), lock)
         if output is not None:

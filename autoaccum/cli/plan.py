@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoaccum.cli.flags import options
 from autoaccum.cli.outputs import Outputs
-from autoaccum.cli.parameters import count, seconds
+from autoaccum.cli.parameters import count
 from autoaccum.cli.words import running_words
 
 if TYPE_CHECKING:
@@ -23,41 +24,25 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 @click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
 @click.argument("workload")
 @click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where trials run.")
-@click.option("--gpu", metavar="NAME", help="Predict for this card, which need not be here; see `autoaccum gpus`.")
-@click.option("--memory", metavar="SIZE", help="The budget: 10GiB, 24GB, 80%.  [default: what is free]")
-@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
-@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
-@click.option(
-    "--batchnorm",
-    metavar="micro|running|frozen",
-    help="What BatchNorm sees and remembers of a batch in parts, instead of the workload's.",
+@options(
+    "device",
+    "gpu",
+    "memory",
+    "reserve",
+    "precision",
+    "batchnorm",
+    "accumulate_in",
+    "optimizer",
+    "keeps",
+    "evaluation_batch",
+    "worst_of",
+    "world_size",
+    "multiple_of",
+    "equal",
 )
-@click.option(
-    "--accumulate-in",
-    metavar="fp32|parameters",
-    help="What gradients of half-precision parameters are summed in, instead of the workload's.",
-)
-@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option(
-    "--keeps",
-    multiple=True,
-    metavar="outputs|ema",
-    help="What training keeps beside the step: the last micro-batch's outputs, an average of the weights. Repeatable.",
-)
-@click.option("--evaluation-batch", type=count, metavar="N", help="Plan for an evaluation in batches of N, too.")
-@click.option("--worst-of", type=count, metavar="N", help="Batches of the longest of N samples of the dataset.")
-@click.option(
-    "--world-size", type=count, metavar="N", default=1, show_default=True, help="Ranks that share the target."
-)
-@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
-@click.option("--equal", is_flag=True, help="Equal micro-batches only.")
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger one.")
 @click.option("--max-trials", type=count, metavar="N", help="The search ends after so many; what ran is confirmed.")
-@click.option("--time-limit", type=seconds, metavar="SECONDS", help="Likewise, after so many seconds.")
-@click.option(
-    "--trial-limit", type=seconds, default=600.0, show_default=True, metavar="SECONDS", help="When a trial is given up."
-)
+@options("time_limit", "trial_limit", time_limit="Likewise, after so many seconds.")
 @click.option("--least", is_flag=True, help="Measure the least budget at which the schedule still runs.")
 @click.option(
     "--explain",
@@ -101,7 +86,6 @@ def command(
     from autoaccum.reporting.progress import PlanProgress
 
     check_launch()
-    request["keeps"] = request["keeps"] or None  # Instead of the workload's, where anything is said.
     outputs = Outputs(output, emit, plot, force=force)
     outputs.check(workload, request["world_size"])
     stderr = make_console(stderr=True)

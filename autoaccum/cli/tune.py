@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoaccum.cli.flags import options
 from autoaccum.cli.parameters import count, natural, seconds
 from autoaccum.cli.tune_offers import offers
 from autoaccum.cli.tune_outputs import TuneOutputs
@@ -63,20 +64,20 @@ _CODE_INTERRUPTED = 130
     help="What ends trials that are behind: successive halving, but for slower rates that may catch up.",
 )
 @click.option("--plan", metavar="FILE", help="Whose ceiling counts.  [default: the study's, or it is planned first]")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N", help="Where to train.")
-@click.option("--memory", metavar="SIZE", help="The budget of the plan: 10GiB, 24GB, 80%.  [default: what is free]")
-@click.option("--reserve", metavar="SIZE", help="Kept free of it.")
-@click.option("--precision", metavar="fp32|bf16|fp16", help="Instead of the workload's.")
-@click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
-@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
-@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option(
-    "--time-limit",
-    type=seconds,
-    metavar="SECONDS",
-    help="No trial begins that many seconds after the search began; repetitions still run.",
+@options(
+    "device",
+    "memory",
+    "reserve",
+    "precision",
+    "batchnorm",
+    "multiple_of",
+    "optimizer",
+    "time_limit",
+    "trial_limit",
+    device="Where to train.",
+    time_limit="No trial begins that many seconds after the search began; repetitions still run.",
+    trial_limit="When a trial is given up.",
 )
-@click.option("--trial-limit", type=seconds, metavar="SECONDS", help="When a trial is given up.")
 @click.option(
     "--heartbeat",
     type=seconds,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoaccum.cli.flags import options
 from autoaccum.cli.outputs import check_apart
 from autoaccum.cli.parameters import count
 from autoaccum.cli.streams import stdout_kept
@@ -29,11 +30,14 @@ _OWN = (*_OUTPUTS, "micro_batch", "precision", "device", "target_batch")
     metavar="fp64|fp32|bf16|fp16",
     help="Of the comparison.  [default: fp64, whatever the workload trains in]",
 )
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda|cuda:N", help="Where to compare.")
-@click.option("--optimizer", metavar="NAME", help="One of torch.optim, instead of the workload's.")
-@click.option("--batchnorm", metavar="micro|running|frozen", help="Instead of the workload's.")
-@click.option("--multiple-of", type=count, metavar="N", help="Micro-batches that are multiples of N only.")
-@click.option("--worst-of", type=count, metavar="N", help="A batch of the longest of N samples of the dataset.")
+@options(
+    "device",
+    "optimizer",
+    "batchnorm",
+    "multiple_of",
+    "worst_of",
+    device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where to compare."},
+)
 @click.option("--json", "as_json", is_flag=True, help="The record as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the record in a file.")
 @click.option("--force", is_flag=True, help="Overwrite that file.")

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.checkout import Checkout
+from autoaccum.options import Options
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.
@@ -16,6 +17,10 @@ Outcome = Literal["ok", "tight", "oom", "error"]
 
 Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update", "evaluation"]
 """Where a trial is; `accumulation.phases` tells those of an update. `evaluation`: between updates, see `Workload`."""
+
+
+TRIAL_LIMIT_SECONDS = 600.0
+"""Where nothing else is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,51 +79,36 @@ class TrialSettings:
     """What all trials of one plan have in common.
 
     Attributes:
-        reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
         share: Samples per update on this rank: the effective batch a trial holds in memory.
-        precision: Overrides the workload's precision.
-        optimizer: Overrides the workload's optimizer by a name of `torch.optim`.
-        trial_limit_seconds: A trial that takes longer is ended and recorded as an error.
+        options: How the workload is to run, and within which limits.
+        reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
         load_limit_seconds: What importing the workload may take at first; None: as a trial, five minutes at least.
-        keeps: Overrides what the workload's loop keeps (`workload.companions.Keep`).
-        evaluation_batch: Overrides the samples of a pass of its evaluation.
-        worst_of: Batches are made of the longest of so many samples of its dataset.
-        batchnorm: Overrides its mode of BatchNorm (`workload.modes.BatchNormMode`).
-        multiple_of: Overrides what its micro-batches are multiples of.
-        accumulate_in: Overrides what its gradients are summed in (`workload.modes.AccumulateIn`).
         is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
         checkout: Where its modules lie; None: where this process finds them.
         parcel: Live objects, packed (`devices.parcels`), in place of what `reference` would load.
     """
 
-    reference: str
     share: int
-    precision: str | None = None
-    optimizer: str | None = None
-    trial_limit_seconds: float = 600.0
+    options: Options = field(default_factory=Options)
+    reference: str = ""
     load_limit_seconds: float | None = None
-    keeps: tuple[str, ...] | None = None
-    evaluation_batch: int | None = None
-    worst_of: int | None = None
-    batchnorm: str | None = None
-    multiple_of: int | None = None
-    accumulate_in: str | None = None
     is_stopped: Callable[[], bool] | None = None
+    on_output: Callable[[str], None] | None = None
     checkout: Checkout | None = None
     parcel: str | None = field(default=None, repr=False)
+
+    @property
+    def trial_limit_seconds(self) -> float:
+        """After which a trial is ended and recorded as an error."""
+        return self.options.trial_limit or TRIAL_LIMIT_SECONDS
 
     def to_request(self) -> dict[str, Any]:
         """What a child is told to load."""
         return {
             "reference": self.reference,
             "share": self.share,
-            "precision": self.precision,
-            "keeps": self.keeps,
-            "evaluation_batch": self.evaluation_batch,
-            "worst_of": self.worst_of,
-            "batchnorm": self.batchnorm,
-            "multiple_of": self.multiple_of,
-            "accumulate_in": self.accumulate_in,
+            "options": self.options.to_record(),
             "parcel": self.parcel,
         }
 

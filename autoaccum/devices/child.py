@@ -89,7 +89,7 @@ class Child:
         assert self._workload is not None
         assert self._meter is not None
         try:
-            inspection = inspect_workload(self._workload, request["share"], request["optimizer"], self._meter)
+            inspection = inspect_workload(self._workload, request["share"], meter=self._meter)
         except BaseException as error:
             return failure_reply(error, f"an update from a small batch of {self._workload.name}")
         return {"inspection": dataclasses.asdict(inspection), "kept_bytes": _settle(self._meter)}
@@ -109,8 +109,7 @@ class Child:
         rehearsal = Rehearsal(
             self._workload,
             request["share"],
-            request["optimizer"],
-            meter.device,
+            device=meter.device,
             beside_evaluation=lambda: beside.append(meter.read()),
         )
         failure: BaseException | None = None

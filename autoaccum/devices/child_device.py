@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,6 @@ from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.spare import SPARE_BYTES, SpareChild
 from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MemorySize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,26 +31,13 @@ class ChildDevice(ABC):
 
     Args:
         settings: What all trials have in common.
-        memory: The budget asked for.
-        reserve: Taken off it.
-        on_output: Gets each line the workload prints; None: it goes to stderr.
     """
 
     least_kept_bytes: ClassVar[int]
     """What a child may keep of its trials, however small the budget."""
 
-    def __init__(
-        self,
-        settings: TrialSettings,
-        *,
-        memory: MemorySize | None = None,
-        reserve: MemorySize | None = None,
-        on_output: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
-        self._memory = memory
-        self._reserve = reserve
-        self._on_output = on_output
         self._worker: Worker | None = None
         self._spare: SpareChild | None = None
         self._limit_bytes: int | None = None
@@ -148,7 +134,7 @@ class ChildDevice(ABC):
             settings = self._settings
             if self._limit_bytes is not None:  # It has been loaded within its limit before.
                 settings = dataclasses.replace(settings, load_limit_seconds=None)
-            self._worker = Worker(settings, self.name, on_output=self._on_output, process=process)
+            self._worker = Worker(settings, self.name, process=process)
             self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._worker.facts)
@@ -158,7 +144,7 @@ class ChildDevice(ABC):
         """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
         if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= SPARE_BYTES:
             with suppress(NotMeasuredError):
-                self._spare = SpareChild(self._on_output, self._settings.checkout)
+                self._spare = SpareChild(self._settings.on_output, self._settings.checkout)
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.devices.base import Trial, TrialSettings
@@ -12,7 +12,7 @@ from autoaccum.devices.budget import choose_budget, room_above
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MIB, MemorySize, format_bytes
+from autoaccum.units import MIB, format_bytes
 
 
 class CpuDevice(ChildDevice):
@@ -42,11 +42,8 @@ class CpuDevice(ChildDevice):
     is refused in an orderly way, memory was what it lacked, else the fault is an error.
 
     Args:
-        settings: What all trials have in common.
-        memory: The budget, a share being one of what the machine or the cgroup has in all; None: what is free once
-            the workload is loaded.
-        reserve: Taken off the budget (see `choose_budget` for the default).
-        on_output: Gets each line the workload prints; None: it goes to stderr.
+        settings: What all trials have in common; a share as `memory` is one of what the machine or the cgroup has in
+            all, and no `memory` what is free once the workload is loaded.
 
     Raises:
         NotMeasuredError: This is not Linux.
@@ -54,20 +51,13 @@ class CpuDevice(ChildDevice):
 
     least_kept_bytes = 2 * MIB
 
-    def __init__(
-        self,
-        settings: TrialSettings,
-        *,
-        memory: MemorySize | None = None,
-        reserve: MemorySize | None = None,
-        on_output: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
             raise NotMeasuredError(
                 f"trials on the CPU need Linux, this is {sys.platform}",
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
-        super().__init__(settings, memory=memory, reserve=reserve, on_output=on_output)
+        super().__init__(settings)
         self._host: HostMemory | None = None
 
     @property
@@ -128,4 +118,4 @@ class CpuDevice(ChildDevice):
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._host = read_host_memory()
-        return choose_budget(self._host, self._memory, self._reserve)
+        return choose_budget(self._host, self._settings.options.memory, self._settings.options.reserve)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
@@ -40,28 +40,17 @@ class CudaDevice(ChildDevice):
     device-side assert included, the next trial has a fresh child, and so a fresh context.
 
     Args:
-        settings: What all trials have in common.
+        settings: What all trials have in common; a share as `memory` is one of the card's total, and no `memory` what
+            is free once the context is made and PyTorch is warm. No `reserve` is nothing where `memory` is given, else
+            2 % of what is free, at least 256 MiB.
         index: Of the card, among those that are visible.
-        memory: The budget, a share being one of the card's total; None: what is free once the context is made and
-            PyTorch is warm.
-        reserve: Taken off the budget; None: nothing where `memory` is given, else 2 % of what is free, at least
-            256 MiB.
-        on_output: Gets each line the workload prints; None: it goes to stderr.
     """
 
     least_kept_bytes = 24 * MIB
     """One segment of each size: a small tensor that stays keeps a whole one."""
 
-    def __init__(
-        self,
-        settings: TrialSettings,
-        *,
-        index: int = 0,
-        memory: MemorySize | None = None,
-        reserve: MemorySize | None = None,
-        on_output: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(settings, memory=memory, reserve=reserve, on_output=on_output)
+    def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
+        super().__init__(settings)
         self._index = index
         self._report: CardReport | None = None
 
@@ -113,11 +102,11 @@ class CudaDevice(ChildDevice):
     def _make_tracer(self, card: Card) -> Tracer:
         from autoaccum.devices.simulated.traces import ChildTracer
 
-        return ChildTracer(self._settings, card, lambda line: None)
+        return ChildTracer(replace(self._settings, on_output=lambda line: None), card)
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._report = CardReport.from_json(facts["card"])
-        return choose_card_budget(self._report, self._memory, self._reserve)
+        return choose_card_budget(self._report, self._settings.options.memory, self._settings.options.reserve)
 
 
 def choose_card_budget(report: CardReport, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:

@@ -29,16 +29,15 @@ def look_where(request: Mapping[str, Any]) -> None:
 
 def load_asked(request: Mapping[str, Any]) -> Workload:
     """The workload that a request names, as it asks for it (`TrialSettings.to_request`)."""
+    from autoaccum.devices.parcels import unpack
+    from autoaccum.options import Options
     from autoaccum.workload.adaptation import adapt
     from autoaccum.workload.loading import load_workload
 
-    names = ("precision", "keeps", "evaluation_batch", "worst_of", "batchnorm", "multiple_of", "accumulate_in")
-    asked = {name: request.get(name) for name in names}
-    if request.get("parcel") is not None:
-        from autoaccum.devices.parcels import unpack
-
-        return adapt(unpack(request["parcel"]), most=request.get("share"), **asked)
-    return adapt(load_workload(request["reference"]), most=request.get("share"), **asked)
+    parcel = request.get("parcel")
+    loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
+    options = Options.from_record(request.get("options", {}))
+    return adapt(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
 
 
 def astray_reply(strays: Strays | None) -> dict[str, Any]:

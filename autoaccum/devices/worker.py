@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.accumulation.coupling import Coupling
@@ -27,7 +27,6 @@ class Worker:
     Args:
         settings: What all its trials have in common.
         device: `cpu` or `cuda:N`.
-        on_output: Gets each line the workload prints; None: it goes to stderr.
         process: A child that `spare.start_child` has started; None: a new one.
         card: The record of a card to simulate; `device` is then what messages call it.
 
@@ -48,13 +47,14 @@ class Worker:
         settings: TrialSettings,
         device: str = "cpu",
         *,
-        on_output: Callable[[str], None] | None = None,
         process: ChildProcess | None = None,
         card: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings
         self._device = device
-        self._process = process or start_child(on_output, simulated=card is not None, checkout=settings.checkout)
+        self._process = process or start_child(
+            settings.on_output, simulated=card is not None, checkout=settings.checkout
+        )
         self.jobs = 0
         self.kept_bytes = 0
         request = {
@@ -178,7 +178,7 @@ class Worker:
 
     def _request(self, job: str) -> dict[str, Any]:
         self.jobs += 1
-        return {"job": job, "share": self._settings.share, "optimizer": self._settings.optimizer}
+        return {"job": job, "share": self._settings.share, "optimizer": None}  # The workload's, as it was loaded.
 
     def _ask(self, request: Mapping[str, Any], doing: str, limit_seconds: float) -> dict[str, Any]:
         try:

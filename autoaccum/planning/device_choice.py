@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
-from autoaccum.units import MemorySize
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 _VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
 
-def make_device(
-    name: str,
-    settings: TrialSettings,
-    *,
-    memory: MemorySize | None = None,
-    reserve: MemorySize | None = None,
-    on_output: Callable[[str], None] | None = None,
-) -> Device:
-    """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`.
+def make_device(settings: TrialSettings) -> Device:
+    """The device its options ask for: a card to simulate, or `auto`, `cpu`, `cuda` or `cuda:N`.
 
     Whether a card has that index is told by its first answer, since only CUDA itself knows.
 
@@ -34,25 +25,20 @@ def make_device(
         UsageError: There is no such device, or it cannot be measured here.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
-    check_device(name)
-    index = card_index(name)
+    if settings.options.gpu is not None:
+        return simulate_device(settings.options.gpu, settings)
+    check_device(settings.options.device)
+    index = card_index(settings.options.device)
     if index is None:
         from autoaccum.devices.cpu import CpuDevice
 
-        return CpuDevice(settings, memory=memory, reserve=reserve, on_output=on_output)
+        return CpuDevice(settings)
     from autoaccum.devices.cuda import CudaDevice
 
-    return CudaDevice(settings, index=index, memory=memory, reserve=reserve, on_output=on_output)
+    return CudaDevice(settings, index=index)
 
 
-def simulate_device(
-    gpu: str,
-    settings: TrialSettings,
-    *,
-    memory: MemorySize | None = None,
-    reserve: MemorySize | None = None,
-    on_output: Callable[[str], None] | None = None,
-) -> Device:
+def simulate_device(gpu: str, settings: TrialSettings) -> Device:
     """The card called `gpu`, simulated; imports no torch here.
 
     Raises:
@@ -67,11 +53,11 @@ def simulate_device(
     card = find_card(gpu)
     return SimulatedDevice(
         card,
-        partial(ChildTracer, settings, card, on_output),
+        partial(ChildTracer, settings, card),
         share=settings.share,
         torch_version=read_torch_release(),
-        memory=memory,
-        reserve=reserve,
+        memory=settings.options.memory,
+        reserve=settings.options.reserve,
     )
 
 

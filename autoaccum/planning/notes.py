@@ -78,7 +78,7 @@ def all_notes(
         notes.append(
             f"{idle} of {schedule.world_size} ranks have no samples of their own: the target is smaller than the world"
         )
-    if request.equal and (cost := equal_parts_cost(schedule, ceiling, request.each)):
+    if request.options.equal and (cost := equal_parts_cost(schedule, ceiling, request.each)):
         notes.append(cost)
     if inspection.found_multiple is not None:
         notes.append(inspection.found_multiple)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Device, Trial
+from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
+from autoaccum.options import OptionArguments, Options
 from autoaccum.planning.allowance import Allowance
 from autoaccum.planning.confirmation import Refuted, confirm, inspection_need
 from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
@@ -21,9 +22,8 @@ from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
 from autoaccum.planning.runner import Runner
 from autoaccum.planning.search import search
-from autoaccum.planning.subjects import Settings, Subject, find_subject
+from autoaccum.planning.subjects import Subject, find_subject
 from autoaccum.planning.verdicts import peak_bytes
-from autoaccum.units import MemorySize
 
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 _FORESIGHT_SHARE = 0.25
@@ -31,6 +31,7 @@ _FORESIGHT_SHARE = 0.25
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
     from autoaccum.workload.spec import Workload
 
@@ -47,30 +48,15 @@ def plan(
     split: Callable[[Any, list[int]], Any] | None = None,
     size: Callable[[Any], int] | None = None,
     reduction: str | None = None,
-    optimizer: Any = None,
-    precision: str | None = None,
-    keeps: str | Iterable[str] | None = None,
-    evaluation_batch: int | None = None,
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
-    worst_of: int | None = None,
-    batchnorm: str | None = None,
-    multiple_of: int | None = None,
-    accumulate_in: str | None = None,
-    device: str = "auto",
-    gpu: str | None = None,
-    memory: str | MemorySize | None = None,
-    reserve: str | MemorySize | None = None,
-    world_size: int = 1,
-    equal: bool = False,
     max_micro_batch: int | None = None,
     max_trials: int | None = None,
-    time_limit: float | None = None,
     least: bool = False,
     explain: bool = False,
     picture: bool = False,
-    trial_limit: float = 600.0,
     on_event: Listener | None = None,
     on_output: Callable[[str], None] | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Plan:
     """Find out by trials how to run updates of `target_batch` samples in the memory there is.
 
@@ -91,44 +77,26 @@ def plan(
             tensors; `size` goes with it.
         size: For it, `size(batch)`: the number of its samples.
         reduction: For it, `mean` (when None) or `sum`.
-        optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, whose
-            state is put back, or a function or class that makes one; AdamW when None.
-        precision: `fp32`, `bf16` or `fp16`, instead of the workload's; a live model's is `fp32` when None.
-        keeps: What training keeps beside the step, instead of the workload's: `outputs` (what the model returned for
-            the last micro-batch, and its loss, until the next one has its own, as a loop that logs them), `ema` (an
-            average of the weights on their device, as `torch.optim.swa_utils` makes it), or both.
-        evaluation_batch: Samples of each pass of an evaluation between updates, instead of the workload's: it is part
-            of every trial, and where it takes more than training does, it decides.
-        evaluate: For a live model, `evaluate(model, batch)`: such a pass; the loss in eval mode when None.
-        worst_of: Make the batches of the longest of so many samples of the workload's dataset, by its `collate`.
-        batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
-            or `frozen`, instead of the workload's; a live model's is `micro` when None.
-        multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
-            None where neither says: 2 where the workload runs 2 samples and raises with 1 and with 3, else 1.
-        accumulate_in: What gradients of half-precision parameters are summed in, as the Accumulator has it: `fp32` or
-            `parameters`, instead of the workload's; a live model's is `fp32` when None.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; a live model's own when `auto`.
-        gpu: Predict for this card, which need not be here: `rtx3090`, `a100-80gb`, or a size such as `24GiB`. Then
-            nothing runs on any card, and the plan is of kind `predicted`. In place of `device`. Live objects and a
-            `Workload` go to a process of their own for that, by `cloudpickle`, their weights without values.
-        memory: The budget: `10GiB`, `24GB`, or `80%` of the total; what is free otherwise.
-        reserve: Kept free of it.
-        world_size: Ranks that share the target; the longest share decides.
-        equal: Equal micro-batches only.
+        evaluate: For it, `evaluate(model, batch)`: a pass of an evaluation (`evaluation_batch`); the loss in eval mode
+            when None.
         max_micro_batch: Try no larger size, in samples.
-        max_trials: The search ends after as many trials; its confirmation comes on top.
-        time_limit: Seconds after which the search ends, from the call on. The largest size that ran by then is
-            confirmed, which may take longer; the plan is marked by `stopped`. Loading the workload and checking it
-            count; either may take half a minute whatever the limit, and is ended then.
+        max_trials: The search ends after as many trials; the largest size that ran by then is confirmed on top of
+            them, and the plan is marked by `stopped`.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan has it anyway.
         explain: Tell where the memory of a card goes at the peak, by what it is for and by module, and what would
             change that (`Plan.explanation`): all of it simulated, also where trials really ran. Not of trials
             in this process.
         picture: Tell listeners what a picture of that needs, where the device can (`events.Explained`).
-        trial_limit: Seconds after which a trial is given up; trials in place cannot be.
         on_event: Told of every step, with a record of `autoaccum.planning.events`.
         on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
+        options: The fields of `autoaccum.options.Options`: optimizer, precision, batchnorm, accumulate_in, keeps,
+            evaluation_batch, worst_of and multiple_of, each in place of the workload's own; device or gpu, memory,
+            reserve, world_size, equal, time_limit and trial_limit. For a live model, `optimizer` may be its live one,
+            whose state is put back, or make one. With a `gpu` nothing runs on any card, and the plan is of kind
+            `predicted`; live objects go to a process of their own for that, by `cloudpickle`, their weights without
+            values. A `time_limit` counts from the call on; loading the workload and checking it may take half a
+            minute whatever it is, and the confirmation of what ran comes on top.
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -137,50 +105,31 @@ def plan(
         NotMeasuredError: Trials could not be run to an answer.
     """
     began = time.monotonic()
+    asked = Options.of("plan", options)
     request = Request(
         target_batch,
-        world_size=world_size,
-        equal=equal,
+        asked,
         max_micro_batch=max_micro_batch,
         max_trials=max_trials,
-        time_limit=time_limit,
         least=least,
         explain=explain,
         picture=picture,
-        multiple_of=multiple_of,
     )
-    subject = find_subject(
-        workload,
-        {
-            "model": model,
-            "batch": batch,
-            "loss": loss,
-            "criterion": criterion,
-            "weight": weight,
-            "evaluate": evaluate,
-            "split": split,
-            "size": size,
-        },
-        Settings(
-            share=request.share,
-            reduction=reduction,
-            optimizer=optimizer,
-            precision=precision,
-            device=device,
-            gpu=gpu,
-            memory=memory,
-            reserve=reserve,
-            trial_limit=trial_limit,
-            load_limit=request.check_limit,
-            keeps=keeps,
-            evaluation_batch=evaluation_batch,
-            worst_of=worst_of,
-            batchnorm=batchnorm,
-            multiple_of=multiple_of,
-            accumulate_in=accumulate_in,
-            on_output=on_output,
-        ),
+    parts = {
+        "model": model,
+        "batch": batch,
+        "loss": loss,
+        "criterion": criterion,
+        "weight": weight,
+        "reduction": reduction,
+        "evaluate": evaluate,
+        "split": split,
+        "size": size,
+    }
+    settings = TrialSettings(
+        share=request.share, options=asked, load_limit_seconds=request.check_limit, on_output=on_output
     )
+    subject = find_subject(workload, parts, settings)
     with subject.device, told_of_plans_only(request):
         return plan_on(subject, request, on_event=on_event, began=began)
 
@@ -201,12 +150,13 @@ def plan_on(
     """
     check_explaining(subject, request)
     device, tell = subject.device, on_event or (lambda event: None)
-    allowance = Allowance(request.max_trials, request.time_limit, began=began)
+    allowance = Allowance(request.max_trials, request.options.time_limit, began=began)
     tell(Loading(subject.reference))
     asked = time.monotonic()
     inspection = device.inspect(limit_seconds=request.check_limit)
     if inspection.multiple_of != request.each:
-        request = dataclasses.replace(request, multiple_of=inspection.multiple_of)
+        options = dataclasses.replace(request.options, multiple_of=inspection.multiple_of)
+        request = dataclasses.replace(request, options=options)
     predicts = isinstance(device, Predicting)
     runner = Runner(device, request, tell, allowance)
     if not predicts:  # One that predicts starts no process for its confirmation.
@@ -280,7 +230,7 @@ def _foresee(device: Device, request: Request, tell: Listener) -> Foresight:
     ):
         return Foresight()
     tell(Tracing())
-    limit = request.time_limit
+    limit = request.options.time_limit
     return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
 
 

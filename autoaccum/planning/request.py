@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule
+from autoaccum.checks import check_flag, read_count
 from autoaccum.errors import UsageError
+from autoaccum.options import Options
 
 LOOKED_AT = 64
 """How many samples of a dataset are looked at for the longest, where a workload has no `batch` of its own."""
@@ -22,15 +23,12 @@ class Request:
 
     Attributes:
         target_batch: Samples per update, over all ranks.
-        world_size: Ranks that share it.
-        equal: Equal micro-batches only.
+        options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
         max_trials: The search ends after as many trials; the confirmation comes on top.
-        time_limit: Seconds after which the search ends; what it has proved by then is confirmed.
         least: Measure the least budget at which the schedule still runs.
         explain: Tell where the memory goes, and what would change that.
         picture: Tell what a picture of it needs, where the device can.
-        multiple_of: Every micro-batch is a multiple of so many samples; None: as the workload says or needs it.
 
     Raises:
         UsageError: A number is not a whole one of at least 1, or beyond all use (a schedule lists all its parts), or
@@ -38,53 +36,46 @@ class Request:
     """
 
     target_batch: int
-    world_size: int = 1
-    equal: bool = False
+    options: Options = field(default_factory=Options)
     max_micro_batch: int | None = None
     max_trials: int | None = None
-    time_limit: float | None = None
     least: bool = False
     explain: bool = False
     picture: bool = False
-    multiple_of: int | None = None
 
     def __post_init__(self) -> None:
         for what, number, most in (
             ("target batch", self.target_batch, _MOST_SAMPLES),
-            ("world size", self.world_size, _MOST_RANKS),
+            ("world size", self.options.world_size, _MOST_RANKS),
         ):
             if isinstance(number, int) and number > most:
                 raise UsageError(f"the {what} is beyond {most:,}", hint="take a smaller one")
-        if self.multiple_of is not None and not _is_count(self.multiple_of):
-            raise UsageError(f"multiple_of is {self.multiple_of!r}", hint="give a whole number of at least 1")
         self.schedule(self.each if self.max_micro_batch is None else self.max_micro_batch)
-        if self.max_trials is not None and not _is_count(self.max_trials):
-            raise UsageError(f"the most trials are {self.max_trials!r}", hint="give a whole number of at least 1")
-        if self.time_limit is not None:
-            check_seconds(self.time_limit, "the time limit", "give the seconds the search may take, more than 0")
-        for what, answer in (("explain", self.explain), ("picture", self.picture)):
-            if not isinstance(answer, bool):
-                raise UsageError(f"{what} is {answer!r}", hint="give True or False")
+        if self.max_trials is not None:
+            read_count(self.max_trials, "max_trials")
+        for name in ("least", "explain", "picture"):
+            check_flag(getattr(self, name), name)
 
     @property
     def share(self) -> int:
         """Samples per update on the rank with the longest share."""
-        return even_parts(self.target_batch // self.each, self.world_size)[0] * self.each
+        return even_parts(self.target_batch // self.each, self.options.world_size)[0] * self.each
 
     @property
     def each(self) -> int:
         """What every micro-batch is a multiple of, as far as that is known."""
-        return self.multiple_of or 1
+        return self.options.multiple_of or 1
 
     @property
     def limited(self) -> bool:
         """Whether something may end the search before it knows the largest size."""
-        return self.max_trials is not None or self.time_limit is not None
+        return self.max_trials is not None or self.options.time_limit is not None
 
     @property
     def check_limit(self) -> float | None:
         """Seconds that loading the workload may take, and checking it; None: no limit but those of every trial."""
-        return None if self.time_limit is None else max(self.time_limit, _LEAST_CHECK_SECONDS)
+        limit = self.options.time_limit
+        return None if limit is None else max(limit, _LEAST_CHECK_SECONDS)
 
     @property
     def cap(self) -> int:
@@ -95,21 +86,9 @@ class Request:
     def schedule(self, ceiling: int) -> Schedule:
         """How the target is cut when the largest size that fits is `ceiling`."""
         return make_schedule(
-            self.target_batch, ceiling, world_size=self.world_size, equal=self.equal, multiple_of=self.each
+            self.target_batch,
+            ceiling,
+            world_size=self.options.world_size,
+            equal=self.options.equal,
+            multiple_of=self.each,
         )
-
-
-def check_seconds(seconds: float, what: str, hint: str) -> float:
-    """A time as a float.
-
-    Raises:
-        UsageError: It is not a finite number above 0.
-    """
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not math.isfinite(seconds) or seconds <= 0:
-        raise UsageError(f"{what} is {seconds!r}", hint=hint)
-    return float(seconds)
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
-from autoaccum.planning.subjects import Settings, choose_way
+from autoaccum.planning.subjects import choose_way
 from autoaccum.verification.fixture import Precision
 from autoaccum.workload.adaptation import adapt, replace_given
 from autoaccum.workload.loading import load_workload
@@ -158,14 +159,9 @@ def find_subject(request: VerifyRequest) -> Subject:
         UsageError: Not exactly one of the ways to give it, or an argument that does not go with it.
         WorkloadError: It is not usable as it stands.
     """
-    settings = Settings(
-        share=request.target_batch,
-        reduction=request.reduction,
-        optimizer=request.optimizer,
-        worst_of=_looked_at(request.workload, request),
-        verb="verify",
-    )
-    way = choose_way(request.workload, request.parts, settings)
+    options = Options(optimizer=request.optimizer, worst_of=_looked_at(request.workload, request))
+    parts = {**request.parts, "reduction": request.reduction}
+    way = choose_way(request.workload, parts, options, share=request.target_batch, verb="verify")
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     given: Any = way
     if isinstance(way, str):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from asking import make_settings
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.process import child_environment
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 WIDTH = 1024
 SIZE = 2048
@@ -63,7 +63,7 @@ def reference(write_workload: Any) -> str:
 
 @pytest.fixture(scope="module")
 def device(reference: str) -> Iterator[CpuDevice]:
-    with CpuDevice(TrialSettings(reference=reference, share=SIZE), memory=MemorySize(bytes=1024 * MIB)) as made:
+    with CpuDevice(make_settings(reference, SIZE, 1024 * MIB)) as made:
         yield made
 
 

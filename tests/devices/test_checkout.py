@@ -142,9 +142,9 @@ def test_a_child_imports_from_the_checkout_and_tells_what_it_could_not(
     monkeypatch.syspath_prepend(original / "src")
     printed: list[str] = []
     settings = TrialSettings(
-        reference="app/model.py", share=4, checkout=Checkout(other, original), trial_limit_seconds=120
+        reference="app/model.py", share=4, checkout=Checkout(other, original), on_output=printed.append
     )
-    worker = Worker(settings, "cpu", on_output=printed.append)
+    worker = Worker(settings, "cpu")
     try:
         with pytest.raises(
             NotMeasuredError,

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from asking import make_settings
 
-from autoaccum.devices.base import Trial, TrialSettings
+from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 SIZE, CLASSES, WIDTH = 256, 16_384, 512
 LOGITS = 4 * SIZE * CLASSES
@@ -41,8 +42,8 @@ def reference(write_workload: Any) -> str:
 
 @contextmanager
 def device(reference: str, budget_bytes: int = 1024 * MIB, **asked: Any) -> Iterator[CpuDevice]:
-    settings = TrialSettings(reference=reference, share=2 * SIZE, **asked)
-    with CpuDevice(settings, memory=MemorySize(bytes=budget_bytes)) as made:
+    settings = make_settings(reference, 2 * SIZE, budget_bytes, **asked)
+    with CpuDevice(settings) as made:
         yield made
 
 

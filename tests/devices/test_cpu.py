@@ -5,12 +5,13 @@ import textwrap
 from typing import Any
 
 import pytest
+from asking import make_settings
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 LINEAR = """
     import os
@@ -31,7 +32,7 @@ def test_a_budget_smaller_than_the_model_runs_out_while_the_model_is_built(write
     reference = write_workload(
         LINEAR.replace("nn.Linear(64, 64), nn.ReLU()", "nn.Linear(64, 64), nn.Linear(64, 2**20)")
     )
-    with CpuDevice(TrialSettings(reference=reference, share=4), memory=MemorySize(bytes=16 * MIB)) as device:
+    with CpuDevice(make_settings(reference, 4, 16 * MIB)) as device:
         trial = device.trial((1, 1))
     assert (trial.outcome, trial.phase) == ("oom", "model")
     assert trial.message is not None
@@ -47,8 +48,8 @@ def test_without_memory_the_budget_is_what_is_free_less_a_reserve(write_workload
 
 
 def test_a_budget_beyond_what_is_free_is_refused(write_workload: Any) -> None:
-    settings = TrialSettings(reference=write_workload(LINEAR), share=4)
-    with CpuDevice(settings, memory=MemorySize(bytes=10**6 * GIB)) as device, pytest.raises(UsageError, match="free"):
+    settings = make_settings(write_workload(LINEAR), 4, 10**6 * GIB)
+    with CpuDevice(settings) as device, pytest.raises(UsageError, match="free"):
         device.inspect()
 
 

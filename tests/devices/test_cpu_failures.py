@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import make_settings
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 MISBEHAVING = """
     import mmap, os, signal, sys, time
@@ -68,8 +69,8 @@ def lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def device(write_workload: Any, lines: list[str]) -> Iterator[CpuDevice]:
-    settings = TrialSettings(reference=write_workload(MISBEHAVING), share=20, trial_limit_seconds=6)
-    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB), on_output=lines.append) as made:
+    settings = make_settings(write_workload(MISBEHAVING), 20, 40 * MIB, trial_limit=6)
+    with CpuDevice(dataclasses.replace(settings, on_output=lines.append)) as made:
         yield made
 
 
@@ -106,8 +107,8 @@ def test_a_crash_whatever_the_memory_is_an_error(device: CpuDevice) -> None:
 
 
 def test_a_copy_that_the_workload_forks_does_not_answer(write_workload: Any) -> None:
-    settings = TrialSettings(reference=write_workload(MISBEHAVING), share=20, trial_limit_seconds=60)
-    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB)) as device:
+    settings = make_settings(write_workload(MISBEHAVING), 20, 40 * MIB, trial_limit=60)
+    with CpuDevice(settings) as device:
         trials = [device.trial((12, 12)), device.trial((1, 1))]
     assert [(trial.outcome, trial.message) for trial in trials] == [("ok", None)] * 2
 
@@ -179,8 +180,8 @@ device.trial((6, 6))
 
 def test_a_check_that_hangs_is_ended_in_time(write_workload: Any) -> None:
     hanging = MISBEHAVING.replace('print("a loss of", len(batch[0]))', "time.sleep(60)")
-    settings = TrialSettings(reference=write_workload(hanging), share=20, trial_limit_seconds=600)
-    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB)) as device, pytest.raises(NotMeasuredError) as seen:
+    settings = make_settings(write_workload(hanging), 20, 40 * MIB)
+    with CpuDevice(settings) as device, pytest.raises(NotMeasuredError) as seen:
         device.inspect(limit_seconds=1.0)
     assert str(seen.value) == (
         "building the model and checking an update of it took longer than 1 s, and was ended:"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import make_settings
 
 from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -17,7 +18,7 @@ from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 UNLUCKY_SIZE = 7
 SLOW_SIZE = 11
@@ -50,7 +51,7 @@ class Case:
     `told`: how it tells where the user's code failed in a trial, and the phase it tells besides.
     """
 
-    make: Callable[[TrialSettings, MemorySize], Device]
+    make: Callable[[TrialSettings], Device]
     budget_bytes: int
     side: int
     large: int
@@ -60,29 +61,28 @@ class Case:
     told: tuple[str, Phase | None] = ("micro-batch 7, forward", "forward")
 
     def device(self, reference: str) -> Device:
-        settings = TrialSettings(reference=reference, share=self.impossible)
-        return self.make(settings, MemorySize(bytes=self.budget_bytes))
+        return self.make(make_settings(reference, self.impossible, self.budget_bytes))
 
     def workload(self) -> str:
         values = {"SIDE": self.side, "UNLUCKY_SIZE": UNLUCKY_SIZE, "SLOW_SIZE": SLOW_SIZE}
         return "".join(f"{name} = {value}\n" for name, value in values.items()) + WORKLOAD
 
 
-def simulated(settings: TrialSettings, memory: MemorySize) -> Device:
+def simulated(settings: TrialSettings) -> Device:
     card = find_card("rtx3090")
     return SimulatedDevice(
         card,
         lambda: ChildTracer(settings, card),
         share=settings.share,
         torch_version=read_torch_release(),
-        memory=memory,
+        memory=settings.options.memory,
         environment={},
     )
 
 
 DEVICES = {
     "cpu": Case(
-        make=lambda settings, memory: CpuDevice(settings, memory=memory),
+        make=CpuDevice,
         budget_bytes=60 * MIB,
         side=16,
         large=300,
@@ -92,7 +92,7 @@ DEVICES = {
         warmth_bytes=8 * MIB,
     ),
     "cuda": Case(
-        make=lambda settings, memory: CudaDevice(settings, memory=memory),
+        make=CudaDevice,
         budget_bytes=2 * GIB,
         side=64,
         large=600,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoaccum.devices.base import TrialSettings
+from asking import make_settings
+
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 LEAST, MOST = 12, 20
 
@@ -26,8 +27,8 @@ criterion = nn.CrossEntropyLoss()
 
 
 def bisect(reference: str) -> int:
-    settings = TrialSettings(reference=reference, share=2 * MOST)
-    with CpuDevice(settings, memory=MemorySize(bytes=54 * MIB)) as device:
+    settings = make_settings(reference, 2 * MOST, 54 * MIB)
+    with CpuDevice(settings) as device:
         low, high = LEAST, MOST
         assert device.trial((low, low)).outcome == "ok"
         while high - low > 1:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import make_settings
 
 from autoaccum.devices import child_device
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.devices.spare import SpareChild
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 LOADED = "loaded.txt"
 WORKLOAD = f"""
@@ -44,12 +45,12 @@ WORKLOAD = f"""
 
 @pytest.fixture(scope="module")
 def settings(write_workload: Any) -> TrialSettings:
-    return TrialSettings(reference=write_workload(WORKLOAD), share=8)
+    return make_settings(write_workload(WORKLOAD), 8, 40 * MIB)
 
 
 @pytest.fixture(scope="module")
 def device(settings: TrialSettings) -> Iterator[CpuDevice]:
-    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB)) as made:
+    with CpuDevice(settings) as made:
         yield made
 
 
@@ -121,7 +122,7 @@ def test_there_is_none_before_the_budget_is_read_nor_without_room_nor_after_clos
     settings: TrialSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = children_of(os.getpid())
-    with CpuDevice(settings, memory=MemorySize(bytes=40 * MIB)) as device:
+    with CpuDevice(settings) as device:
         assert device.limit_bytes == 40 * MIB
         assert device._spare is None
         with monkeypatch.context() as patched:

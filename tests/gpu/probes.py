@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import make_settings
 from torch import Tensor, nn
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card_report import report_card
 from autoaccum.devices.cuda_memory import read_card
 from autoaccum.devices.nvml import NvmlMissing, read_nvml
 from autoaccum.planning.device_choice import make_device
 from autoaccum.planning.planner import plan
-from autoaccum.units import GIB, MemorySize
+from autoaccum.units import GIB
 
 WORKLOAD = """
 import torch
@@ -87,11 +87,11 @@ def measure_growth(place: torch.device) -> dict[str, Any]:
 def measure_trials(place: torch.device) -> dict[str, Any]:
     """Seconds and peaks of a few trials, with 4 GiB of the card, or 1 GiB of the host."""
     is_cpu = place.type == "cpu"
-    share, memory = 32 if is_cpu else 256, MemorySize(bytes=GIB if is_cpu else 4 * GIB)
+    share, memory_bytes = 32 if is_cpu else 256, GIB if is_cpu else 4 * GIB
     began = time.perf_counter()
     with (
         _workload() as reference,
-        make_device(str(place), TrialSettings(reference=reference, share=share), memory=memory) as device,
+        make_device(make_settings(reference, share, memory_bytes, device=str(place))) as device,
     ):
         inspection = device.inspect()
         seconds = time.perf_counter() - began

@@ -12,6 +12,7 @@ import torch
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.simulated.catalog import Card
+from autoaccum.options import Options
 from autoaccum.planning.device_choice import make_device
 from autoaccum.units import GIB, MemorySize
 from tests.gpu.cases import CASES, Case
@@ -106,7 +107,7 @@ def _make_device(place: torch.device | None, settings: TrialSettings) -> Device:
     """The card, with all that is free of it; of the host 4 GiB."""
     if place is not None and place.type == "cuda":
         return CudaDevice(settings, index=place.index)
-    return make_device("cpu", settings, memory=MemorySize(bytes=4 * GIB))
+    return make_device(replace(settings, options=Options(device="cpu", memory=MemorySize(bytes=4 * GIB))))
 
 
 def _tight_limit(predicted: Row) -> int:

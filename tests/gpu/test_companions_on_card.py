@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from asking import make_settings
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.units import MIB
 
@@ -41,7 +41,7 @@ def peak(write_workload: Callable[[str], str]) -> Callable[..., int]:
     reference = write_workload(WORKLOAD)
 
     def measure(**asked: Any) -> int:
-        settings = TrialSettings(reference=reference, share=2 * SIZE, **asked)
+        settings = make_settings(reference, 2 * SIZE, **asked)
         with CudaDevice(settings, index=torch.cuda.current_device()) as device:
             trial = device.trial((SIZE, SIZE))
         assert trial.ran, trial.message

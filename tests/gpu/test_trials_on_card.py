@@ -17,6 +17,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.cuda_memory import CardPeak, card_limit, read_card
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.errors import UsageError
+from autoaccum.options import Options
 from autoaccum.units import GIB, MIB, MemorySize
 
 RETRYING, ASSERTING, BIG = 3, 5, 7
@@ -57,10 +58,9 @@ input()
 
 
 def make_device(place: torch.device, reference: str, **options: Any) -> Device:
-    settings = TrialSettings(reference=reference, share=64)
-    if place.type == "cpu":
-        return CpuDevice(settings, **{"memory": MemorySize(bytes=128 * MIB), **options})
-    return CudaDevice(settings, index=place.index, **options)
+    memory = options.pop("memory", MemorySize(bytes=128 * MIB) if place.type == "cpu" else None)
+    settings = TrialSettings(reference=reference, share=64, options=Options(memory=memory), **options)
+    return CpuDevice(settings) if place.type == "cpu" else CudaDevice(settings, index=place.index)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.errors import UsageError
+from autoaccum.options import Options
 from autoaccum.planning import device_choice
 from autoaccum.planning.device_choice import card_index, check_device, has_nvidia_gpu, make_device, torch_build
 
@@ -111,6 +112,6 @@ def test_makes_the_device_without_starting_anything(
 ) -> None:
     monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
     monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: True)
-    made = make_device(name, TrialSettings(reference="model.py", share=4))
+    made = make_device(TrialSettings(share=4, options=Options(device=name), reference="model.py"))
     assert isinstance(made, kind)
     assert made.name == called

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear
 
 import autoaccum
@@ -27,7 +28,6 @@ from autoaccum.planning.events import Event, Explained, ExplanationStarted, Tria
 from autoaccum.planning.explained import explain_proof
 from autoaccum.planning.planner import plan_on
 from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
 from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -60,7 +60,7 @@ def changes_of(plan: Plan) -> dict[str, Change]:
 def explain(
     tracer: SyntheticTracer | None = None, target: int = 64, listen: Callable[[Event], None] | None = None, **asked: Any
 ) -> Plan:
-    request = Request(target, **{"explain": True, **asked})
+    request = make_request(target, **{"explain": True, **asked})
     with simulated(tracer or SyntheticTracer(offers={"half": OFFERS["half"]}), request.share) as device:
         return plan_on(Subject(device, "model.py", isolated=False), request, on_event=listen)
 
@@ -197,7 +197,7 @@ def test_a_process_that_dies_ends_one_change_and_not_the_plan() -> None:
 def test_another_allocator_needs_no_trace() -> None:
     plan, grown = explain(), None
     with simulated(SyntheticTracer(), environment=GROWING) as device:
-        grown = plan_on(Subject(device, "model.py", isolated=False), Request(64, explain=True))
+        grown = plan_on(Subject(device, "model.py", isolated=False), make_request(64, explain=True))
         peak_bytes = device.explain((plan.micro_batch,) * 2).explanation.peak_bytes
     assert plan.explanation is not None
     told = {change.name: change for change in plan.explanation.changes}["expandable_segments"]
@@ -232,7 +232,7 @@ def test_no_time_is_left_for_an_explanation() -> None:
     with simulated(SyntheticTracer()) as device:
         subject, late = Subject(device, "model.py"), iter([0.0, 601.0])
         allowance = Allowance(None, 600.0, clock=lambda: next(late))
-        found = explain_proof(subject, Request(64, explain=True), (20, 20), allowance, told.append)
+        found = explain_proof(subject, make_request(64, explain=True), (20, 20), allowance, told.append)
     assert found == (None, ("where the memory goes was not asked: the time limit of 600 s was over",))
     assert not any(isinstance(event, Explained) for event in told)
 
@@ -287,7 +287,7 @@ def account() -> Account:
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     device = Measured(replace(account(), notes=("said so",)))
     assert isinstance(device, Explaining)
-    plan = plan_on(Subject(device, "model.py"), Request(64, explain=True))
+    plan = plan_on(Subject(device, "model.py"), make_request(64, explain=True))
     assert plan.kind == "measured"
     assert device.asked == [(plan.trials[-1].parts, True, False)]
     assert plan.peak_bytes == plan.trials[-1].peak_reserved_bytes
@@ -306,7 +306,7 @@ def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     ids=["usage", "workload", "measurement"],
 )
 def test_what_cannot_be_simulated_is_said_and_the_plan_kept(error: AutoaccumError) -> None:
-    plan = plan_on(Subject(Measured(error), "model.py"), Request(64, explain=True))
+    plan = plan_on(Subject(Measured(error), "model.py"), make_request(64, explain=True))
     assert plan.micro_batch == 32
     assert plan.explanation is None
     assert plan.notes[-1] == f"where the memory goes is not known ({error.message.splitlines()[0]})"

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from asking import make_settings
 from torch import nn
 
 import autoaccum
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
-from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.planning.subjects import find_subject
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.modes import MODES
 
@@ -33,9 +34,9 @@ def workload(**fields: Any) -> autoaccum.Workload:
 
 
 def test_trials_in_processes_of_their_own_are_told_of_it() -> None:
-    with find_subject("model.py", LIVE, Settings(share=4, device="cpu", batchnorm="running")).device as device:
+    with find_subject("model.py", LIVE, make_settings("", 4, device="cpu", batchnorm="running")).device as device:
         assert isinstance(device, ChildDevice)
-        assert device._settings.to_request()["batchnorm"] == "running"
+        assert device._settings.to_request()["options"]["batchnorm"] == "running"
 
 
 def test_an_unknown_mode_is_refused_before_anything_starts() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import make_settings
 
 import autoaccum
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.planning.subjects import find_subject
 from autoaccum.planning.verdicts import Need, does_not_fit
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -56,11 +57,11 @@ def test_what_cannot_be_planned_is_refused_before_anything_starts(
     ("given", "kept"), [(None, None), ("ema", ("ema",)), (iter(["ema", "outputs"]), ("outputs", "ema")), ((), ())]
 )
 def test_trials_are_told_what_was_asked_for(reference: str, given: Any, kept: Any) -> None:
-    asked = Settings(share=4, device="cpu", keeps=given, evaluation_batch=6, worst_of=7)
+    asked = make_settings("", 4, device="cpu", keeps=given, evaluation_batch=6, worst_of=7)
     with find_subject(reference, LIVE, asked).device as device:
         assert isinstance(device, ChildDevice)
-        settings = device._settings
-    assert (settings.keeps, settings.evaluation_batch, settings.worst_of) == (kept, 6, 7)
+        options = device._settings.options
+    assert (options.keeps, options.evaluation_batch, options.worst_of) == (kept, 6, 7)
 
 
 def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> None:

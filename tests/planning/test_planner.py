@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from asking import make_request
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
@@ -14,7 +15,6 @@ from autoaccum.planning import subjects
 from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
 from autoaccum.planning.planner import plan, plan_on
 from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
 from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB
 
@@ -133,7 +133,7 @@ class ScriptedDevice:
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on(Subject(device, "model.py"), Request(target, **request), on_event=device.listen)
+    return plan_on(Subject(device, "model.py"), make_request(target, **request), on_event=device.listen)
 
 
 def test_plans() -> None:
@@ -289,7 +289,7 @@ def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
 
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
-    found = plan_on(Subject(ScriptedDevice(), "model.py"), Request(256), on_event=events.append)
+    found = plan_on(Subject(ScriptedDevice(), "model.py"), make_request(256), on_event=events.append)
     assert events[0] == Loading("model.py")
     assert isinstance(events[1], Inspected)
     assert (events[1].cap, events[1].device) == (256, "cpu")
@@ -376,8 +376,8 @@ def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: dict[str, Any] = {}
 
     def use(device: ScriptedDevice) -> dict[str, Any]:
-        def make(name: str, settings: Any, **options: Any) -> ScriptedDevice:
-            made.update(name=name, settings=settings, **options)
+        def make(settings: Any) -> ScriptedDevice:
+            made.update(settings=settings)
             return device
 
         monkeypatch.setattr(subjects, "make_device", make)
@@ -393,7 +393,8 @@ def test_settings_reach_the_device(use_device: Any) -> None:
     assert device.closed
     assert made["settings"].share == 129
     assert made["settings"].trial_limit_seconds == 5.0
-    assert (made["memory"].bytes, made["reserve"].fraction) == (2 * 1024**3, 0.1)
+    options = made["settings"].options
+    assert (options.device, options.memory.bytes, options.reserve.fraction) == ("cpu", 2 * 1024**3, 0.1)
 
 
 @pytest.mark.parametrize("error", [WorkloadError("no model"), NotMeasuredError("died")])
@@ -419,7 +420,7 @@ def test_ctrl_c_closes_the_device(use_device: Any) -> None:
         ({"target_batch": 0}, "the target batch is 0, the least is 1"),
         ({"target_batch": -3}, "the target batch is -3, the least is 1"),
         ({"target_batch": 2.5}, "the target batch is 2.5"),
-        ({"world_size": 0}, "the world size is 0, the least is 1"),
+        ({"world_size": 0}, "world_size is 0: give a whole number"),
         ({"max_micro_batch": 0}, "is 0, the least is 1"),
         ({"equal": True, "world_size": 3}, "take 6 or 9"),
         ({"precision": "fp8"}, "there is no precision 'fp8': take fp32, bf16, fp16"),

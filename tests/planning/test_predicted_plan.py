@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.planned import planned_facts
@@ -23,7 +24,6 @@ from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, Work
 from autoaccum.planning.events import Event, Inspected, TrialStarted
 from autoaccum.planning.planner import plan_on
 from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
 from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -36,7 +36,7 @@ def predict(
     expandable: bool = False,
     **request: Any,
 ) -> Plan:
-    asked = Request(target, **request)
+    asked = make_request(target, **request)
     made = tracer or SyntheticTracer()
     memory = MemorySize(bytes=int(gib * GIB))
     device = SimulatedDevice(
@@ -213,7 +213,7 @@ def test_least_is_there_without_being_asked_for() -> None:
 def test_listeners_are_told_that_nothing_runs() -> None:
     events: list[Event] = []
     device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
-    plan_on(Subject(device, "model.py", isolated=False), Request(64), on_event=events.append)
+    plan_on(Subject(device, "model.py", isolated=False), make_request(64), on_event=events.append)
     assert [event.predicted for event in events if isinstance(event, Inspected)] == [True]
 
 
@@ -286,7 +286,7 @@ class RealCard:
 
 def measure(foresight: Foresight, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
     events: list[Event] = []
-    plan = plan_on(Subject(RealCard(foresight), "model.py"), Request(target, **request), on_event=events.append)
+    plan = plan_on(Subject(RealCard(foresight), "model.py"), make_request(target, **request), on_event=events.append)
     return plan, [event for event in events if isinstance(event, TrialStarted)]
 
 
@@ -319,9 +319,9 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
 
 def test_a_limit_on_time_is_one_on_the_simulation_too() -> None:
     card = RealCard(Foresight())
-    plan_on(Subject(card, "model.py"), Request(256, time_limit=40.0))
+    plan_on(Subject(card, "model.py"), make_request(256, time_limit=40.0))
     assert card.limit_seconds == 10.0
-    plan_on(Subject(card, "model.py"), Request(256))
+    plan_on(Subject(card, "model.py"), make_request(256))
     assert card.limit_seconds is None
 
 

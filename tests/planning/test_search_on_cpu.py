@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from autoaccum.devices.base import Trial, TrialSettings
+from asking import make_settings
+
+from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.planning.search import search
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 # Every sample takes about 8 MiB for its activations, so that a step of one sample stands out of any rounding.
 MODEL = """
@@ -28,8 +30,8 @@ def loss(model, batch):
 
 def test_brute_force_agrees(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    settings = TrialSettings(reference=str(tmp_path / "model.py"), share=64)
-    with CpuDevice(settings, memory=MemorySize(bytes=38 * MIB)) as device:
+    settings = make_settings(str(tmp_path / "model.py"), 64, 38 * MIB)
+    with CpuDevice(settings) as device:
         device.inspect()
 
         def trial(size: int, *, fresh: bool = False) -> Trial:

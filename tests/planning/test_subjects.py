@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from asking import make_settings
 from torch import nn
 
 from autoaccum.devices.in_place import InPlaceDevice
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan
-from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.planning.subjects import find_subject
 from autoaccum.workload.spec import Workload
 
 PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
@@ -29,19 +30,19 @@ def live(**changes: Any) -> dict[str, Any]:
 
 def test_a_file_is_tried_in_processes_of_its_own() -> None:
     for reference in ("model.py", Path("model.py")):
-        subject = find_subject(reference, PARTS, Settings(share=8, device="cpu"))
+        subject = find_subject(reference, PARTS, make_settings("", 8, device="cpu"))
         assert (subject.reference, subject.isolated, subject.device.name) == ("model.py", True, "cpu")
 
 
 def test_live_objects_are_tried_in_place() -> None:
-    subject = find_subject(None, live(), Settings(share=8))
+    subject = find_subject(None, live(), make_settings("", 8))
     assert isinstance(subject.device, InPlaceDevice)
     assert (subject.reference, subject.isolated) == ("Linear (in this process)", False)
 
 
 def test_a_workload_made_in_code_is_tried_in_place() -> None:
     workload = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
-    subject = find_subject(workload, PARTS, Settings(share=8, device="cpu", precision="bf16", optimizer="sgd"))
+    subject = find_subject(workload, PARTS, make_settings("", 8, device="cpu", precision="bf16", optimizer="sgd"))
     assert isinstance(subject.device, InPlaceDevice)
     assert subject.reference == "tiny (in this process)"
     inspection = subject.device.inspect()
@@ -62,7 +63,7 @@ def test_a_workload_made_in_code_is_tried_in_place() -> None:
 )
 def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as seen:
-        find_subject(workload, parts, Settings(share=8))
+        find_subject(workload, parts, make_settings("", 8))
     assert text in str(seen.value)
 
 
@@ -77,18 +78,18 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
 )
 def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        find_subject(workload, parts, Settings(share=8, device=device, gpu="rtx3090"))
+        find_subject(workload, parts, make_settings("", 8, device=device, gpu="rtx3090"))
 
 
 @pytest.mark.parametrize("gpu", [24, 24.0, True, b"rtx3090", ["rtx3090"], Path("rtx3090")])
 def test_a_card_is_a_text(gpu: Any) -> None:
     with pytest.raises(UsageError, match='gpu is .*: give the name of a card or a size with its unit: "rtx3090"'):
-        find_subject("model.py", PARTS, Settings(share=8, gpu=gpu))
+        find_subject("model.py", PARTS, make_settings("", 8, gpu=gpu))
 
 
 def test_a_card_alone_is_nothing_to_plan() -> None:
     with pytest.raises(UsageError, match="there is nothing to plan: give one"):
-        find_subject(None, PARTS, Settings(share=8, gpu="rtx3090"))
+        find_subject(None, PARTS, make_settings("", 8, gpu="rtx3090"))
 
 
 def test_a_reduction_belongs_to_live_objects() -> None:
@@ -104,4 +105,4 @@ def test_a_live_optimizer_does_not_go_with_a_file() -> None:
 
 def test_a_loss_that_is_none_is_told_as_in_a_file() -> None:
     with pytest.raises(WorkloadError, match="both loss and criterion are given"):
-        find_subject(None, live(loss=nn.MSELoss()), Settings(share=8))
+        find_subject(None, live(loss=nn.MSELoss()), make_settings("", 8))

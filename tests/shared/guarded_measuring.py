@@ -57,7 +57,7 @@ class TracerHere:
         self._child.close()
 
     def _ask(self, job: str, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "optimizer": self._settings.optimizer, "job": job, **asked}
+        request = {**self._settings.to_request(), "optimizer": None, "job": job, **asked}
         reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
         if "failure" in reply:
             raise WorkloadError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")

@@ -104,17 +104,14 @@ class ChildTracer:
     Args:
         settings: What all traces have in common.
         card: The card.
-        on_output: Gets each line the workload prints; None: it goes to stderr.
 
     Raises:
         WorkloadError: The workload cannot be loaded, or not be simulated.
         NotMeasuredError: The process cannot be started, died or took too long.
     """
 
-    def __init__(self, settings: TrialSettings, card: Card, on_output: Callable[[str], None] | None = None) -> None:
-        self._worker = Worker(
-            settings, f"the simulated {card.name}", card=dataclasses.asdict(card), on_output=on_output
-        )
+    def __init__(self, settings: TrialSettings, card: Card) -> None:
+        self._worker = Worker(settings, f"the simulated {card.name}", card=dataclasses.asdict(card))
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`; the loss and its weighting are not checked.

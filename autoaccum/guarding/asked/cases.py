@@ -11,7 +11,7 @@ from typing import Any, get_args
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.guarding.records import Case
-from autoaccum.planning.subjects import Precision
+from autoaccum.options import Precision
 from autoaccum.units import parse_size
 from autoaccum.workload.companions import read_count, read_keeps
 from autoaccum.workload.modes import read_mode

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.guarding.measuring.repeated_measuring import measure_by_runs
 from autoaccum.guarding.measuring.simulated_measuring import measure_simulated
 from autoaccum.guarding.measuring.sizing import Task
 from autoaccum.guarding.records import Case, Measured, Measurement
+from autoaccum.options import Options
 from autoaccum.planning.events import Listener
 from autoaccum.planning.request import Request
-from autoaccum.planning.subjects import Settings, find_subject
+from autoaccum.planning.subjects import find_subject
 from autoaccum.units import precise_bytes
 
-_NO_PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight", "evaluate"))
 _ASKED = ("gpu", "precision", "optimizer", "memory", "reserve", "keeps", "evaluation_batch", "worst_of", "batchnorm")
 
 
@@ -50,17 +51,15 @@ def measure(
     """
     request = request_of(case, time_limit)
     asked = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
-    settings = Settings(
+    settings = TrialSettings(
         share=request.share,
-        device="auto" if case.device is None else case.device,
-        load_limit=request.check_limit,
+        options=Options(device=case.device or "auto", **{name: getattr(case, name) for name in _ASKED}),
+        load_limit_seconds=request.check_limit,
         checkout=checkout,
         is_stopped=is_stopped,
         on_output=on_output,
-        verb="guard",
-        **{name: getattr(case, name) for name in _ASKED},
     )
-    subject = find_subject(case.workload, _NO_PARTS, settings)
+    subject = find_subject(case.workload, {}, settings, verb="guard")
     task = Task(subject, request, micro_batches or asked, on_event or (lambda event: None))
     with subject.device:
         measured = measure_by_runs(task) if case.gpu is None else measure_simulated(task)
@@ -82,10 +81,8 @@ def request_of(case: Case, time_limit: float | None = None) -> Request:
         raise UsageError(f"how much {case.workload} trains at once is not said", hint="add --target-batch N")
     return Request(
         2 * (case.micro_batch or 0) * case.world_size if case.target_batch is None else case.target_batch,
-        world_size=case.world_size,
-        equal=case.equal,
+        Options(world_size=case.world_size, equal=case.equal, time_limit=time_limit),
         max_micro_batch=case.micro_batch,
-        time_limit=time_limit,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from asking import make_settings
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.traces import ChildTracer
 from autoaccum.errors import NotMeasuredError, WorkloadError
@@ -20,8 +21,8 @@ Make = Callable[..., ChildTracer]
 def make() -> Iterator[Make]:
     made: list[ChildTracer] = []
 
-    def tracer(reference: str | Path, **options: object) -> ChildTracer:
-        settings = TrialSettings(reference=str(reference), share=64, **options)  # type: ignore[arg-type]
+    def tracer(reference: str | Path, **options: Any) -> ChildTracer:
+        settings = make_settings(str(reference), 64, **options)
         made.append(ChildTracer(settings, find_card("rtx4090")))
         return made[-1]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import make_request
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_traces import Sizes, SyntheticTracer, linear
@@ -50,7 +51,7 @@ def measure_traces(
     gib: float = 2.0,
     **asked: Any,
 ) -> Measurement:
-    request = Request(target, **asked)
+    request = make_request(target, **asked)
     with (subject := make_subject(tracer, request, gib)).device:
         return measure_simulated(Task(subject, request, micro_batches, lambda event: None)).measurement
 
@@ -75,14 +76,14 @@ def test_what_is_measured_of_a_locked_schedule_is_what_its_plan_confirms(
     target: int, ceiling: int, world_size: int, equal: bool
 ) -> None:
     target += -target % world_size if equal else 0
-    request = Request(target, world_size=world_size, equal=equal)
+    request = make_request(target, world_size=world_size, equal=equal)
     planned = request.schedule(ceiling)
     task = Task(make_subject(SyntheticTracer(), request, 2.0), request, None, lambda event: None)
     assert task.trial_parts(planned.micro_batches) == planned.trial_parts
 
 
 def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
-    request = Request(target, **asked)
+    request = make_request(target, **asked)
     with (subject := make_subject(SyntheticTracer(), request, gib)).device:
         return plan_on(subject, request)
 
@@ -188,7 +189,7 @@ def test_a_size_that_does_not_follow_from_small_ones_is_measured_by_itself() -> 
 
     found = measure_traces(SyntheticTracer(bent), (14, 14, 13), target=41, gib=20.0)
     tracer = SyntheticTracer(bent)
-    with (subject := make_subject(tracer, Request(28), 20.0)).device:
+    with (subject := make_subject(tracer, make_request(28), 20.0)).device:
         assert found.peak_bytes == subject.device.trial((14, 14), fresh=True).peak_reserved_bytes
 
 

@@ -1,0 +1,23 @@
+"""Requests of a plan, from flat keyword arguments as `autoaccum.plan` takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.options import Options
+from autoaccum.planning.request import Request
+from autoaccum.units import MemorySize
+
+_OPTIONS = {field.name for field in dataclasses.fields(Options)}
+
+
+def make_request(target: int, **asked: Any) -> Request:
+    options = Options(**{name: value for name, value in asked.items() if name in _OPTIONS})
+    return Request(target, options, **{name: value for name, value in asked.items() if name not in _OPTIONS})
+
+
+def make_settings(reference: str, share: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:
+    memory = None if memory_bytes is None else MemorySize(bytes=memory_bytes)
+    return TrialSettings(reference=reference, share=share, options=Options(memory=memory, **options))

@@ -1,0 +1,99 @@
+"""What a run is asked for: one record, from the command line to the process that runs the trials."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import pytest
+from click.testing import CliRunner
+
+import autoaccum
+from autoaccum.cli import flags, main
+from autoaccum.devices.base import TrialSettings
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.options import WORKLOAD_OPTIONS, OptionArguments, Options
+from autoaccum.planning import subjects
+from autoaccum.units import MemorySize
+from autoaccum.workload.spec import Workload
+
+ASKED: Mapping[str, tuple[str, Any]] = {
+    "optimizer": ("sgd", "sgd"),
+    "precision": ("bf16", "bf16"),
+    "batchnorm": ("running", "running"),
+    "accumulate_in": ("parameters", "parameters"),
+    "keeps": ("ema", ("ema",)),
+    "evaluation_batch": ("6", 6),
+    "worst_of": ("7", 7),
+    "multiple_of": ("2", 2),
+    "device": ("cpu", "cpu"),
+    "gpu": ("rtx3090", "rtx3090"),
+    "memory": ("80%", MemorySize(fraction=0.8)),
+    "reserve": ("1GiB", MemorySize(bytes=1024**3)),
+    "world_size": ("3", 3),
+    "equal": ("", True),
+    "time_limit": ("50", 50.0),
+    "trial_limit": ("5", 5.0),
+}
+"""Each option as the command line has it, and as the record has it."""
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_option_walks_from_the_command_line_to_the_process_of_the_trials(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrialSettings] = []
+
+    def make_device(settings: TrialSettings) -> Any:
+        seen.append(settings)
+        raise NotMeasuredError("far enough")
+
+    monkeypatch.setattr(subjects, "make_device", make_device)
+    text, value = ASKED[name]
+    flag = [f"--{name.replace('_', '-')}", *([text] if text else [])]
+    done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "12", "-q", *flag])
+    assert str(done.exception) == "far enough" or "far enough" in done.output, done.output
+    told = json.loads(json.dumps(seen[0].to_request()))
+    assert Options.from_record(told["options"]) == seen[0].options == Options(**{name: value})
+
+
+def test_no_option_is_without_a_walk_a_flag_and_an_argument() -> None:
+    fields = {field.name for field in dataclasses.fields(Options)}
+    assert fields == set(ASKED) == set(flags._FLAGS) == set(get_type_hints(OptionArguments))
+    assert {field.name for field in dataclasses.fields(Workload)} >= set(WORKLOAD_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"precision": "fp8"}, "there is no precision 'fp8'"),
+        ({"batchnorm": "exact"}, "there is no batchnorm mode 'exact': take one of \"micro\""),
+        ({"accumulate_in": "fp16"}, "accumulate_in is 'fp16'"),
+        ({"keeps": "logs"}, "nothing is known to be kept as 'logs'"),
+        ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
+        ({"worst_of": 1.5}, "worst_of is 1.5"),
+        ({"world_size": True}, "world_size is True"),
+        ({"memory": "10"}, "'10' is not a memory size"),
+        ({"reserve": 10}, "reserve is 10: write its unit too"),
+        ({"gpu": 24}, 'gpu is 24: give the name of a card or a size with its unit: "rtx3090"'),
+        ({"gpu": "rtx3090", "device": "cpu"}, "both --device cpu and --gpu rtx3090 are given: .* take one"),
+        ({"equal": 1}, "equal is 1: give True or False"),
+        ({"time_limit": float("inf")}, "the time limit is inf: give seconds, more than 0"),
+        ({"trial_limit": 0}, "the trial limit is 0"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_one_place(asked: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Options(**asked)
+
+
+def test_what_is_no_argument_of_a_call_is_refused_as_python_does() -> None:
+    for asked in ({"bachnorm": "micro"}, {"share": 3}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            autoaccum.plan("model.py", target_batch=8, **asked)
+    with pytest.raises(TypeError, match=r"verify\(\) got an unexpected keyword argument 'gpu'"):
+        Options.of("verify", {"gpu": "rtx3090"})
+    with pytest.raises(UsageError, match="there is no precision 'fp64': take fp32, bf16, fp16"):
+        Options.of("plan", {"precision": "fp64"})
