@@ -230,7 +230,7 @@ def test_a_file_is_measured_where_its_checkout_lies(write_workload: Callable[[st
 def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     case = Case(workload="model.py", gpu="rtx3090", micro_batch=1000)
     subject = make_subject(SyntheticTracer(), request_of(case), 2.0)
-    monkeypatch.setattr(measuring, "find_subject", lambda *asked: subject)
+    monkeypatch.setattr(measuring, "find_subject", lambda *asked, **verb: subject)
     with pytest.raises(DoesNotFitError) as told:
         measure(case, Checkout(tmp_path))
     assert re.fullmatch(

@@ -123,7 +123,7 @@ class TracerHere:
         return trace
 
     def _ask(self, job: str, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "optimizer": self._settings.optimizer, "job": job, **asked}
+        request = {**self._settings.to_request(), "optimizer": None, "job": job, **asked}
         reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
         if "failure" in reply:
             raise AssertionError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")
