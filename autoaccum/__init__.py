@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
-    from autoaccum.accumulation.loaders import windows as windows
-    from autoaccum.accumulation.notices import AccumulationWarning as AccumulationWarning
-    from autoaccum.accumulation.results import StepResult as StepResult
+    from autoaccum.accumulation.observers import AccumulationWarning as AccumulationWarning
+    from autoaccum.accumulation.observers import StepResult as StepResult
+    from autoaccum.accumulation.schedule import windows as windows
     from autoaccum.planning.planner import plan as plan
     from autoaccum.planning.records import Plan as Plan
     from autoaccum.reporting.fitting import fit as fit
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccumulationWarning": "autoaccum.accumulation.notices",
+    "AccumulationWarning": "autoaccum.accumulation.observers",
     "Accumulator": "autoaccum.accumulation.accumulator",
-    "StepResult": "autoaccum.accumulation.results",
-    "windows": "autoaccum.accumulation.loaders",
+    "StepResult": "autoaccum.accumulation.observers",
+    "windows": "autoaccum.accumulation.schedule",
     "FitResult": "autoaccum.training.results",
     "fit": "autoaccum.reporting.fitting",
     "Plan": "autoaccum.planning.records",

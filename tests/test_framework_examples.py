@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.planned import facts_here
 from autoaccum.errors import UsageError
 from autoaccum.workload.weights import resolve_objective

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.attempt import Attempt
 from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.norms.modes import checked_batchnorm
-from autoaccum.accumulation.notices import warn_caller
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.gradients import choose_scaler
+from autoaccum.accumulation.observers import StepObserver, StepPhase, warn_caller
+from autoaccum.accumulation.observers import StepResult as StepResult
 from autoaccum.accumulation.planned import (
     PlanLike,
     check_plan,
@@ -31,8 +31,6 @@ from autoaccum.accumulation.planned import (
 )
 from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
-from autoaccum.accumulation.results import StepResult as StepResult
-from autoaccum.accumulation.scaling import choose_scaler
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import (

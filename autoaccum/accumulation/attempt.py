@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
-from autoaccum.accumulation.backpropagation import LossRecord
-from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
+from autoaccum.accumulation.backpropagation import LossRecord, Shares, has_weight, make_shares
+from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
+from autoaccum.accumulation.cautions import BufferVersions, balancing_warning, buffers_warning
 from autoaccum.accumulation.gradients import (
     GradientBuffers,
     clip_gradients,
@@ -22,17 +23,9 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.interrupts import HeldInterrupts
-from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
-from autoaccum.accumulation.norms.outside import OutsideNorms
-from autoaccum.accumulation.notices import WeightingWarning, warn_caller
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult, WeightingWarning, warn_caller
 from autoaccum.accumulation.randomness import own_generators
-from autoaccum.accumulation.recovery import is_context_dead
-from autoaccum.accumulation.results import StepResult
-from autoaccum.accumulation.routers import balancing_warning
-from autoaccum.accumulation.shares import Shares, has_weight, make_shares
+from autoaccum.accumulation.recovery import HeldInterrupts, is_context_dead
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
@@ -144,10 +137,7 @@ class Attempt:
             if not (self._sums_wide or self._has_accumulated):
                 warn_caller(rounding_warning(trained))
         before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
-        versions, outside = None, None
-        if accumulates and not self._knows_buffers:
-            versions = BufferVersions(self._model)
-            outside = OutsideNorms(self._model, self._objective, self._modules())
+        versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
         if accumulates and not self._has_accumulated:
             self._has_accumulated = True
             if said := ignored_labels_warning(self._objective, self._model, parts):
@@ -156,12 +146,10 @@ class Attempt:
                 warn_caller(said)
         self._warn_of_batchnorm(accumulates=accumulates)
         record = self._backpropagation.run(parts, shares.parts, buffers, scale)
-        if versions is not None and outside is not None:
+        if versions is not None:
             self._knows_buffers = True
             if names := versions.written():
                 warn_caller(buffers_warning(names))
-            if text := outside.warning():
-                warn_caller(text)
         if before is not None:
             warning = state_warning(before[0], Fingerprint(self._model), batch_versions(parts) != before[1])
             self._is_first = False

@@ -75,7 +75,7 @@ def instancenorm_warning(names: Sequence[str]) -> str:
     """One sentence on the running statistics of the modules `names`, and the way out."""
     return (
         f"InstanceNorm updates its running statistics per micro-batch, not per update, in {listed(names)}:"
-        ' batchnorm="running" keeps the full batch\'s'
+        " use it without (track_running_stats=False), or GroupNorm"
     )
 
 

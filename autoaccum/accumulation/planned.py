@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.validation import checked_micro_batch
-from autoaccum.accumulation.wrappers import unwrapped_optimizer
+from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import format_bytes
 from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in

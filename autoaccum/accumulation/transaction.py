@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.copies import ModuleState, StateCopy
+from autoaccum.accumulation.gradients import rewind_scaler
 from autoaccum.accumulation.randomness import Generator, RandomState
-from autoaccum.accumulation.scaling import rewind_scaler
 from autoaccum.units import MIB
 
 _SMALL_BYTES = MIB

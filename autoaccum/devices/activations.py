@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.reservation import TemporariesRecorder
+from autoaccum.accumulation.update import TemporariesRecorder
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.spec import Workload
 

@@ -16,7 +16,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.accumulation.halves import check_workload
-from autoaccum.accumulation.notices import AccumulationWarning, WeightingWarning
+from autoaccum.accumulation.observers import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.activations import count_sample_bytes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.wrappers import unwrapped_optimizer
+from autoaccum.accumulation.validation import unwrapped_optimizer
 from autoaccum.errors import UsageError, first_line
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.spec import Workload

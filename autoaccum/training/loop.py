@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.observers import StepResult
 from autoaccum.training.checkpoints.keeping import Keeper
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.windows import Source, Window

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.observers import StepResult
 
 
 @dataclass

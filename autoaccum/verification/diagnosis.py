@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
+from autoaccum.accumulation.cautions import balancing_factors
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
-from autoaccum.accumulation.routers import balancing_factors
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.coupling_causes import (
     balancing_cause,

@@ -20,7 +20,7 @@ from autoaccum.accumulation.attributes import OwnAttributes
 from autoaccum.accumulation.beside import placed
 from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.digest import tensor_hooks
-from autoaccum.accumulation.draws.host_draws import of_host
+from autoaccum.accumulation.draws import of_host
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.randomness import Generator, generator_rewind, own_generators
 from autoaccum.accumulation.ranks import check_unsharded

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autoaccum.accumulation.draws.calm import calm
+from autoaccum.accumulation.random_calls import calm
 from autoaccum.accumulation.randomness import Generator, generator_rewind
 
 _OTHER_SEED = 1

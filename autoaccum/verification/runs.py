@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.draws.draws import Draws
-from autoaccum.accumulation.draws.host_draws import HostDraws
-from autoaccum.accumulation.draws.joins import DrawMismatch
+from autoaccum.accumulation.draws import DrawMismatch, Draws, HostDraws
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.comparing import distance, largest_entry

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.randomness import RandomState
 from autoaccum.accumulation.schedule import check_multiple
-from autoaccum.accumulation.shares import has_weight
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.rehearsal import seed_everything

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autoaccum.accumulation.shares import make_shares
+from autoaccum.accumulation.backpropagation import make_shares
 from autoaccum.verification.factors import Decomposition
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum import Accumulator, plan
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.emit import emit_wrapper

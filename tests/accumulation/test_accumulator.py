@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
-from autoaccum.accumulation.loaders import windows
+from autoaccum.accumulation.schedule import windows
 from autoaccum.errors import UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

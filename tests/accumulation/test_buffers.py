@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.buffers import BufferVersions, buffers_warning
+from autoaccum.accumulation.cautions import BufferVersions, buffers_warning
 
 
 def make(model: nn.Module, micro_batch: int) -> Accumulator:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.reservation import TemporariesRecorder
-from autoaccum.accumulation.scaling import HALF_DTYPES
+from autoaccum.accumulation.gradients import HALF_DTYPES
+from autoaccum.accumulation.update import TemporariesRecorder
 
 
 def gradient_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

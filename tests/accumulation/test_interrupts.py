@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.interrupts import HeldInterrupts
+from autoaccum.accumulation.recovery import HeldInterrupts
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.errors import NonFiniteError
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.recovery import find_shortage
-from autoaccum.accumulation.reservation import TemporariesRecorder, reserve
+from autoaccum.accumulation.update import TemporariesRecorder, reserve
 
 CPU = torch.device("cpu")
 COUNT = 1024

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.scaling import choose_scaler, rewind_scaler
+from autoaccum.accumulation.gradients import choose_scaler, rewind_scaler
 from autoaccum.errors import UsageError
 
 CPU = torch.device("cpu")

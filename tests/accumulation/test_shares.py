@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.accumulation.shares import has_weight, make_shares
+from autoaccum.accumulation.backpropagation import has_weight, make_shares
 from autoaccum.errors import WorkloadError
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.loaders import windows
 from autoaccum.accumulation.randomness import RandomState, own_generators
+from autoaccum.accumulation.schedule import windows
 from autoaccum.devices.base import Phase
 from autoaccum.errors import UsageError
 
@@ -72,7 +72,7 @@ def test_windows_hold_no_window_but_the_last() -> None:
 def test_phases_are_words_of_a_trial() -> None:
     from typing import get_args
 
-    from autoaccum.accumulation.phases import StepPhase
+    from autoaccum.accumulation.observers import StepPhase
 
     assert set(get_args(StepPhase)) < set(get_args(Phase))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.reservation import TemporariesRecorder
+from autoaccum.accumulation.update import TemporariesRecorder
 
 
 def test_each_graph_is_freed_by_its_own_backward() -> None:

@@ -173,7 +173,7 @@ def test_an_average_has_the_weights_and_buffers_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
 def test_odd_models_train_beside_all_of_it(name: str, precision: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = batch[0].bfloat16() if name == "half" and precision == "fp32" else batch[0]

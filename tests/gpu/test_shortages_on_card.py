@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.cuda_memory import card_limit
 from autoaccum.units import MIB
@@ -93,7 +93,7 @@ def test_a_shortage_leaves_everything_as_it_was(phase: Any, trained: bool, place
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
 def test_the_batch_is_repeated_in_parts_that_fit(phase: Phase, place: torch.device) -> None:
     updated = []
     for greedy in (phase, None):

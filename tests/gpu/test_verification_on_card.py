@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.verifying import verify
 

@@ -18,7 +18,7 @@ from torch.optim import SGD
 import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.halves import check_workload
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.workload.weighting import check_weighting
 
 SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}

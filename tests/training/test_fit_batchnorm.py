@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.modes import MODES

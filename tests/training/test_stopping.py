@@ -20,8 +20,7 @@ from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.training.stopping import StopAsked, Stopping
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.observers import StepResult
 from autoaccum.errors import CheckpointError
 from autoaccum.training.checkpoints.checkpoints import CheckpointStore
 from autoaccum.training.checkpoints.keeping import Keeper

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum import Workload
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.runs import Runs

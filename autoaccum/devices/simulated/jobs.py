@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.beside import find_beside, placed
-from autoaccum.accumulation.results import StepResult
+from autoaccum.accumulation.observers import StepResult
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import (

@@ -12,8 +12,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.norms.modes import checked_batchnorm
-from autoaccum.accumulation.scaling import choose_scaler
+from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.devices.companions import EMA_DECAY, Averages

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
-from autoaccum.accumulation.results import StepResult
-from autoaccum.accumulation.scaling import HALF_DTYPES
+from autoaccum.accumulation.gradients import HALF_DTYPES
+from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult
 from autoaccum.training.results import NoiseScale
 from autoaccum.training.updates.noise_scale import NOT_FINITE, NoiseEstimator
 from autoaccum.workload.weights import Reduction

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.observers import StepObserver
-from autoaccum.accumulation.phases import StepPhase
+from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.planned import PlanLike
-from autoaccum.accumulation.results import StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.beside import find_beside
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.subjects.trainee import find_device

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.errors import DoesNotFitError, NonFiniteError
 from autoaccum.training.fitting import train

@@ -176,7 +176,7 @@ class Witness:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
 def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)
     model = MODELS[name]()
@@ -205,7 +205,7 @@ def restless(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("evaluate", [None, restless])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
 def test_what_stands_around_the_step_leaves_everything_as_it_was(
     name: str, evaluate: Any, live_device: Any, pairs: Any
 ) -> None:

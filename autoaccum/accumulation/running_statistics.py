@@ -1,30 +1,65 @@
-"""Running statistics of BatchNorm and InstanceNorm over an update in parts, as if its batch had come at once."""
+"""Running statistics of BatchNorm over an update in parts, as if its batch had come at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, INSTANCENORMS, STATISTICS
-from autoaccum.accumulation.norms.moments import Averages, Moments
+from autoaccum.accumulation.batchnorm import STATISTICS
+
+
+@dataclass
+class Moments:
+    """The first two moments of what was seen of some channels, in the widest precision their device has.
+
+    Attributes:
+        count: Values of each channel.
+        mean: Their mean; of shape [channels], like the next.
+        squares: The sum of their squared deviations from it.
+    """
+
+    count: int
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, count: int, mean: Tensor, variance: Tensor) -> Moments:
+        """From a mean and an unbiased variance, which may change afterwards."""
+        dtype = torch.float32 if mean.device.type == "mps" else torch.float64
+        return cls(count, mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1))
+
+    def add(self, other: Moments) -> None:
+        """Take in what `other` has seen, in place.
+
+        Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+        Stanford CS-TR-79-773, 1979.
+        """
+        both = self.count + other.count
+        apart = other.mean - self.mean
+        self.mean.add_(apart, alpha=other.count / both)
+        self.squares.add_(other.squares).add_(apart.square_(), alpha=self.count * other.count / both)
+        self.count = both
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased; there are two values of each channel at least."""
+        return self.squares / (self.count - 1)
 
 
 class RunningStatistics:
-    """Watches normalising modules through the forwards and backwards of one update.
+    """Watches BatchNorms through the forwards and backwards of one update.
 
     While it is entered, calls leave running statistics as they are. Those within `part` count: the k-th call of a
     module in every part is the k-th call of the full batch. What is called again in backward (checkpointing) does not.
     `settle` then makes the update that the full batch would have made.
 
     A call's moments cost no pass over its input: with a momentum of 1, the running statistics it leaves behind are
-    the mean and the unbiased variance of what it normalised (torch/nn/modules/batchnorm.py), or their averages over
-    samples (instance_norm in ATen/native/Normalization.cpp).
+    the mean and the unbiased variance of what it normalised (torch/nn/modules/batchnorm.py).
 
     Args:
         modules: The modules that keep running statistics.
@@ -32,30 +67,26 @@ class RunningStatistics:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._watched = [_Watched(module) for module in modules]
-        self._stack = ExitStack()
 
     def __enter__(self) -> RunningStatistics:
-        with ExitStack() as stack:
-            for watched in self._watched:
-                stack.enter_context(watched)
-            self._stack = stack.pop_all()
+        for watched in self._watched:
+            watched.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *_: object) -> None:
+        for watched in self._watched:
+            watched.close()
 
     @contextmanager
     def part(self) -> Iterator[None]:
         """Around the forward of a part."""
         try:
             for watched in self._watched:
-                watched.begin()
+                watched.next = 0
             yield
         finally:
             for watched in self._watched:
-                watched.end()
+                watched.next = None
 
     def settle(self) -> None:
         """Update the running statistics from all that counted."""
@@ -73,9 +104,9 @@ class _Call:
     """
 
     momentum: float | None
-    seen: Any = None
+    seen: Moments | None = None
 
-    def take(self, seen: Moments | Averages) -> None:
+    def take(self, seen: Moments) -> None:
         """Take a part's in; torch leaves running statistics alone where there are no values."""
         if self.seen is None:
             self.seen = seen if seen.count else None
@@ -84,7 +115,7 @@ class _Call:
 
 
 class _Watched:
-    """One module with running statistics, and what its calls have seen.
+    """One BatchNorm, and what its calls have seen.
 
     Each call writes into buffers of its own: those of the module are saved for backward, which forbids to change them
     until then. They and the momentum are exchanged during a call only, so that code elsewhere finds the module's own,
@@ -95,77 +126,53 @@ class _Watched:
         self._module: Any = module
         self._own = {name: module.get_buffer(name) for name in STATISTICS if getattr(module, name) is not None}
         self._calls: list[_Call] = []
-        self._next: int | None = None
         self._put_aside: _Call | None = None
         self._hooks: list[Any] = []
+        self.next: int | None = None
 
-    def __enter__(self) -> None:
-        module = self._module
-        self._hooks.append(module.register_forward_pre_hook(self._open, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
+    def open(self) -> None:
+        self._hooks = [
+            self._module.register_forward_pre_hook(self._begin, prepend=True),
+            self._module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._put_back()
         for hook in self._hooks:
             hook.remove()
-
-    def begin(self) -> None:
-        self._next = 0
-
-    def end(self) -> None:
-        self._next = None
 
     @torch.no_grad()
     def settle(self) -> None:
         for call in self._calls:
             share: float | Tensor = 0.0 if call.momentum is None else call.momentum
             number = self._own.get("num_batches_tracked")
-            # InstanceNorm counts nothing, and takes no momentum for one of 0.
-            if number is not None and isinstance(self._module, BATCHNORMS):
+            if number is not None:
                 number.add_(1)
                 if call.momentum is None and call.seen is not None:  # torch's cumulative average
                     share = 1.0 / number.to(call.seen.mean.dtype)
             if call.seen is not None:
-                self._learn("running_mean", call.seen.mean, share)
-                self._learn("running_var", call.seen.variance, share)
-
-    def _learn(self, name: str, value: Tensor, share: float | Tensor) -> None:
-        buffer = self._own[name]
-        buffer.copy_(buffer.to(value.dtype) * (1.0 - share) + value * share)
+                for name, value in (("running_mean", call.seen.mean), ("running_var", call.seen.variance)):
+                    self._own[name].copy_(self._own[name].to(value.dtype) * (1.0 - share) + value * share)
 
     @torch.no_grad()
-    def _open(self, module: nn.Module, _: Any) -> None:
+    def _begin(self, module: nn.Module, _: Any) -> None:
         self._put_back()
-        if self._updates():
+        if self._module.training and self._module.track_running_stats:
             self._put_aside = _Call(self._module.momentum)
             self._module.momentum = 1.0
             module._buffers.update({name: buffer.clone() for name, buffer in self._own.items()})
 
-    def _updates(self) -> bool:
-        """Whether a call of the module, as it is set now, would update its running statistics."""
-        module = self._module
-        if isinstance(module, INSTANCENORMS):  # torch/nn/modules/instancenorm.py
-            return bool(module.training or not module.track_running_stats)
-        return bool(module.training and module.track_running_stats)
-
     @torch.no_grad()
-    def _close(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _end(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """Also called where forward has raised: `output` is None then, and nothing was seen."""
-        if self._put_aside is not None and output is not None and self._next is not None:
-            self._take(self._put_aside, args[0] if args else next(iter(kwargs.values())))
+        if self._put_aside is not None and output is not None and self.next is not None:
+            if self.next == len(self._calls):
+                self._calls.append(self._put_aside)
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            mean, variance = module.get_buffer("running_mean"), module.get_buffer("running_var")
+            self._calls[self.next].take(Moments.of(inputs.numel() // mean.numel(), mean, variance))
+            self.next += 1
         self._put_back()
-
-    def _take(self, call: _Call, inputs: Tensor) -> None:
-        mean, variance = self._module.get_buffer("running_mean"), self._module.get_buffer("running_var")
-        index = self._next or 0
-        if index == len(self._calls):
-            self._calls.append(call)
-        self._next = index + 1
-        if isinstance(self._module, INSTANCENORMS):
-            samples = 1 if inputs.dim() == self._module._get_no_batch_dim() else len(inputs)
-            self._calls[index].take(Averages.of(samples, mean, variance))
-        else:
-            self._calls[index].take(Moments.of(inputs.numel() // mean.numel(), mean, variance))
 
     def _put_back(self) -> None:
         if self._put_aside is not None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.accumulation.norms.moments import Moments
+from autoaccum.accumulation.running_statistics import Moments
 
 SPLITS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
 

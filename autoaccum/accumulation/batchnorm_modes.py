@@ -1,4 +1,4 @@
-"""What runs the parts of an update, by what BatchNorm is to see and to remember of them."""
+"""The parts of an update, run by what BatchNorm is to see and to remember of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import (
     BATCHNORMS,
-    INSTANCENORMS,
     batchnorm_names,
     check_frozen,
     check_watchable,
@@ -23,9 +22,9 @@ from autoaccum.accumulation.batchnorm import (
     named_modules,
     running_warning,
 )
-from autoaccum.accumulation.buffers import KeptStatistics
+from autoaccum.accumulation.cautions import KeptStatistics
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.norms.running_statistics import RunningStatistics
+from autoaccum.accumulation.running_statistics import RunningStatistics
 from autoaccum.errors import UsageError
 from autoaccum.workload.modes import BatchNormMode
 from autoaccum.workload.weights import Weights
@@ -52,7 +51,7 @@ class RunningBackpropagation(Backpropagation):
         norms = {
             name: module
             for name, module in named_modules(self._model, self._criterion)
-            if isinstance(module, (*BATCHNORMS, *INSTANCENORMS)) and module.running_mean is not None
+            if isinstance(module, BATCHNORMS) and module.running_mean is not None
         }
         kept = KeptStatistics(norms, by_value=self._is_first)
         with RunningStatistics(list(norms.values())) as self._statistics, _uncompiled(norms):
@@ -70,9 +69,9 @@ class RunningBackpropagation(Backpropagation):
     def cautions(self, *, accumulates: bool) -> list[str]:
         """That the gradient is still not the full batch's."""
         names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        if not names:
-            return []
-        return [running_warning(names, batchnorm_names(self._model, self._criterion, without_statistics=True))]
+        without = batchnorm_names(self._model, self._criterion, without_statistics=True)
+        said = [running_warning(names, without)] if names else []
+        return said + self._instancenorm_cautions(accumulates=accumulates)
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         with self._statistics.part():

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.digest import state_digest
-from autoaccum.accumulation.norms.modes import BACKPROPAGATIONS
-from autoaccum.accumulation.notices import AccumulationWarning
+from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.workload.modes import MODES
 
 TOLERANCE = 1e-10
-FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.notices.AccumulationWarning")
+FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
 
 
 def small(**settings: Any) -> nn.Sequential:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoaccum.accumulation.draws.fused_kernels import OpenRNNs
-from autoaccum.accumulation.draws.joins import Draw, DrawMismatch, join_draws
-from autoaccum.accumulation.draws.random_calls import RandomCall, RandomCalls
-from autoaccum.accumulation.draws.sites import DrawSite
+from autoaccum.accumulation.draws import Draw, DrawMismatch, join_draws
+from autoaccum.accumulation.random_calls import DrawSite, OpenRNNs, RandomCall, RandomCalls
 
 
 def heard(draw: Any) -> list[RandomCall]:

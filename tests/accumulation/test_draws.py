@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.draws.calm import calm
-from autoaccum.accumulation.draws.draws import Draws
-from autoaccum.accumulation.draws.joins import DrawMismatch
+from autoaccum.accumulation.draws import DrawMismatch, Draws
+from autoaccum.accumulation.random_calls import calm
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autoaccum.accumulation.draws.calm import calm
+from autoaccum.accumulation.random_calls import calm
 
 
 def test_neutral_values() -> None:

@@ -1,1 +1,0 @@
-"""The random draws of one run, given to another of the same batch."""

@@ -1,1 +1,0 @@
-"""What BatchNorm sees and remembers of an update in parts, by mode."""
