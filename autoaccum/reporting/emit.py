@@ -13,10 +13,10 @@ from typing import Any
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.companions import describe_companions
 from autoaccum.reporting.emitted.batches import WIDTH, needs, refused_form, type_of
 from autoaccum.reporting.emitted.choices import Choices
 from autoaccum.reporting.emitted.functions import cut_lines, move_lines, own_lines, step_lines, weight_function_lines
+from autoaccum.reporting.plan_table import describe_companions
 from autoaccum.units import format_bytes
 
 _DIGITS_OF_DIGEST = 12

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.companions import describe_companions
 from autoaccum.reporting.explanation_table import print_explanation
 from autoaccum.reporting.rows import path_value, print_remarks, print_rows
 from autoaccum.units import MIB, format_bytes
@@ -20,6 +19,10 @@ _MANY_PARTS = 60
 _MODES = {
     "running": "running: normalises by the micro-batch, running statistics are the full batch's",
     "frozen": "frozen: normalises by its running statistics, which stay as they are",
+}
+_KEPT = {
+    "outputs": "the last micro-batch's outputs and loss, kept until the next has its own",
+    "ema": "an average of the weights",
 }
 
 
@@ -100,6 +103,13 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     if plan.learning_rate is not None:
         yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` trains by")
     yield "trials", Text(_trials(plan, seconds))
+
+
+def describe_companions(plan: Plan) -> list[str]:
+    """What was held in the plan's trials beside the step, as phrases."""
+    kept = [_KEPT.get(keep, str(keep)) for keep in plan.workload.get("keeps") or ()]
+    samples = plan.workload.get("evaluation_batch")
+    return kept if samples is None else [*kept, f"an evaluation between updates, in batches of {samples}"]
 
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:

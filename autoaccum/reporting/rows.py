@@ -1,10 +1,11 @@
-"""Rows of a small table: a name, and a value as wide as the console; and remarks, the first of which are shown."""
+"""Tables of rich, rows of a name and a value as wide as the console, and remarks, the first of which are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoaccum.reporting.plain_text import one_line
@@ -12,6 +13,37 @@ from autoaccum.reporting.plain_text import one_line
 _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
 _MOST_REMARKS = 3
+
+
+def make_table(*columns: str) -> Table:
+    """A table without lines; a column whose name begins with ">" holds figures, which stand at its right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        is_figure = name.startswith(">")
+        justify = "right" if is_figure else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_figure, overflow="fold")
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table as wide as the console, without trailing spaces."""
+    for segments in console.render_lines(table, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def print_line(console: Console, line: Text) -> None:
+    """Print a line of any width, with what others named made harmless."""
+    line.plain = one_line(line.plain)
+    console.print(line, soft_wrap=True)
+
+
+def print_wrapped(console: Console, text: str) -> None:
+    """Print a text by words, without trailing spaces."""
+    for line in Text(one_line(text)).wrap(console, console.width):
+        line.rstrip()
+        console.print(line, soft_wrap=True)
 
 
 def row_lines(console: Console, name: str, value: Text) -> Iterator[Text]:

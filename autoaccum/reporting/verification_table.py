@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.rows import print_remarks, print_rows, row_lines
+from autoaccum.reporting.rows import make_table, print_line, print_remarks, print_rows, print_table
 from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Difference, Verification
 
 if TYPE_CHECKING:
@@ -36,25 +36,24 @@ def print_verification(
         again: Those of the one that verified it, offered where not.
         verbose: Draw all that was compared, and every remark.
     """
-    _print(console, verdict(found, verbose=verbose))
+    print_line(console, verdict(found, verbose=verbose))
     for number, cause in enumerate(found.causes):
         console.print()
-        for line in cause_lines(console, cause, number=number + 1, of=len(found.causes)):
-            _print(console, line)
+        _print_cause(console, cause, number=number + 1, of=len(found.causes))
     if verbose or not (found.equivalent or found.causes):
         for comparison in found.comparisons:
             console.print()
-            for line in comparison_lines(comparison):
-                _print(console, line)
+            _print_comparison(console, comparison)
     if verbose or (found.notes and not found.equivalent):
         console.print()
     if verbose:
-        print_rows(console, _details(found))
+        if found.batchnorm != "micro":
+            print_rows(console, [("batchnorm", Text(found.batchnorm))])
+        print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
     if verbose or not found.equivalent:
         print_remarks(console, [("note", note) for note in found.notes], verbose=verbose)
         console.print()
-        for line in next_lines(found, command=command, again=again):
-            _print(console, line)
+        _print_next(console, found, command=command, again=again)
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:
@@ -73,59 +72,53 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[Text]:
+def _print_comparison(console: Console, comparison: Comparison) -> None:
     """One window: its parts, and a line for each quantity."""
     method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
     window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
-    yield Text(f"{method}, {window}: {parts}", "bold")
-    shown = [difference for difference in comparison.differences if difference.compared]
-    yield Text(f"{'':<11}{'compared':>8}{'largest error':>15}{'tolerance':>11}  at", "dim")
-    for one in shown:
-        line = Text(f"{one.quantity:<11}{one.compared:>8}")
-        line.append(f"{_error(one.error):>15}", "" if one.equal else "bold red")
-        line.append(f"{_tolerance(one.tolerance):>11}  {_where(one)}".rstrip())
-        line.append("" if one.equal else "  differs", "red")
-        yield line
+    print_line(console, Text(f"{method}, {window}: {parts}", "bold"))
+    table = make_table("", ">compared", ">largest error", ">tolerance", "at", "")
+    for one in comparison.differences:
+        if one.compared:
+            error = Text(_error(one.error), "" if one.equal else "bold red")
+            differs = Text("" if one.equal else "differs", "red")
+            where = Text(one_line(_where(one)))
+            table.add_row(one.quantity, str(one.compared), error, _tolerance(one.tolerance), where, differs)
+    print_table(console, table)
 
 
-def cause_lines(console: Console, cause: Cause, *, number: int = 1, of: int = 1) -> Iterator[Text]:
-    """What was found, where, what makes it equal, and whether that was proved.
-
-    Args:
-        console: How wide.
-        cause: The cause.
-        number: Which of several it is, from 1.
-        of: How many there are.
-    """
-    title = "cause" if of == 1 else f"cause {number}"
-    yield from row_lines(console, title, Text(f"{cause.kind}: {cause.found}"))
+def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
+    """What was found, where, what makes it equal, and whether that was proved; the `number`-th `of` several."""
+    rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
     if not all(name in cause.found for name in cause.where):
-        listed = ", ".join(cause.where[:_MOST_WORSE])
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
-        yield from row_lines(console, "in", Text(f"{listed}{more}"))
+        rows.append(("in", Text(f"{', '.join(cause.where[:_MOST_WORSE])}{more}")))
     words, code = _split_code(cause.change)
-    yield from row_lines(console, "change", Text(words))
-    yield from (Text(f"  {line}") for line in code)
-    done = "with all of these done"
-    if of == 1:
-        done = 'with batchnorm="frozen"' if cause.kind == "batchnorm" and "frozen" in cause.change else "with this done"
-    proof = f"{done}, the same comparison is equal" if cause.proved else "no experiment has made the comparison equal"
-    yield from row_lines(console, "proved" if cause.proved else "unproved", Text(proof, "" if cause.proved else "dim"))
+    print_rows(console, [*rows, ("change", Text(words))])
+    for line in code:
+        print_line(console, Text(f"  {line}"))
+    frozen = cause.kind == "batchnorm" and "frozen" in cause.change
+    done = 'batchnorm="frozen"' if of == 1 and frozen else "this done" if of == 1 else "all of these done"
+    proof = f"with {done}, the same comparison is equal"
+    none = Text("no experiment has made the comparison equal", "dim")
+    print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
 
 
-def next_lines(found: Verification, *, command: Sequence[str], again: Sequence[str]) -> Iterator[Text]:
-    """What to do next, as lines to be copied."""
+def _print_next(console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str]) -> None:
+    """What to do next, to be copied."""
+    at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
     if found.equivalent:
-        yield Text("find the micro-batch that fits:")
-        yield Text(f"  {shlex.join(command)}", "cyan")
+        words, line = "find the micro-batch that fits:", command
+    elif at_rest:
+        words, line = "see what remains with BatchNorm frozen (-v shows all that was compared):", _frozen(again)
     elif found.causes:
-        at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
-        words = "see what remains with BatchNorm frozen" if at_rest else "make the change, and verify again"
-        yield Text(f"{words} (-v shows all that was compared):")
-        yield Text(f"  {shlex.join(_frozen(again) if at_rest else again)}", "cyan")
+        words, line = "make the change, and verify again (-v shows all that was compared):", again
     else:
-        yield Text("no cause was found by experiment: please report it with the output of --json")
+        words, line = "no cause was found by experiment: please report it with the output of --json", ()
+    console.print(words, soft_wrap=True)
+    if line:
+        print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
 
 
 def _split_code(change: str) -> tuple[str, list[str]]:
@@ -145,13 +138,6 @@ def _frozen(again: Sequence[str]) -> list[str]:
     return [*words, "--batchnorm", "frozen"]
 
 
-def _details(found: Verification) -> Iterator[tuple[str, Text]]:
-    if found.batchnorm != "micro":
-        yield "batchnorm", Text(found.batchnorm)
-    yield "tolerance", Text(found.rounding)
-    yield "time", Text(f"{found.seconds:.1f} s")
-
-
 def _how_equal(found: Verification) -> str:
     """The largest error of a gradient in any comparison, of what batch, and in a rougher precision what it may be."""
     every = [one for comparison in found.comparisons for one in comparison.differences]
@@ -160,11 +146,6 @@ def _how_equal(found: Verification) -> str:
     rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
     batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
     return f"to {_error(error)} of the largest gradient entry ({batch}, {_precision(found)}{rough})"
-
-
-def _print(console: Console, line: Text) -> None:
-    line.plain = one_line(line.plain)
-    console.print(line, soft_wrap=True)
 
 
 def _urgency(difference: Difference) -> tuple[int, float]:

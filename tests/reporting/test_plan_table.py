@@ -158,29 +158,29 @@ def test_a_kept_plan_is_not_offered_to_be_kept() -> None:
     assert " -o " not in draw(make_plan(), kept=Path("plan.json"), verbose=True)
 
 
-def test_names_the_step_that_was_written() -> None:
-    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in draw(
-        make_plan(), emitted=Path("train_step.py")
-    )
+def test_names_what_was_written() -> None:
+    text = draw(make_plan(), emitted=Path("train_step.py"), pictured=Path("memory.svg"))
+    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
+    assert "\npicture in memory.svg\n" in text
 
 
-def test_names_the_picture_that_was_drawn() -> None:
-    assert "\npicture in memory.svg\n" in draw(make_plan(), pictured=Path("memory.svg"))
-    assert "picture" not in draw(make_plan())
+def test_tells_what_was_planned_along() -> None:
+    along = {"keeps": ["ema", "what a later version keeps"], "evaluation_batch": 64, "worst_of": 1000}
+    said = draw(make_plan(workload=along), verbose=True, width=200)
+    phrases = "an average of the weights; what a later version keeps; an evaluation between updates, in batches of 64"
+    assert f"along with   {phrases}\n" in said
+    assert "batches      of the longest of 1000 samples of the dataset\n" in said
+    assert "along with" not in draw(make_plan(), verbose=True)
 
 
 def test_nothing_is_lost_on_a_narrow_terminal() -> None:
     wide, narrow = (draw(make_plan(), width=width, verbose=True) for width in (200, 30))
     assert "".join(wide.split()) == "".join(narrow.split())
+    assert all(line == line.rstrip() for line in narrow.splitlines())
     table = narrow.split("\n\n")[0]
     assert max(len(line) for line in table.splitlines() if "Accumulator" not in line) <= 37
     command = narrow.splitlines()[-1].strip()
     assert shlex.split(command) == [*COMMAND, "-o", "plan.json"]
-
-
-@pytest.mark.parametrize("width", [20, 40, 80])
-def test_no_trailing_spaces(width: int) -> None:
-    assert all(line == line.rstrip() for line in draw(make_plan(), width=width, verbose=True).splitlines())
 
 
 def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,16 +221,11 @@ def test_a_mode_of_batchnorm_is_shown_where_it_is_not_pytorch_s_own() -> None:
     assert "frozen: normalises by its running statistics" in shown
 
 
-def test_a_plan_that_is_kept_is_loaded() -> None:
-    workload = {"weight": "the workload's weight()", "precision": "bf16"}
+def test_the_line_that_trains_loads_a_kept_plan_and_names_a_criterion() -> None:
+    workload = {"weight": "the workload's weight()", "precision": "bf16", "loss": "criterion"}
     line = accumulator_line(replace(make_plan(), workload=workload), Path("my plan.json"))
-    options = "plan=autoaccum.Plan.load('my plan.json'), weight=weight"
-    assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
-
-
-def test_the_line_that_trains_names_a_criterion_as_the_workload_does() -> None:
-    line = accumulator_line(replace(make_plan(), workload={"loss": "criterion"}))
-    assert line == "autoaccum.Accumulator(model, optimizer, criterion=criterion, micro_batch=86).step(batch)"
+    options = "criterion=criterion, plan=autoaccum.Plan.load('my plan.json'), weight=weight"
+    assert line == f"autoaccum.Accumulator(model, optimizer, {options}).step(batch)"
 
 
 def test_the_line_that_trains_is_python() -> None:

@@ -105,6 +105,7 @@ def test_equal_is_one_line() -> None:
 def test_all_that_was_compared_is_shown_where_it_is_asked_for() -> None:
     lines = drawn(FOUND, verbose=True).splitlines()
     assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16"
+    assert lines[3].split() == ["compared", "largest", "error", "tolerance", "at"]
     assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
     assert lines[5].split() == ["gradients", "4", "1.5e-16", "1.0e-10", "2.weight"]
     assert lines[6].split() == ["update", "4", "1.0e-19", "3.0e-18", "0.bias"]
