@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 import autoaccum
 from autoaccum.accumulation.digest import Hasher
 
-UPDATES, TARGET, SAMPLES = 60, 16, 150
+TARGET, SAMPLES = 16, 150
 
 
 class Noisy(Dataset[Any]):
@@ -49,11 +49,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
 
 
-def schedule(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=UPDATES + 1)
-
-
-def train(folder: Path, workers: int) -> str:
+def train(folder: Path, updates: int, workers: int) -> str:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result = autoaccum.fit(
@@ -62,9 +58,9 @@ def train(folder: Path, workers: int) -> str:
         target_batch=TARGET,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        scheduler=schedule,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=updates + 1),
         micro_batch=5,
-        steps=UPDATES,
+        steps=updates,
         clip_norm=1.0,
         run_dir=folder,
         checkpoint_every=4,
@@ -75,7 +71,7 @@ def train(folder: Path, workers: int) -> str:
     return Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
 
 
-def start(folder: Path, workers: int) -> int:
+def start(folder: Path, updates: int, workers: int) -> int:
     """Fork a run; it leaves its digest in the folder."""
     process = os.fork()
     if process:
@@ -85,7 +81,7 @@ def start(folder: Path, workers: int) -> int:
         import warnings
 
         warnings.simplefilter("ignore")
-        digest = train(folder, workers)
+        digest = train(folder, updates, workers)
         (folder / "digest").write_text(digest)
         code = 0
     except BaseException:
@@ -95,7 +91,7 @@ def start(folder: Path, workers: int) -> int:
         os._exit(code)
 
 
-def run_through(folder: Path, workers: int, kill_after: Callable[[], float | None]) -> int:
+def run_through(folder: Path, updates: int, workers: int, kill_after: Callable[[], float | None]) -> int:
     """Start runs in `folder` until one ends by itself; how many were killed.
 
     Raises:
@@ -103,7 +99,7 @@ def run_through(folder: Path, workers: int, kill_after: Callable[[], float | Non
     """
     kills = 0
     while True:
-        process, seconds = start(folder, workers), kill_after()
+        process, seconds = start(folder, updates, workers), kill_after()
         ended = wait(process, seconds)
         if ended is None:
             os.kill(process, signal.SIGKILL)
@@ -132,32 +128,41 @@ def figures(folder: Path) -> list[tuple[int, float, float]]:
     return [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    draw = random.Random(asked.seed)
+def soak(kills: int, updates: int, workers: int, draw: random.Random) -> int:
+    """Kill runs `kills` times and resume them; how many ended otherwise than one that was never stopped."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         reference = Path(scratch) / "reference"
-        run_through(reference, asked.workers, lambda: None)
+        run_through(reference, updates, workers, lambda: None)
         whole_seconds = time.monotonic() - began
         expected, log = (reference / "digest").read_text(), figures(reference)
-        kills = runs = different = 0
-        while kills < asked.kills:
-            folder, left = Path(scratch) / f"run{runs}", asked.kills - kills
-            limits = [draw.random() * whole_seconds for _ in range(min(left, 8))]
-            kills += run_through(folder, asked.workers, lambda limits=limits: limits.pop() if limits else None)  # type: ignore[misc]
+        made = runs = different = 0
+        while made < kills:
+            folder = Path(scratch) / f"run{runs}"
+            limits = [draw.random() * whole_seconds for _ in range(min(kills - made, 8))]
+            made += run_through(folder, updates, workers, lambda limits=limits: limits.pop() if limits else None)  # type: ignore[misc]
             runs += 1
             weights, logged = (folder / "digest").read_text() == expected, figures(folder) == log
             different += not (weights and logged)
             if not (weights and logged):
                 print(f"{folder.name}: weights {weights}, log {logged}")
-    print(f"{kills} kills in {runs} runs of {UPDATES} updates: {different} ended otherwise than one never stopped")
-    print(f"{time.monotonic() - began:.0f} s, one whole run takes {whole_seconds:.1f} s")
-    return 1 if different else 0
+    print(
+        f"{made} kills in {runs} runs of {updates} updates, {workers} workers:"
+        f" {different} ended otherwise than one never stopped"
+    )
+    print(f"{time.monotonic() - began:.0f} s, one whole run takes {whole_seconds:.1f} s", file=sys.stderr)
+    return different
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    draw = random.Random(asked.seed)
+    return 1 if sum(soak(asked.kills, asked.updates, workers, draw) for workers in asked.workers) else 0
 
 
 if __name__ == "__main__":
