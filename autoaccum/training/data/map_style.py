@@ -52,7 +52,7 @@ class MapStyleSource(Source):
         self._collate = default_collate if collate is None else collate
         self._loader: DataLoader[Any] = DataLoader(
             PartFetcher(dataset, self._collate),  # type: ignore[arg-type]
-            batch_sampler=_Requests(self),  # type: ignore[arg-type]
+            batch_sampler=self,  # type: ignore[arg-type]
             collate_fn=_as_it_is,
             generator=torch.Generator(),
             **worker_options(settings, loader),
@@ -136,21 +136,8 @@ class MapStyleSource(Source):
             self._loader._iterator = None
             self._reader = None
 
-    @property
-    def _makes_parts(self) -> bool:
-        """Whether parts are ours to make; the lists of a batch sampler of one's own stay together."""
-        return type(self._sampler) is BatchSampler
-
-    def _begin(self, epoch: int) -> None:
-        if not self._loader.persistent_workers:
-            self.close()
-        self._reader = None
-        self._epoch, self._read, self._digest, self._done = epoch, 0, 0, (0, 0)
-        self._sizes.clear()
-        self._order = _Order(self._sampler, self._user_loader, self._settings, epoch)
-
-    def _requests(self) -> Iterator[PartRequest]:
-        """What the DataLoader asks for, from the place on; it is asked ahead of what is read."""
+    def __iter__(self) -> Iterator[PartRequest]:
+        """What the DataLoader takes for its batch sampler: requests from the place on, asked for ahead of reading."""
         seed, place = self._settings.seed, self._order.samples
         while window := self._order.next_window():
             if self._makes_parts:
@@ -163,6 +150,19 @@ class MapStyleSource(Source):
                 self._sizes.append((len(part), self._order.digest))
                 yield PartRequest(seed, self._epoch, place, part)
                 place += len(part)
+
+    @property
+    def _makes_parts(self) -> bool:
+        """Whether parts are ours to make; the lists of a batch sampler of one's own stay together."""
+        return type(self._sampler) is BatchSampler
+
+    def _begin(self, epoch: int) -> None:
+        if not self._loader.persistent_workers:
+            self.close()
+        self._reader = None
+        self._epoch, self._read, self._digest, self._done = epoch, 0, 0, (0, 0)
+        self._sizes.clear()
+        self._order = _Order(self._sampler, self._user_loader, self._settings, epoch)
 
     def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int]]:
         room = self._settings.target_batch
@@ -265,16 +265,6 @@ class _Order:
         self.samples += self._settings.target_batch - room
         self.digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), self.digest)
         return [indices for indices in window if indices]
-
-
-class _Requests:
-    """The batch sampler of our DataLoader: the requests of the epoch that its source is at."""
-
-    def __init__(self, source: MapStyleSource) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[PartRequest]:
-        return self._source._requests()
 
 
 def _samples_of(sampler: Any) -> int | None:
