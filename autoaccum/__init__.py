@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.records import Plan as Plan
     from autoaccum.reporting.fitting import fit as fit
     from autoaccum.reporting.tuned import tune as tune
-    from autoaccum.training.results import FitResult as FitResult
+    from autoaccum.training.events import FitResult as FitResult
     from autoaccum.tuning.records import Tuning as Tuning
     from autoaccum.verification.records import Verification as Verification
     from autoaccum.verification.verifying import verify as verify
@@ -29,7 +29,7 @@ _HOMES = {
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.observers",
     "windows": "autoaccum.accumulation.schedule",
-    "FitResult": "autoaccum.training.results",
+    "FitResult": "autoaccum.training.events",
     "fit": "autoaccum.reporting.fitting",
     "Plan": "autoaccum.planning.records",
     "plan": "autoaccum.planning.planner",

@@ -19,7 +19,7 @@ from autoaccum.errors import AutoaccumError, CheckpointError, UsageError
 from autoaccum.training.events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
-    from autoaccum.training.results import FitResult
+    from autoaccum.training.events import FitResult
 
 _OUTPUTS = ("as_json", "quiet", "resume")
 _SIGNALLED = (129, 143)

@@ -15,9 +15,8 @@ from rich.text import Text
 from autoaccum.reporting.plain_text import near_path
 from autoaccum.reporting.rows import path_value, row_lines
 from autoaccum.reporting.update_line import format_seconds, format_values
-from autoaccum.training.events import Updated
-from autoaccum.training.results import FitResult
-from autoaccum.training.updates.noise_scale import noise_sentence
+from autoaccum.training.events import FitResult, Updated
+from autoaccum.training.noise_scale import noise_sentence
 
 SCHEMA = 1
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.training_progress import TrainingProgress
+from autoaccum.training.events import FitResult
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
-from autoaccum.training.results import FitResult
 
 if TYPE_CHECKING:
     import os

@@ -1,52 +1,99 @@
-"""The loop of a training: a window, an update; now and then an evaluation, a checkpoint."""
+"""A training that is under way: a window, an update; now and then an evaluation, a checkpoint."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 from autoaccum.accumulation.observers import StepResult
-from autoaccum.training.checkpoints.keeping import Keeper
+from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints import Keeper
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.windows import Source, Window
 from autoaccum.training.evaluation.evaluating import Evaluator
-from autoaccum.training.events import EpochEnded, Noted, Updated
+from autoaccum.training.evaluation.evaluation import Evaluation
+from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
 from autoaccum.training.progress import Goal, Progress
+from autoaccum.training.request import FitRequest
+from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.seeds import mix
+from autoaccum.training.state import capture_settings, capture_training, restore_training
+from autoaccum.training.stepping import Stepper
 from autoaccum.training.stopping import Stopping
-from autoaccum.training.telling import Teller
-from autoaccum.training.updates.peaks import PeakMeter
-from autoaccum.training.updates.stepping import Stepper
+from autoaccum.training.subjects.micro_batches import Choice
+from autoaccum.training.subjects.subject import Subject
+from autoaccum.training.subjects.trainee import Trainee
 
 
-@dataclass
 class Loop:
-    """A training that is under way.
+    """A training, with all that changes while it goes on.
+
+    Args:
+        request: What is asked for.
+        subject: Where it is from.
+        trainee: What is trained.
+        source: Gives the windows.
+        choice: Its micro-batch.
+        folder: Where checkpoints go; None: nowhere.
+        run: What must be the same when it is resumed.
+        stopping: Whether it was asked to stop.
+        teller: Told of every event; a callback may end training through it.
 
     Attributes:
-        source: Gives the windows.
-        stepper: Makes an update of each.
-        evaluator: Evaluates when it is due.
-        keeper: Writes checkpoints when they are due.
         progress: How far it is; training goes on from where it stands.
         goal: When it is done.
-        stopping: Whether it was asked to stop.
-        peaks: The memory each update takes.
-        company: Looks whether samples are coupled.
-        teller: Told of every event; a callback may end training through it.
-        has_left_out: Whether it was told that samples are left out.
+        stepper: Makes an update of each window.
+        keeper: Writes checkpoints when they are due.
+
+    Raises:
+        UsageError: The plan is for something else, or the evaluation data cannot be used.
     """
 
-    source: Source
-    stepper: Stepper
-    evaluator: Evaluator
-    keeper: Keeper
-    progress: Progress
-    goal: Goal
-    stopping: Stopping
-    peaks: PeakMeter
-    company: CompanyCheck
-    teller: Teller
-    has_left_out: bool = False
+    def __init__(
+        self,
+        request: FitRequest,
+        subject: Subject,
+        trainee: Trainee,
+        source: Source,
+        choice: Choice,
+        *,
+        folder: RunFolder | None,
+        run: Mapping[str, Any],
+        stopping: Stopping,
+        teller: Teller,
+    ) -> None:
+        self.trainee, self.choice, self.progress = trainee, choice, Progress()
+        self._source, self._stopping, self._teller = source, stopping, teller
+        self._run, self._digest = run, subject.digest
+        self._settings = None if folder is None else capture_settings(trainee)
+        self._has_left_out = False
+        source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
+        source.interruptible = stopping.interruptible
+        source.keeps_place = folder is not None
+        self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
+        self.stepper = Stepper(
+            trainee,
+            self.progress,
+            plan=choice.plan,
+            micro_batch=choice.micro_batch,
+            clip_norm=request.clip_norm,
+            skip_nonfinite=request.skip_nonfinite,
+            multiple_of=choice.multiple_of,
+            noise_scale=request.noise_scale,
+            check=stopping.check,
+            tell=teller.tell,
+        )
+        self._coupling = CompanyCheck(trainee, None if choice.plan is None else choice.plan.coupling, teller.tell)
+        self._evaluator = self._make_evaluator(request, subject)
+        self.keeper = Keeper(
+            None if folder is None else folder.checkpoints,
+            every=request.checkpoint_every,
+            progress=self.progress,
+            compose=self.compose,
+            tell=teller.tell,
+        )
 
     def run(self) -> None:
         """Train to the goal, or until a callback ends it.
@@ -57,55 +104,81 @@ class Loop:
         Raises:
             StopAsked: A signal asked for it.
         """
-        self.evaluator.run_missed()
+        self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
-            self.source.start_epoch(self.progress.epoch)
-        while not (self.teller.ended or self.goal.is_reached(self.progress)):
-            self.stopping.check()
+            self._source.start_epoch(self.progress.epoch)
+        while not (self._teller.ended or self.goal.is_reached(self.progress)):
+            self._stopping.check()
             began = time.perf_counter()
-            window = self.source.next_window()
-            if window is not None and window.samples % self.source.multiple_of:
+            window = self._source.next_window()
+            if window is not None and window.samples % self._source.multiple_of:
                 window = self._whole(window)
             if window is None:
                 self._end_epoch()
             elif window.samples:
-                self.company.look(window.parts)
+                self._coupling.look(window.parts)
                 self._update(window, began)
                 del window  # A whole effective batch: not to be held while the next one is read.
-                self.evaluator.run_if_due()
+                self._evaluator.run_if_due()
                 self.keeper.keep_if_due()
-        self.evaluator.run()
+        self._evaluator.run()
         self.keeper.keep()
+
+    def compose(self) -> dict[str, Any]:
+        """What a checkpoint holds: plain values and tensors, as of the last whole update."""
+        plan = self.choice.plan
+        return {
+            "run": dict(self._run),
+            "digest": self._digest,
+            "settings": self._settings,
+            "progress": self.progress.state(),
+            "plan": None if plan is None else plan.to_json(),
+            "micro_batch": self.choice.micro_batch,
+            "stepper": self.stepper.state(),
+            "evaluation": self._evaluator.state(),
+            "data": self._source.state_dict(),
+            "training": capture_training(self.trainee),
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Put everything where `record` has it, but for random states, which come last of all.
+
+        Raises:
+            UsageError: It is of another model or optimizer: says what differs, and nothing is changed.
+        """
+        restore_training(record["training"], record["settings"], self.trainee, self._teller.tell)
+        self._settings = record["settings"]
+        self.progress.restore(record["progress"])
+        self.stepper.restore(record["stepper"], same_plan=record["micro_batch"] == self.choice.micro_batch)
+        self._evaluator.restore(record["evaluation"])
+        how = self._source.load_state_dict(record["data"])
+        if how is not None:
+            self._teller.tell(Noted(how, warns=False))
 
     def _whole(self, window: Window) -> Window:
         """The window without what is left over at the end of an epoch, which is told once."""
-        each = self.source.multiple_of
-        if not self.has_left_out:
-            self.has_left_out = True
-            self.teller.tell(
-                Noted(
-                    f"samples that are left over at the end of an epoch ({window.samples % each} here) are left out:"
-                    f" micro-batches are multiples of {each}",
-                    warns=False,
-                )
-            )
+        each = self._source.multiple_of
+        if not self._has_left_out:
+            self._has_left_out = True
+            left = f"samples that are left over at the end of an epoch ({window.samples % each} here) are left out"
+            self._teller.tell(Noted(f"{left}: micro-batches are multiples of {each}", warns=False))
         whole = window.whole(each)
         if not whole.samples:
-            self.source.commit()
+            self._source.commit()
         return whole
 
     def _update(self, window: Window, began: float) -> None:
-        self.peaks.start()
         learning_rate = self.stepper.learning_rate
         result = self.stepper.step(window.parts)
         # The update is made, or its window passed over: from here on it is not made again, whatever is raised.
-        self.source.commit()
+        self._source.commit()
         self.progress.count(window.samples, result)
         self.stepper.follow(result)
         seconds = time.perf_counter() - began
-        self.teller.tell(self._updated(result, learning_rate, window.samples / seconds))
+        self._teller.tell(self._updated(result, learning_rate, window.samples / seconds))
 
     def _updated(self, result: StepResult, learning_rate: float | None, samples_per_second: float) -> Updated:
+        noise = self.stepper.noise_scale()
         return Updated(
             update=self.progress.update,
             epoch=self.progress.epoch + 1,
@@ -114,12 +187,12 @@ class Loop:
             grad_norm=result.grad_norm,
             learning_rate=learning_rate,
             samples_per_second=samples_per_second,
-            peak_bytes=self.peaks.read_bytes(),
+            peak_bytes=self.stepper.peak_bytes(),
             micro_batches=len(result.micro_batches),
             micro_batch=max(result.micro_batches),
             retries=result.retries,
             updated=result.updated,
-            noise_scale=self.stepper.noise_scale,
+            noise_scale=None if noise is None else noise.value,
             terms=result.terms if len(result.terms) > 1 else None,
         )
 
@@ -127,6 +200,45 @@ class Loop:
         ended = EpochEnded(self.progress.epoch + 1, self.progress.update, self.progress.epoch_samples)
         self.progress.end_epoch()
         if not self.goal.is_reached(self.progress):
-            self.source.start_epoch(self.progress.epoch)
-        self.teller.tell(ended)
-        self.evaluator.run_after_epoch()
+            self._source.start_epoch(self.progress.epoch)
+        self._teller.tell(ended)
+        self._evaluator.run_after_epoch()
+
+    def _make_evaluator(self, request: FitRequest, subject: Subject) -> Evaluator:
+        trainee, evaluation = self.trainee, None
+        if subject.eval_data is not None:
+            data = EvaluationData(
+                subject.eval_data, collate=subject.collate, workers=request.workers, trained_on=subject.data
+            )
+            evaluation = Evaluation(
+                trainee.objective,
+                trainee.evaluate,
+                trainee.precision,
+                data,
+                micro_batch=subject.evaluation_batch or self.choice.micro_batch,
+                beside=trainee.beside,
+                seed=mix(request.seed, "evaluation"),
+                note=lambda text: self._teller.tell(Noted(text)),
+                interruptible=self._stopping.interruptible,
+            )
+        elif request.eval_every is not None or request.eval_due is not None:
+            raise UsageError(
+                f"{'eval_due' if request.eval_every is None else 'eval_every'} is given, and there is nothing to"
+                " evaluate on",
+                hint="give eval_data, or define evaluation_dataset in the workload",
+            )
+        averaged = None if trainee.averages is None else trainee.averages.model
+        return Evaluator(
+            evaluation,
+            trainee.model,
+            self.progress,
+            request.eval_every,
+            self._teller.tell,
+            request.eval_due,
+            averaged,
+        )
+
+
+def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
+    samples = source.samples_per_epoch
+    return None if samples is None else -(-(samples - samples % source.multiple_of) // target_batch)

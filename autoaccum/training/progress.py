@@ -57,9 +57,9 @@ class Progress:
         return dataclasses.asdict(self)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; what a later version counts is passed over."""
-        for each in dataclasses.fields(self):
-            setattr(self, each.name, state.get(each.name, getattr(self, each.name)))
+        """Go on from `state`."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True)

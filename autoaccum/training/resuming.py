@@ -1,4 +1,9 @@
-"""Going on from a checkpoint: which one, whether it is of this run, and everything put where it was."""
+"""Going on from a checkpoint: which one, and whether it is of this run.
+
+What may change when a run is resumed: `epochs` and `steps`, how it is evaluated, kept and told, what reads the data,
+the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, the workload's code (which is
+told). A schedule goes on as it was kept. Everything else has to be the same, and is refused otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,10 @@ from typing import Any
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.training.checkpoints.record_shape import check_record
 from autoaccum.training.data.windows import Source
 from autoaccum.training.events import Noted
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder.run_folder import RunFolder
-from autoaccum.training.subjects.subject import Subject
+from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.subjects.trainee import Trainee
 
 
@@ -43,30 +46,25 @@ class Saved:
         return int(self.record["micro_batch"])
 
 
-def find_saved(folder: RunFolder | None, request: FitRequest, tell: Callable[[Any], Any]) -> Saved | None:
-    """The newest whole checkpoint of the folder, as `request.resume` has it; None for a run that begins anew.
+def find_saved(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]) -> Saved | None:
+    """The newest whole checkpoint of the folder, as `resume` has it; None for a run that begins anew.
 
     Raises:
         UsageError: The folder holds a run that is not to be resumed, or none that is.
-        CheckpointError: There are checkpoints, and none is whole; or the newest holds what this version does not know.
+        CheckpointError: There are checkpoints, and none is whole; or the newest is of another format.
     """
     if folder is None:
         return None
-    if request.resume == "never":
+    if resume == "never":
         if folder.checkpoints.paths():
             raise UsageError(
-                f"{folder.path} holds a run already, and resume is never",
-                hint="choose another folder, or resume it",
+                f"{folder.path} holds a run already, and resume is never", hint="choose another folder, or resume it"
             )
         return None
-    found = folder.checkpoints.newest(lambda path, reason: tell(_passed_over(path, reason)))
-    if found is None and request.resume == "must":
+    found = folder.checkpoints.newest(tell)
+    if found is None and resume == "must":
         raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="begin the run without --resume must")
-    if found is None:
-        return None
-    path, record = found
-    check_record(record, path)
-    return Saved(path, record)
+    return None if found is None else Saved(*found)
 
 
 def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
@@ -75,12 +73,12 @@ def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
 
 
 def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[str, Any]:
-    """All that must be the same."""
+    """All that must be the same, but for the names and settings that `restore_training` compares."""
     return {
         **describe_request(request, source),
         "model": type(unwrapped(trainee.model)).__name__,
-        "parameters": sum(parameter.numel() for parameter in trainee.model.parameters()),
         "optimizer": type(trainee.optimizer).__name__,
+        "schedule": None if trainee.scheduler is None else type(trainee.scheduler).__name__,
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
         "precision": trainee.precision,
         "batchnorm": trainee.batchnorm,
@@ -92,29 +90,21 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
 def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
     """Refuse to go on with another training than the one that was interrupted.
 
-    What only one of both versions compares is not known to differ.
-
     Raises:
         UsageError: Names all that differs.
     """
     then = saved.record["run"]
-    names = [name for name, value in here.items() if name in then and then[name] != value]
+    names = [name for name, value in here.items() if then.get(name) != value]
     if names:
-        different = "; ".join(f"{name} was {then[name]!r}, is {here[name]!r}" for name in names)
+        different = "; ".join(f"{name} was {then.get(name)!r}, is {here[name]!r}" for name in names)
         raise UsageError(
             f"{saved.path} is of another training: {different}",
             hint="give what was given then, or choose another run folder",
         )
 
 
-def tell_of_changes(saved: Saved, subject: Subject, tell: Callable[[Any], Any]) -> None:
+def tell_of_changes(saved: Saved, name: str, digest: str, tell: Callable[[Any], Any]) -> None:
     """Say so where the workload's files are not those the run began with."""
-    then = saved.record.get("digest")
-    if then and subject.digest and then != subject.digest:
-        tell(
-            Noted(f"{subject.name} was changed since the checkpoint was written: what follows trains what it says now")
-        )
-
-
-def _passed_over(path: Path, reason: str) -> Noted:
-    return Noted(f"{path.name} is damaged ({reason}) and was passed over: training goes on from the one before")
+    then = saved.record["digest"]
+    if then and digest and then != digest:
+        tell(Noted(f"{name} was changed since the checkpoint was written: what follows trains what it says now"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 
-from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.randomness import RandomState, device_state, set_device_state
 
 _BITS = 32
 """As many as NumPy's and torch's generators on the CPU take; Python's is seeded faster with these."""
@@ -54,3 +55,32 @@ def kept_randomness() -> Iterator[None]:
         yield
     finally:
         caller.restore()
+
+
+def capture_random(devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """The states of Python's and NumPy's generators, of torch's on the CPU and `devices`, and of `generators`.
+
+    All of it is what `torch.load` takes with `weights_only=True`; NumPy's own array it does not.
+    """
+    numpy = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [value.tolist() if isinstance(value, np.ndarray) else value for value in numpy],
+        "torch": torch.get_rng_state(),
+        "cards": [device_state(device) for device in devices if device.type not in ("cpu", "meta")],
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def restore_random(
+    states: Mapping[str, Any], devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
+) -> None:
+    """Put the generators where `states` of `capture_random` has them; cards in order, whatever their numbers."""
+    random.setstate(states["python"])
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    cards = [device for device in devices if device.type not in ("cpu", "meta")]
+    for device, state in zip(cards, states["cards"], strict=False):
+        set_device_state(device, state)
+    for generator, state in zip(generators, states["generators"], strict=False):
+        generator.set_state(state)

@@ -24,9 +24,8 @@ from torch import nn
 from autoaccum.cli import main
 from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.training import fitting
-from autoaccum.training.events import CheckpointWritten, Started, Updated
+from autoaccum.training.events import CheckpointWritten, FitResult, Started, Updated
 from autoaccum.training.request import FitRequest
-from autoaccum.training.results import FitResult
 
 MODEL = """
 import torch, warnings

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autoaccum.training.events import CeilingRaised, ShortageMet, Updated
+from autoaccum.training.events import CeilingRaised, FitResult, ShortageMet, Updated
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
-from autoaccum.training.results import FitResult
 
 WIDTH, SAMPLES, TARGET = 64, 480, 96
 

@@ -14,8 +14,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.fit_table import fit_record, print_fit
-from autoaccum.training.events import Updated
-from autoaccum.training.results import FitResult, NoiseScale
+from autoaccum.training.events import FitResult, NoiseScale, Updated
 
 MODEL = nn.Linear(2, 1)
 RESULT = FitResult(

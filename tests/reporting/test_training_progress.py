@@ -23,6 +23,7 @@ from autoaccum.training.events import (
     Evaluated,
     EvaluationFailed,
     Finished,
+    FitResult,
     Noted,
     Planning,
     ShortageMet,
@@ -30,7 +31,6 @@ from autoaccum.training.events import (
     Started,
     Updated,
 )
-from autoaccum.training.results import FitResult
 from autoaccum.units import GIB
 
 MODEL = nn.Linear(2, 1)

@@ -15,8 +15,7 @@ import autoaccum
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.training.coupling_watch import CompanyCheck
-from autoaccum.training.events import Noted, Updated
-from autoaccum.training.results import FitResult
+from autoaccum.training.events import FitResult, Noted, Updated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints.checkpoints import read_checkpoint
+from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.events import Evaluated, Updated
 from autoaccum.workload.spec import Workload
 
@@ -93,7 +93,7 @@ def test_it_goes_on_bit_for_bit_and_is_saved_beside_the_weights(tmp_path: Path) 
     assert resumed.ema_model is not None
     assert Hasher().hash(saved) == Hasher().hash(dict(resumed.ema_model.state_dict()))
     assert whole.checkpoint is not None
-    assert read_checkpoint(whole.checkpoint)["ema"]["updates"] == 8
+    assert read_checkpoint(whole.checkpoint)["training"]["ema"]["updates"] == 8
     for other in ({"ema_decay": 0.99}, {"keeps": None, "ema_decay": None}):
         with pytest.raises(UsageError, match=r"ema_decay was 0\.9, is"):
             fit(run_dir=tmp_path / "cut", epochs=3, **other)

@@ -26,7 +26,6 @@ from autoaccum.training.events import (
     Skipped,
     Updated,
 )
-from autoaccum.training.run_folder.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,8 +89,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_update(tmp_path: P
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
     kept = torch.load(newest, weights_only=True)["record"]
     assert kept["progress"]["update"] == 2
-    weights = kept["training"]["model"]["state"]
-    assert set(weights) == {"weight", "bias"}
+    weights = kept["training"]["model"]
+    assert set(weights) == {"model.weight", "model.bias"}
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
@@ -170,12 +169,6 @@ def test_a_folder_that_is_no_folder_is_refused_before_anything_else(tmp_path: Pa
     with pytest.raises(UsageError, match="cannot be written to"):
         fit(samples(64), run_dir="/proc/self/run")
     assert (tmp_path / "file").read_text() == "precious"
-
-
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    with RunFolder.open(tmp_path), pytest.raises(UsageError, match=rf"is in use by process {os.getpid()} on"):
-        fit(samples(64), run_dir=tmp_path)
-    assert fit(samples(64), run_dir=tmp_path).updates == 6
 
 
 class Dying(Dataset[Any]):
@@ -259,7 +252,7 @@ class Unsavable(torch.optim.lr_scheduler.LRScheduler):
 
 def test_what_could_run_code_when_it_is_loaded_is_refused_before_training(tmp_path: Path) -> None:
     heard: list[Any] = []
-    with pytest.raises(AutoaccumError, match="scheduler.*rule"):
+    with pytest.raises(AutoaccumError, match="schedule.rule: it is a builtin"):
         fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: heard.append(e)])
     assert not any(isinstance(event, Updated) for event in heard)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -16,11 +16,10 @@ from torch.utils.data import TensorDataset
 from autoaccum.devices.base import Trial
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.training.checkpoints.checkpoints import read_checkpoint, write_checkpoint
-from autoaccum.training.events import Noted, Updated
+from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
+from autoaccum.training.events import FitResult, Noted, Updated
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
-from autoaccum.training.results import FitResult
 from autoaccum.workload.spec import Workload
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
@@ -197,31 +196,24 @@ def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: P
     assert (untuned.rates, untuned.notes) == ([0.1] * 3, [])
 
 
-def test_a_resumed_run_keeps_its_plan_s_rate_and_says_what_is_changed(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path) -> None:
     whole, _ = fit(plan=PLAN, run_dir=tmp_path / "whole", steps=6)
     fit(plan=PLAN, run_dir=tmp_path / "run")
     resumed, heard = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
     assert heard.rates == [0.02] * 3
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    changed, heard = fit(run_dir=tmp_path / "run", steps=7, learning_rate=0.4, micro_batch=None)
-    assert heard.rates == [0.4]
-    assert "in the resumed run, lr is 0.4 from here on (it was 0.02) in parameter group 0" in changed.warnings[0]
-
-
-def test_a_schedule_that_is_resumed_goes_on_and_says_so(tmp_path: Path) -> None:
-    subject = workload(scheduler=decaying)
-    fit(subject, run_dir=tmp_path, learning_rate=0.4)
-    result, heard = fit(subject, run_dir=tmp_path, steps=4, learning_rate=0.8)
-    assert heard.rates == [0.05]
-    assert "the schedule goes on: lr=0.8" in result.warnings[0]
+    with pytest.raises(
+        UsageError, match=r"checkpoint is of another training: lr was 0.02, is 0.4; lr was 0.06, is 1.2: give what was"
+    ):
+        fit(run_dir=tmp_path / "run", steps=7, learning_rate=0.4, micro_batch=None)
 
 
 def test_a_resumed_run_that_has_to_be_planned_again_keeps_the_rate(tmp_path: Path) -> None:
     card = replace(PLAN, device={"name": "cuda:0", "kind": "cuda", "card": "NVIDIA T4"})
     fit(plan=PLAN, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    write_checkpoint(newest, read_checkpoint(newest) | {"plan": card.to_json()})
+    Checkpoints(newest.parent).write(3, read_checkpoint(newest) | {"plan": card.to_json()})
     result, heard = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
     assert result.plan is not None
     assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)

@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_file_s_schedule_is_said() -> None:
 
 
 def test_an_evaluation_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="eval_every is 2, and there is nothing to evaluate on"):
+    with pytest.raises(UsageError, match="eval_every is given, and there is nothing to evaluate on"):
         fit(workload(dataset=DATA), eval_every=2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import autoaccum
 from autoaccum.accumulation.digest import Hasher
 from autoaccum.errors import CheckpointError, UsageError
-from autoaccum.training.checkpoints.checkpoints import read_checkpoint, write_checkpoint
-from autoaccum.training.checkpoints.record_shape import check_record
 from autoaccum.training.events import CheckpointWritten, Noted, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
@@ -244,9 +241,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     with pytest.raises(Enough):
         run(tmp_path / "parts", 5, checkpoint_every=2)
     newest = max((tmp_path / "parts" / "checkpoints").glob("*.pt"))
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    newest.write_bytes(newest.read_bytes()[:-1000])
     heard: list[Any] = []
     resumed = run(tmp_path / "parts", checkpoint_every=2, heard=heard.append)
     texts = [event.text for event in heard if isinstance(event, Noted)]
@@ -288,6 +283,8 @@ def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path
         ({"data": [(torch.ones(44, 5), torch.zeros(44, dtype=torch.long))]}, "data was"),
         ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
         ({"batchnorm": "frozen"}, "batchnorm was 'micro', is 'frozen'"),
+        ({"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)}, "initial_lr was 0.01, is 0.02"),
+        ({"scheduler": None}, "schedule was 'SequentialLR', is None"),
         ({"resume": "never"}, "holds a run already, and resume is never"),
     ],
 )
@@ -298,62 +295,6 @@ def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dic
     with pytest.raises(UsageError, match=message):
         run(tmp_path, **options)
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
-
-
-PARTS = ("run", "progress", "plan", "micro_batch", "ceiling", "noise_scale", "evaluation", "data", "training", "random")
-
-
-def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    record = read_checkpoint(path)
-    change(record)
-    write_checkpoint(path, record)
-
-
-def test_what_only_one_version_compares_is_not_known_to_differ(tmp_path: Path) -> None:
-    with pytest.raises(Enough):
-        run(tmp_path, 2)
-    path = max((tmp_path / "checkpoints").glob("*.pt"))
-
-    def change(record: dict[str, Any]) -> None:
-        del record["run"]["loss"], record["run"]["seed"]
-        record["run"]["added later"] = record["progress"]["added later"] = record["added later"] = 1
-
-    rewritten(path, change)
-    assert run(tmp_path).resumed_from == path
-
-
-@pytest.mark.parametrize("kind", ["map-style", "batches"])
-def test_a_whole_record_of_another_shape_is_one_error(tmp_path: Path, kind: str) -> None:
-    data = None if kind == "map-style" else [(torch.ones(44, 5), torch.zeros(44, dtype=torch.long))]
-    with pytest.raises(Enough):
-        run(tmp_path, 2, data)
-    path = max((tmp_path / "checkpoints").glob("*.pt"))
-    whole = path.read_bytes()
-    record = read_checkpoint(path)
-    check_record(record, path)
-    keys: list[tuple[str, ...]] = [(name,) for name in PARTS] + [
-        (name, key) for name in ("ceiling", "data") for key in record[name]
-    ]
-    keys += [("progress", "update"), ("progress", "samples"), ("random", "devices"), ("noise_scale", "rows")]
-    keys += [("training", key) for key in record["training"]]
-    keys += [
-        ("training", part, key) for part in ("model", "optimizer", "scheduler") for key in record["training"][part]
-    ]
-    for *above, last in keys:
-        for is_there in (False, True):
-            found = part = copy.deepcopy(record)
-            for key in above:
-                part = part[key]
-            del part[last]
-            if is_there and last not in ("state", "random"):
-                part[last] = 0.5
-            with pytest.raises(CheckpointError, match="holds another record than this autoaccum goes on from"):
-                check_record(found, path)
-    rewritten(path, lambda record: record.pop("ceiling"))
-    with pytest.raises(CheckpointError, match="02.pt is whole, and holds .*'ceiling' is missing.*: resume with"):
-        run(tmp_path, data=data)
-    path.write_bytes(whole)
-    assert run(tmp_path, data=data).resumed_from == path
 
 
 def test_must_refuses_a_folder_without_a_run(tmp_path: Path) -> None:

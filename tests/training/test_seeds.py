@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import io
 import random
 
 import numpy as np
 import torch
 
-from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
+from autoaccum.training.seeds import (
+    capture_random,
+    item_seed,
+    kept_randomness,
+    mix,
+    restore_random,
+    seed_generators,
+)
 
 
 def drawn() -> tuple[float, float, float]:
@@ -34,3 +42,14 @@ def test_generators_are_put_back_after_an_error() -> None:
             raise KeyError
     except KeyError:
         assert drawn() == expected
+
+
+def test_every_generator_goes_on_from_a_file_that_can_run_no_code() -> None:
+    own, file = torch.Generator().manual_seed(3), io.BytesIO()
+    drawn()  # Leaves the second of a pair of normal values waiting, in NumPy's.
+    torch.save(capture_random([torch.device("cpu")], [own]), file)
+    expected = *drawn(), torch.rand(3, generator=own).tolist()
+    file.seek(0)
+    seed_generators(9)
+    restore_random(torch.load(file, weights_only=True), [torch.device("cpu")], [own])
+    assert (*drawn(), torch.rand(3, generator=own).tolist()) == expected

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.request import LOOKED_AT
-from autoaccum.training.checkpoints.contents import NotPortableError, portable
+from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
 from autoaccum.training.data.workers import END, Reader, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators

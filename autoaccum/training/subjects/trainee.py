@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.beside import find_named
 from autoaccum.accumulation.gradients import choose_scaler
+from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.devices.companions import EMA_DECAY, Averages
 from autoaccum.errors import UsageError
 from autoaccum.planning.device_choice import card_index, check_device
-from autoaccum.training.checkpoints.companions import find_companions
-from autoaccum.training.checkpoints.settings import Settings
 from autoaccum.training.request import FitRequest
 from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.weights import Objective
@@ -40,7 +40,6 @@ class Trainee:
         batchnorm: `micro`, `running` or `frozen`.
         accumulate_in: `fp32` or `parameters`.
         evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
-        settings: What optimizer and scheduler are set to, before any update.
         averages: The average of its weights; None: none is kept.
     """
 
@@ -53,7 +52,6 @@ class Trainee:
     batchnorm: BatchNormMode
     accumulate_in: AccumulateIn
     evaluate: Callable[..., Any] | None
-    settings: Settings
     averages: Averages | None = None
 
     @property
@@ -67,9 +65,11 @@ class Trainee:
         return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
 
     @property
-    def companions(self) -> dict[str, nn.Module]:
-        """The criterion, where it is a module, and others that the loss or hooks hold, by name."""
-        return find_companions(self.model, self.objective, self.optimizer)
+    def beside(self) -> list[nn.Module]:
+        """The criterion, where it is a module, and other modules that the loss names."""
+        named = find_named(self.objective, unwrapped(self.model)).values()
+        criterion = self.objective.criterion_module
+        return [*named] if criterion is None else [criterion, *named]
 
 
 def make_trainee(
@@ -119,7 +119,6 @@ def make_trainee(
         batchnorm=checked_batchnorm(batchnorm, model),
         accumulate_in=read_accumulate_in(accumulate_in),
         evaluate=evaluate,
-        settings=Settings.of(optimizer, scheduler),
         averages=None if ema_decay is None else Averages(model, ema_decay),
     )
 

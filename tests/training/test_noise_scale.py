@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import NonFiniteError
-from autoaccum.training.results import NoiseScale
-from autoaccum.training.updates.noise_observer import NoiseObserver
-from autoaccum.training.updates.noise_scale import NoiseEstimator, noise_sentence
+from autoaccum.training.events import NoiseScale
+from autoaccum.training.noise_scale import NoiseEstimator, NoiseObserver, noise_sentence
 from autoaccum.workload.weights import Objective, resolve_objective
 
 # --- the estimator --------------------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def test_it_hears_each_parts_own_gradient(
     model = make()
     model.get_parameter("table.weight").data *= 3
     windows = [[tokens(size) for size in sizes] for sizes in [(4, 4), (5, 3, 1), (2, 6, 3, 3)]]
-    rows = observed(model, objective, windows, **options).state()["rows"]
+    rows = observed(model, objective, windows, **options).estimator.state()["rows"]
     assert rows == [
         [pytest.approx(value, rel=tolerance, abs=tolerance) for value in expected(model, objective, window)]
         for window in windows
@@ -259,8 +258,8 @@ def test_gradients_are_the_same_with_and_without() -> None:
 
 
 def refused(observer: NoiseObserver) -> list[str]:
-    assert observer.state()["rows"] == []
-    return list(observer.state()["refused"])
+    assert observer.estimator.state()["rows"] == []
+    return list(observer.estimator.state()["refused"])
 
 
 def test_what_is_no_mean_of_samples_is_refused() -> None:
@@ -309,8 +308,8 @@ def test_an_attempt_that_was_rolled_back_does_not_count() -> None:
     assert calls == [4, 4, 4, 4, 3, 3, 2]
     own = [(len(part), part.mean(0)) for part in torch.split(x, [3, 3, 2])]
     noise = sum(size * float((mean - x.mean(0)).square().sum()) for size, mean in own) / 2
-    assert [row[0] for row in observer.state()["rows"]] == [pytest.approx(noise, rel=1e-5)]
-    assert observer.state()["refused"] == {}
+    assert [row[0] for row in observer.estimator.state()["rows"]] == [pytest.approx(noise, rel=1e-5)]
+    assert observer.estimator.state()["refused"] == {}
 
 
 def test_a_parameter_that_is_unfrozen_is_heard() -> None:
@@ -323,7 +322,9 @@ def test_a_parameter_that_is_unfrozen_is_heard() -> None:
     observer.take(accumulator.step_parts(batch))
     model.inner.requires_grad_(True)
     observer.take(accumulator.step_parts(batch))
-    assert observer.state()["rows"][1] == [pytest.approx(value, rel=1e-5) for value in expected(model, MEAN, batch)]
+    assert observer.estimator.state()["rows"][1] == [
+        pytest.approx(value, rel=1e-5) for value in expected(model, MEAN, batch)
+    ]
 
 
 def test_closed_it_hears_nothing() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autoaccum.accumulation.accumulator import Accumulator
@@ -12,20 +15,21 @@ from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.planned import PlanLike
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
-from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
+from autoaccum.training.ceiling import Ceiling
+from autoaccum.training.events import CeilingRaised, NoiseScale, ShortageMet, Skipped
+from autoaccum.training.noise_scale import NoiseObserver
 from autoaccum.training.progress import Progress
-from autoaccum.training.results import NoiseScale
 from autoaccum.training.subjects.trainee import Trainee
-from autoaccum.training.updates.ceiling import Ceiling
-from autoaccum.training.updates.noise_observer import NoiseObserver
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")
 _MOST_OVERFLOWS = 32
 """Each halves the loss scale, which begins at 2^16: by then it is 2^-16."""
 
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
-class Stepper:
+
+class Stepper(StepObserver):
     """Makes one update from each window.
 
     Args:
@@ -56,22 +60,17 @@ class Stepper:
         micro_batch: int,
         clip_norm: float | None,
         skip_nonfinite: bool,
-        multiple_of: int = 1,
+        multiple_of: int,
         noise_scale: bool,
         check: Callable[[], None],
         tell: Callable[[Any], None],
     ) -> None:
         self.ceiling = Ceiling(micro_batch)
-        self._noise: NoiseObserver | None = None
-        if noise_scale:
-            trained = optimizer_parameters(trainee.optimizer)
-            self._noise = NoiseObserver(trained, trainee.objective.reduction)
-        self._tell, self._skips = tell, skip_nonfinite
-        self._optimizer, self._scheduler, self._progress = trainee.optimizer, trainee.scheduler, progress
-        self._overflows = 0
+        self._trainee, self._progress, self._skips = trainee, progress, skip_nonfinite
+        self._check, self._tell = check, tell
+        self._noise = NoiseObserver(self.parameters, trainee.objective.reduction) if noise_scale else None
+        self._retries = self._overflows = 0
         self._passed_over: str | None = None
-        self._scales, self._averages = trainee.scaler is not None, trainee.averages
-        self._watch = _Watch(progress, check, tell, self._noise)
         self._accumulator = Accumulator(
             trainee.model,
             trainee.optimizer,
@@ -85,24 +84,18 @@ class Stepper:
             scaler=trainee.scaler,
             multiple_of=multiple_of,
             check_finite=True,
-            observer=self._watch,
+            observer=self,
         )
 
     @property
     def parameters(self) -> Sequence[Tensor]:
         """Those of the optimizer."""
-        return optimizer_parameters(self._optimizer)
-
-    @property
-    def noise_scale(self) -> float | None:
-        """The gradient noise scale by now, in samples; None where it is not known."""
-        estimate = self.estimate_noise()
-        return None if estimate is None else estimate.value
+        return optimizer_parameters(self._trainee.optimizer)
 
     @property
     def learning_rate(self) -> float | None:
         """Of the first parameter group, as the next update will have it; None where it has none."""
-        rate = self._optimizer.param_groups[0].get("lr")
+        rate = self._trainee.optimizer.param_groups[0].get("lr")
         return None if rate is None else float(rate)
 
     @property
@@ -119,17 +112,18 @@ class Stepper:
             NonFiniteError: Loss or gradient are not finite; everything is as before the step.
             DoesNotFitError: As `Accumulator.step_parts`, like the other errors.
         """
-        self._passed_over = None
-        self._watch.retries = 0
+        self._passed_over, self._retries = None, 0
+        if self._trainee.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._trainee.device)
         try:
             return self._accumulator.step_parts(parts)
         except NonFiniteError as error:
             if not self._skips:
-                raise _of_update(error, self._progress.update + 1) from None
+                said = f"update {self._progress.update + 1}: {error.message}"
+                raise NonFiniteError(said, loss=error.loss, grad_norm=error.grad_norm, hint=error.hint) from None
             self._passed_over = error.message
-            self._accumulator.micro_batch = self._watch.least(self._accumulator.micro_batch)
             sizes = tuple(batch_size(part) for part in parts)
-            return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._watch.retries, False, {})
+            return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
 
     def follow(self, result: StepResult) -> None:
         """What comes after an update that is counted: average of the weights, schedule, ceiling, noise scale.
@@ -139,44 +133,75 @@ class Stepper:
             NonFiniteError: The gradient overflows at every loss scale.
             Exception: What the scheduler or a callback raises.
         """
-        if self._averages is not None and result.updated:
-            self._averages.update()
+        if self._trainee.averages is not None and result.updated:
+            self._trainee.averages.update()
         if self._noise is not None:
             self._noise.take(result)
-        self._follow_ceiling(result)
+        raised = self.ceiling.after(result.retries, self._accumulator.micro_batch)
+        self._accumulator.micro_batch = self.ceiling.largest
+        if raised is not None and not result.retries:
+            self._tell(CeilingRaised(self._progress.update, raised))
         if self._passed_over is not None:
             self._progress.skipped += 1
             self._tell(Skipped(self._progress.update, self._passed_over))
-        if result.updated and self._scheduler is not None:
-            self._scheduler.step()
+        if result.updated and self._trainee.scheduler is not None:
+            self._trainee.scheduler.step()
         self._check_scale(result)
 
-    def estimate_noise(self) -> NoiseScale | None:
+    def peak_bytes(self) -> int | None:
+        """The most memory of this update; None where it is not known.
+
+        On a card: what PyTorch's allocator reserved at most; on the CPU: what the process ever held.
+        """
+        device = self._trainee.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_reserved(device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT if device.type == "cpu" else None
+
+    def noise_scale(self) -> NoiseScale | None:
         """The gradient noise scale by now; None where it was not asked for."""
-        return None if self._noise is None else self._noise.estimate()
+        return None if self._noise is None else self._noise.estimator.estimate()
 
     def close(self) -> None:
         """Listen to no gradient any more."""
         if self._noise is not None:
             self._noise.close()
 
-    def noise_state(self) -> dict[str, Any] | None:
-        """What the estimate of the noise scale goes on from."""
-        return None if self._noise is None else self._noise.state()
+    def state(self) -> dict[str, Any]:
+        """What `restore` goes on from, as plain values."""
+        noise = None if self._noise is None else self._noise.estimator.state()
+        return {"ceiling": self.ceiling.state(), "noise": noise}
 
-    def restore_noise(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `noise_state()` of an earlier run, if that estimated it, too."""
-        if self._noise is not None and state is not None:
-            self._noise.restore(state)
+    def restore(self, state: Mapping[str, Any], *, same_plan: bool) -> None:
+        """Go on from `state()` of an earlier run; the ceiling only where it was planned alike."""
+        if same_plan:
+            self.ceiling.restore(state["ceiling"])
+            self._accumulator.micro_batch = self.ceiling.largest
+        if self._noise is not None and state["noise"] is not None:
+            self._noise.estimator.restore(state["noise"])
 
-    def restore_ceiling(self, state: Mapping[str, int | None]) -> None:
-        """Go on from `ceiling.state()` of an earlier run."""
-        self.ceiling.restore(state)
-        self._accumulator.micro_batch = self.ceiling.largest
+    def phase(self, phase: StepPhase) -> None:
+        """See `StepObserver`: the step hears here that it is to be left."""
+        if self._noise is not None:
+            self._noise.phase(phase)
+        if phase != "update":  # By then the gradient is there: the loop stops right after the update.
+            self._check()
+
+    def part(self, samples: int, share: float | None, factor: float) -> None:
+        """See `StepObserver`."""
+        if self._noise is not None:
+            self._noise.part(samples, share, factor)
+
+    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+        """See `StepObserver`: memory ran out, and the step is repeated."""
+        self._retries += 1
+        # Also for a step that ends without an update, and so does not lower it itself.
+        self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
+        self._tell(ShortageMet(self._progress.update + 1, phase, micro_batch, next_micro_batch))
 
     def _check_scale(self, result: StepResult) -> None:
         """End a run whose gradients overflow at every loss scale: it would train nothing, and say nothing."""
-        overflowed = self._scales and not result.updated and bool(result.terms)
+        overflowed = self._trainee.scaler is not None and not result.updated and bool(result.terms)
         self._overflows = self._overflows + 1 if overflowed else 0
         if self._overflows >= _MOST_OVERFLOWS:
             raise NonFiniteError(
@@ -186,54 +211,3 @@ class Stepper:
                 grad_norm=result.grad_norm,
                 hint='look for what overflows in fp16, or train in precision="bf16" or "fp32"',
             )
-
-    def _follow_ceiling(self, result: StepResult) -> None:
-        """Keep to what fits by now, and try more after a calm stretch."""
-        changed = self.ceiling.after(result.retries, self._accumulator.micro_batch)
-        self._accumulator.micro_batch = self.ceiling.largest
-        if changed is not None and not result.retries:
-            self._tell(CeilingRaised(self._progress.update, changed))
-
-
-class _Watch(StepObserver):
-    """Hears of a step from within, and passes it on.
-
-    Attributes:
-        retries: How often the step was repeated because memory ran out.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        check: Callable[[], None],
-        tell: Callable[[Any], None],
-        noise: NoiseObserver | None,
-    ) -> None:
-        self.retries = 0
-        self._progress, self._check, self._tell, self._noise = progress, check, tell, noise
-        self._largest = 0
-
-    def phase(self, phase: StepPhase) -> None:
-        if self._noise is not None:
-            self._noise.phase(phase)
-        if phase != "update":  # By then the gradient is there: the loop stops right after the update.
-            self._check()
-
-    def part(self, samples: int, share: float | None, factor: float) -> None:
-        if self._noise is not None:
-            self._noise.part(samples, share, factor)
-
-    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
-        self.retries += 1
-        self._largest = next_micro_batch
-        self._tell(ShortageMet(self._progress.update + 1, phase, micro_batch, next_micro_batch))
-
-    def least(self, micro_batch: int) -> int:
-        """The ceiling after a step that began with `micro_batch` and ended without an update."""
-        return min(micro_batch, self._largest) if self.retries else micro_batch
-
-
-def _of_update(error: NonFiniteError, update: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"update {update}: {error.message}", loss=error.loss, grad_norm=error.grad_norm, hint=error.hint
-    )

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.training.checkpoints.companions import find_companions
 from autoaccum.training.events import Updated
-from autoaccum.workload.weights import resolve_objective
 
 UPDATES = 6
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -88,16 +86,3 @@ def test_what_a_loss_learns_and_counts_goes_on(tmp_path: Path, way: str) -> None
     resumed = run(tmp_path / "parts", way)
     assert whole["weighted"]["weight"].any()
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-
-
-def test_the_model_and_what_no_file_can_hold_are_left_out() -> None:
-    model, teacher, average = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1, device="meta"), nn.Linear(1, 1)
-    inner = model[0]
-
-    def loss(given: nn.Module, batch: Any) -> Any:
-        return model(batch) + inner(batch) + teacher(batch)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: average.zero_grad())
-    found = find_companions(torch.compile(model, backend="eager"), resolve_objective(loss), optimizer)  # type: ignore[arg-type]
-    assert found == {"average": average}

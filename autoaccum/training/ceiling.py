@@ -28,25 +28,17 @@ class Ceiling:
     Args:
         planned: Where it begins, and what it never exceeds; at least 1.
         patience: Calm updates before a raise, at least 1.
+
+    Attributes:
+        largest: The ceiling now, in samples.
+        patience: Calm updates before the next raise.
     """
 
     def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
-        self.planned = planned
-        self._usual = patience
-        self._largest = planned
+        self.planned = self.largest = planned
+        self.patience = self._usual = patience
         self._calm = 0
-        self._patience = patience
-        self._fitted: int | None = None  # what held before a raise that has not succeeded yet
-
-    @property
-    def largest(self) -> int:
-        """The ceiling now, in samples."""
-        return self._largest
-
-    @property
-    def patience(self) -> int:
-        """Calm updates before the next raise."""
-        return self._patience
+        self._fitted: int | None = None  # What held before a raise that has not succeeded yet.
 
     def after(self, retries: int, micro_batch: int) -> int | None:
         """Take an update in, and say what the ceiling becomes; None where it stays what it is.
@@ -55,30 +47,25 @@ class Ceiling:
             retries: How often the update was repeated because memory ran out.
             micro_batch: The Accumulator's ceiling after it.
         """
-        self._largest = min(max(micro_batch, 1), self.planned)
+        self.largest = min(max(micro_batch, 1), self.planned)
         if retries:
             return self._fall()
         self._calm += 1
-        if self._fitted is not None and self._calm >= self._patience:
-            self._fitted, self._patience = None, self._usual
-        if self._fitted is not None or self._largest == self.planned or self._calm < self._patience:
+        if self._fitted is not None and self._calm >= self.patience:
+            self._fitted, self.patience = None, self._usual
+        if self._fitted is not None or self.largest == self.planned or self._calm < self.patience:
             return None
         return self._rise()
 
     def state(self) -> dict[str, int | None]:
         """What `restore` goes on from, as plain values."""
-        return {
-            "largest": self._largest,
-            "calm": self._calm,
-            "patience": self._patience,
-            "fitted": self._fitted,
-        }
+        return {"largest": self.largest, "calm": self._calm, "patience": self.patience, "fitted": self._fitted}
 
     def restore(self, state: Mapping[str, int | None]) -> None:
         """Go on from a `state`; under a smaller planned size than it was taken with, that size bounds it."""
-        self._largest = min(max(state["largest"] or 1, 1), self.planned)
+        self.largest = min(max(state["largest"] or 1, 1), self.planned)
         self._calm = state["calm"] or 0
-        self._patience = min(max(state["patience"] or 1, self._usual), self._usual * _MOST_PATIENCE)
+        self.patience = min(max(state["patience"] or 1, self._usual), self._usual * _MOST_PATIENCE)
         fitted = state["fitted"]
         self._fitted = None if fitted is None else min(fitted, self.planned)
 
@@ -86,14 +73,14 @@ class Ceiling:
         fitted, self._fitted, self._calm = self._fitted, None, 0
         if fitted is None:
             return None
-        self._patience = min(2 * self._patience, self._usual * _MOST_PATIENCE)
-        if fitted <= self._largest:
+        self.patience = min(2 * self.patience, self._usual * _MOST_PATIENCE)
+        if fitted <= self.largest:
             return None
-        self._largest = fitted
+        self.largest = fitted
         return fitted
 
     def _rise(self) -> int:
-        self._fitted, self._calm = self._largest, 0
-        halfway = (self._largest + self.planned + 1) // 2
-        self._largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
-        return self._largest
+        self._fitted, self._calm = self.largest, 0
+        halfway = (self.largest + self.planned + 1) // 2
+        self.largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
+        return self.largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from torch.optim import lr_scheduler as schedules
 
 from autoaccum.accumulation.digest import state_digest
 from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints.contents import portable
-from autoaccum.training.checkpoints.state import capture_training, restore_training
+from autoaccum.training.checkpoints import portable
+from autoaccum.training.state import capture_settings, capture_training, restore_training
+from autoaccum.training.subjects.trainee import Trainee, make_trainee
+from autoaccum.workload.weights import resolve_objective
 
 
 class Net(nn.Module):
@@ -29,7 +32,6 @@ class Net(nn.Module):
         self.tied.weight = self.last.weight
         self.hidden: Tensor
         self.register_buffer("hidden", torch.zeros(3), persistent=False)
-        self.register_buffer("wide", torch.ones(1).expand(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden += 1
@@ -82,9 +84,8 @@ class Training:
         self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
         self.scaler = GradScaler("cpu", growth_interval=2)
 
-    def parts(self) -> tuple[Any, ...]:
-        companions = {} if self.criterion is None else {"criterion": self.criterion}
-        return self.net, companions, self.optimizer, self.scheduler, self.scaler
+    def trainee(self) -> Trainee:
+        return trainee(self.net, self.criterion, self.optimizer, self.scheduler, self.scaler)
 
     def train(self, first: int, last: int) -> None:
         for update in range(first, last):
@@ -102,23 +103,38 @@ class Training:
         return state_digest(self.net, self.optimizer, self.scaler, criterion=self.criterion)
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(portable(state), file)
+def trainee(
+    model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
+) -> Trainee:
+    made = make_trainee(
+        model,
+        resolve_objective(criterion=criterion),
+        optimizer,
+        scheduler=scheduler,
+        precision="fp32",
+        batchnorm="micro",
+        evaluate=None,
+    )
+    return dataclasses.replace(made, scaler=scaler)
+
+
+def moved(whole: Trainee, resumed: Trainee, settings: Any = None) -> list[str]:
+    """What one has learnt goes to the other, through a file that can run no code."""
+    file, told = io.BytesIO(), list[Any]()
+    settings = capture_settings(whole) if settings is None else settings
+    torch.save(portable([capture_training(whole), settings]), file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def moved(whole: Training, resumed: Training) -> None:
-    restore_training(through_a_file(capture_training(*whole.parts())), *resumed.parts())
-    if hasattr(whole.optimizer, "_opt_called"):
-        resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
+    restore_training(*torch.load(file, weights_only=True), resumed, told.append)
+    return [event.text for event in told]
 
 
 def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
     whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
+    settings = capture_settings(whole.trainee())
     whole.train(0, update)
-    moved(whole, resumed)
+    assert moved(whole.trainee(), resumed.trainee(), settings) == []
+    if hasattr(whole.optimizer, "_opt_called"):
+        resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
     assert resumed.digest() == whole.digest()
     whole.train(update, update + 4)
     resumed.train(update, update + 4)
@@ -144,10 +160,9 @@ def test_what_wraps_a_model_does_not_matter() -> None:
     whole.train(0, 2)
     bare = whole.net
     whole.net = nn.DataParallel(bare)
-    state = through_a_file(capture_training(*whole.parts()))
-    restore_training(state, *resumed.parts())
+    moved(whole.trainee(), resumed.trainee())
     parts.net = torch.compile(parts.net, backend="eager")
-    restore_training(state, *parts.parts())
+    moved(whole.trainee(), parts.trainee())
     whole.net, parts.net = bare, parts.net._orig_mod
     assert whole.digest() == resumed.digest() == parts.digest()
 
@@ -155,56 +170,32 @@ def test_what_wraps_a_model_does_not_matter() -> None:
 def test_a_module_that_is_compiled_alone_keeps_its_names() -> None:
     whole, resumed = Training(), Training(seed=1)
     resumed.net.first = torch.compile(resumed.net.first, backend="eager")
-    moved(whole, resumed)
+    whole.train(0, 2)
+    moved(whole.trainee(), resumed.trainee())
     assert torch.equal(resumed.net.first.weight, whole.net.first.weight)
-    assert capture_training(*resumed.parts())["model"]["state"].keys() == whole.net.state_dict().keys()
+    there, here = (list(it.trainee().optimizer.state.values()) for it in (whole, resumed))
+    assert all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in zip(there, here, strict=True))
 
 
-def test_modes_and_what_is_frozen_are_put_back() -> None:
+def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
     whole, resumed = Training(), Training(seed=1)
+    whole.train(0, 2)
     whole.net.norm.eval()
     whole.net.first.weight.requires_grad_(False)
-    moved(whole, resumed)
+    resumed.net.last.bias.requires_grad_(False)
+    moved(whole.trainee(), resumed.trainee())
     assert resumed.digest() == whole.digest()
 
 
-class Caching(nn.Module):
-    """Makes buffers as it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.cache: Tensor
-        self.late: Tensor | None
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-        self.register_buffer("late", None)
-
-    def run(self) -> None:
-        self.cache = torch.arange(5.0)
-        self.late = torch.ones(2)
-        self.layer.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
-
-    def get_extra_state(self) -> Any:
-        return {"cache": len(self.cache)}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
-def test_buffers_that_are_made_while_running_come_back() -> None:
-    models = Caching(), Caching()
-    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
-    models[0].run()
-    state = through_a_file(capture_training(models[0], {}, optimizers[0], None, None))
-    restore_training(state, models[1], {}, optimizers[1], None, None)
-    for name, buffer in models[0].named_buffers():
-        assert torch.equal(models[1].get_buffer(name), buffer)
-    assert models[1].state_dict().keys() == models[0].state_dict().keys()
-    assert models[1].extra == {"cache": 5}
+def test_taking_it_makes_no_step() -> None:
+    training = Training()
+    before = training.digest()
+    capture_training(training.trainee())
+    assert training.digest() == before
 
 
 class Wide(Optimizer):
-    """Keeps state that is wider than its parameters, in nests, and a word."""
+    """Keeps state that is wider than its parameters, and a word."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -212,16 +203,18 @@ class Wide(Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                master = {"master": parameter.detach().double() / 3, "by": "thirds"}
-                self.state[parameter] = {"copies": [master], "count": torch.tensor(3), "name": "wide"}
+                self.state[parameter] = {
+                    "master": parameter.detach().double() / 3,
+                    "count": torch.tensor(3),
+                    "by": "thirds",
+                }
 
 
 def test_state_keeps_its_dtype_and_form() -> None:
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
-    state = through_a_file(capture_training(model, {}, optimizer, None, None))
-    restore_training(state, model, {}, other, None, None)
+    moved(trainee(model, nn.MSELoss(), optimizer), trainee(model, nn.MSELoss(), other))
     assert state_digest(model, other) == state_digest(model, optimizer)
 
 
@@ -233,10 +226,6 @@ def another_dtype(training: Training) -> None:
     training.net.double()
 
 
-def untied(training: Training) -> None:
-    training.net.tied.weight = nn.Parameter(training.net.last.weight.detach().clone())
-
-
 def another_module(training: Training) -> None:
     training.net.extra = nn.Linear(1, 1)
 
@@ -245,47 +234,26 @@ def without_module(training: Training) -> None:
     training.net.norm = nn.Identity()
 
 
-def another_optimizer(training: Training) -> None:
-    training.optimizer = SGD(training.net.parameters(), lr=0.1)
-
-
 def more_groups(training: Training) -> None:
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-
-
-def fewer_parameters(training: Training) -> None:
-    training.optimizer = AdamW(list(training.net.parameters())[1:])
 
 
 def another_order(training: Training) -> None:
     training.optimizer = AdamW(reversed(list(training.net.parameters())))
 
 
-def another_scheduler(training: Training) -> None:
-    training.scheduler = SCHEDULERS["sequential"](training.optimizer)
-
-
-def no_criterion(training: Training) -> None:
-    training.criterion = None
-
-
-def no_scaler(training: Training) -> None:
-    training.scaler = GradScaler("cpu", enabled=False)
+def another_rate(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = 0.5
 
 
 MISMATCHES: dict[Callable[[Training], None], str] = {
-    another_shape: "first.weight is float32 (8, 4) there, float32 (3, 4) here",
-    another_dtype: "first.weight is float32 (8, 4) there, float64 (8, 4) here; first.bias is float32",
-    untied: "tied.weight is tied to last.weight there, a tensor of its own here",
-    another_module: "the model has extra.weight, extra.bias as well",
-    without_module: "the model has no norm.weight, norm.bias, norm.running_mean and 2 more",
-    another_optimizer: "the optimizer is AdamW there, SGD here",
-    more_groups: "the optimizer has 1 parameter groups there, 2 here",
-    fewer_parameters: "parameter group 0 has 7 parameters there, 6 here",
-    another_order: "parameter group 0 has first.weight there where it has tied.bias here",
-    another_scheduler: "the scheduler is none there, SequentialLR(LinearLR, ExponentialLR) here",
-    no_criterion: "the criterion is in use there, none here",
-    no_scaler: "the scaler is in use there, none here",
+    another_shape: "model.first.weight is float32 (8, 4) there, float32 (3, 4) here",
+    another_dtype: "model.first.weight is float32 (8, 4) there, float64 (8, 4) here; model.first.bias is float32",
+    another_module: "model.extra.weight is missing there, float32 (1, 1) here",
+    without_module: "model.norm.weight is float32 (8,) there, missing here; model.norm.bias is",
+    more_groups: "alone0 is missing there",
+    another_order: "the optimizer has other parameter groups",
+    another_rate: "lr was 0.01, is 0.5",
 }
 
 
@@ -294,49 +262,34 @@ def test_a_state_of_another_training_changes_nothing(change: Callable[[Training]
     whole, other = Training(), Training(seed=1)
     whole.train(0, 1)
     change(other)
-    before = state_digest(other.net, other.optimizer, other.scaler, criterion=other.criterion)
-    state = through_a_file(capture_training(*whole.parts()))
-    with pytest.raises(UsageError, match="the checkpoint is of another training: ") as caught:
-        restore_training(state, *other.parts())
+    before = other.digest()
+    with pytest.raises(UsageError, match="the checkpoint is of another training: .*: give what was") as caught:
+        moved(whole.trainee(), other.trainee())
     assert MISMATCHES[change] in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert state_digest(other.net, other.optimizer, other.scaler, criterion=other.criterion) == before
-
-
-class WithWeight:
-    """A model, and a learnt weight of its loss that only the optimizer knows."""
-
-    def __init__(self, shape: int = 2) -> None:
-        self.model = nn.Linear(2, 2)
-        self.weight = nn.Parameter(torch.randn(shape))
-        groups: list[dict[str, Any]] = [{"params": self.model.parameters()}, {"params": [self.weight]}]
-        self.optimizer = SGD(groups, lr=0.1)
-
-    def parts(self) -> tuple[Any, ...]:
-        return self.model, {}, self.optimizer, None, None
+    assert other.digest() == before
 
 
 def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
-    whole, resumed = WithWeight(), WithWeight()
-    weight = resumed.weight
-    restore_training(through_a_file(capture_training(*whole.parts())), *resumed.parts())
-    assert resumed.weight is weight
-    assert torch.equal(weight, whole.weight)
-    another = WithWeight(3)
-    with pytest.raises(
-        UsageError, match=r"parameter 1\.0 of the optimizer is float32 \(2,\) there, float32 \(3,\) here"
-    ):
-        restore_training(through_a_file(capture_training(*whole.parts())), *another.parts())
+    weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[Trainee]()
+    for weight in weights:
+        model = nn.Linear(2, 2)
+        optimizer = AdamW([{"params": model.parameters()}, {"params": [weight]}], lr=0.1)
+        (model(torch.ones(1, 2)).sum() * weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.append(trainee(model, nn.MSELoss(), optimizer))
+    moved(*made)
+    assert torch.equal(*weights)
+    assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
 
 
-def test_what_only_one_of_them_leads_to_is_told() -> None:
-    one, other, model = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    state = through_a_file(capture_training(model, {"teacher": one}, optimizer, None, None))
-    assert restore_training(state, model, {"average": other}, optimizer, None, None) == [
-        "nothing leads to teacher, which is in the checkpoint",
-        "average begins as it is here: it is not in the checkpoint",
-    ]
+def test_a_schedule_that_is_set_anew_goes_on_and_is_told() -> None:
+    whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
+    other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
+    whole.train(0, 3)
+    (told,) = moved(whole.trainee(), other.trainee(), capture_settings(Training("groups", "cosine").trainee()))
+    assert told.startswith("the schedule goes on as it was kept: T_max of it")
+    assert other.scheduler.T_max == 10
 
 
 class Stubborn(schedules.ConstantLR):
@@ -347,6 +300,5 @@ class Stubborn(schedules.ConstantLR):
 def test_a_scheduler_that_takes_nothing_back_is_named() -> None:
     training = Training()
     training.scheduler = Stubborn(training.optimizer)
-    state = capture_training(*training.parts())
     with pytest.raises(UsageError, match=r"the scheduler cannot take its state back \('factor'\)"):
-        restore_training(state, *training.parts())
+        moved(training.trainee(), training.trainee())

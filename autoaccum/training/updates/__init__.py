@@ -1,1 +1,0 @@
-"""How one window becomes one update: the ceiling, the step, its peak and its noise."""

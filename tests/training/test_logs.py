@@ -1,0 +1,128 @@
+"""Every update is a line of JSON, whatever becomes of the disk and of the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.training.events import Evaluated, Updated
+from autoaccum.training.logs import Logs
+
+
+def updated(update: int, **figures: Any) -> Updated:
+    known: dict[str, Any] = {"epoch": 1, "samples": 8 * update, "loss": 0.5, "grad_norm": 2.0, "learning_rate": 0.1}
+    known |= {"samples_per_second": 100.0, "peak_bytes": None, "micro_batches": 2, "micro_batch": 4, "retries": 0}
+    return Updated(update=update, **{**known, "updated": True, **figures})
+
+
+def evaluated(update: int) -> Evaluated:
+    return Evaluated(update=update, values={"loss": 0.25}, samples=10, seconds=1.0)
+
+
+def never(event: Any) -> None:
+    pytest.fail(event.text)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    def not_json(word: str) -> None:
+        pytest.fail(f"{word} is not JSON")
+
+    path = folder / "metrics.jsonl"
+    return [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
+
+
+def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
+    nan = float("nan")
+    with Logs(tmp_path, 0, 0, never) as logs:
+        logs.hear(updated(1))
+        logs.hear(updated(2, loss=nan, grad_norm=float("inf"), noise_scale=3.5, terms={"a": nan, "b": 1.0}))
+        logs.hear(evaluated(2))
+    first, second, third = lines(tmp_path)
+    assert ",".join(first) == (
+        "update,epoch,samples,loss,grad_norm,learning_rate,samples_per_second,peak_bytes,retries,micro_batches,"
+        "micro_batch,updated"
+    )
+    assert (second["loss"], second["grad_norm"]) == (None, None)
+    assert [*second][-2:] == ["noise_scale", "terms"]
+    assert second["terms"] == {"a": None, "b": 1.0}
+    assert third == {"update": 2, "evaluation": {"loss": 0.25}, "samples": 10}
+
+
+def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Logs(tmp_path, 0, 0, never) as logs:
+        for update in range(1, 6):
+            logs.hear(updated(update))
+            logs.hear(evaluated(update))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    for update, evaluated_at, count in ((5, 5, 9), (5, 5, 9), (3, 3, 6), (9, 9, 6), (3, 2, 5), (0, 0, 0)):
+        with Logs(tmp_path, update, evaluated_at, never) as logs:
+            assert len(lines(tmp_path)) == count
+            assert whole.startswith(path.read_bytes())
+            if not count:
+                logs.hear(updated(1))
+    assert [line["update"] for line in lines(tmp_path)] == [1]
+
+
+def test_what_is_no_line_of_ours_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Logs(tmp_path, 0, 0, never) as logs:
+        logs.hear(updated(1))
+        with path.open("ab") as file:
+            file.write(b'\xff\n[1]\n{"update": "x"}\n')
+        logs.hear(updated(2))
+    with Logs(tmp_path, 2, 2, never):
+        assert path.read_bytes().count(b"\n") == 5
+
+
+FULL = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_logs import Logs, updated
+folder = Path(sys.argv[1])
+logs = Logs(folder, 0, 0, lambda event: print(event.text))
+logs.hear(updated(1))
+size = (folder / "metrics.jsonl").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 20, resource.RLIM_INFINITY))
+logs.hear(updated(2))
+logs.hear(updated(3))
+assert (folder / "metrics.jsonl").stat().st_size == size
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+logs.hear(updated(4))
+"""
+
+
+def test_a_full_disk_loses_lines_but_no_part_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("cannot be written") == 1
+    assert [line["update"] for line in lines(tmp_path)] == [1, 4]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(entry.step, entry.value) for entry in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_the_same_where_it_is_installed(tmp_path: Path) -> None:
+    with Logs(tmp_path, 0, 0, never) as logs:
+        for update in (1, 2, 3):
+            logs.hear(updated(update, loss=float(update), terms={"a": 1.5}))
+        logs.hear(evaluated(3))
+    with Logs(tmp_path, 2, 2, never) as logs:
+        logs.hear(updated(3, loss=9.0))
+    shown = scalars(tmp_path / "tensorboard")
+    assert shown["train/loss"] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert shown["terms/a"] == [(1, 1.5), (2, 1.5)]
+    assert shown.get("evaluation/loss", []) == []
+    assert "train/peak_bytes" not in shown

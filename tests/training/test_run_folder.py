@@ -1,0 +1,115 @@
+"""A run folder is made, locked by one process at a time, and refused in one line where it cannot be used."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints import NotPortableError
+from autoaccum.training.run_folder import RunFolder
+
+HOLD = """
+import os, sys
+from autoaccum.training.run_folder import RunFolder
+with RunFolder(sys.argv[1]):
+    worker = os.fork()
+    if worker == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print("open", flush=True)
+    os.waitpid(worker, 0)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_over_and_its_workers_do_not_hold_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "open\n"
+        with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait until it ends, or give"):
+            RunFolder(tmp_path)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with RunFolder(tmp_path):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 advises against fork.
+def test_a_worker_that_ends_leaves_it_locked(tmp_path: Path) -> None:
+    def attempt() -> None:
+        with pytest.raises(UsageError, match="is in use"):
+            RunFolder(tmp_path)
+
+    with RunFolder(tmp_path):
+        for _ in range(2):
+            worker = multiprocessing.get_context("fork").Process(target=attempt)
+            worker.start()
+            worker.join(60)
+            assert worker.exitcode == 0
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+def below_a_file(folder: Path) -> Path:
+    return a_file(folder) / "runs"
+
+
+def a_folder_for_a_lock(folder: Path) -> Path:
+    (folder / "autoaccum.lock").mkdir()
+    return folder
+
+
+UNUSABLE: dict[Callable[[Path], Path | str], str] = {
+    a_file: "is no folder, or lies below a file: give another folder",
+    below_a_file: "is no folder, or lies below a file: give another folder",
+    lambda _: "/proc/autoaccum": "/proc/autoaccum cannot be written to (No such file or directory): give another",
+    a_folder_for_a_lock: "cannot be written to (Is a directory): give another folder",
+    lambda folder: folder / "a\0b": "cannot be written to (",
+}
+
+
+@pytest.mark.parametrize("place", UNUSABLE)
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(
+    place: Callable[[Path], Path | str], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        RunFolder(place(tmp_path))
+    assert UNUSABLE[place] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_someone_else_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds plan.json and no checkpoint of a run: training would write over"):
+        RunFolder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+class Odd(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"function": print}
+
+
+def test_the_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with RunFolder(tmp_path / "runs" / "a") as run:
+        path = run.write_weights(nn.DataParallel(model))
+        with pytest.raises(NotPortableError, match=r"ema.pt cannot hold _extra_state.function: it is a builtin"):
+            run.write_weights(Odd(1, 1), "ema.pt")
+    weights = torch.load(path, weights_only=True)
+    assert model.load_state_dict(weights).missing_keys == []
+    assert sorted(path.name for path in run.path.iterdir()) == ["autoaccum.lock", "checkpoints", "model.pt"]
