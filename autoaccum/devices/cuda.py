@@ -100,9 +100,9 @@ class CudaDevice(ChildDevice):
         return foresee_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.traces import ChildTracer
+        from autoaccum.devices.simulated.traces import Tracer
 
-        return ChildTracer(replace(self._settings, on_output=lambda line: None), card)
+        return Tracer(replace(self._settings, on_output=lambda line: None), card)
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._report = CardReport.from_json(facts["card"])

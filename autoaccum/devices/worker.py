@@ -102,42 +102,16 @@ class Worker:
         }
         return Inspection(**{**fields, **listed}, coupling=coupling)
 
-    def trace(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Mapping[str, Any]:
-        """Run the job `trace` of a simulated card; the record of a `Trace`.
+    def ask(self, job: str, limit_seconds: float | None = None, **asked: Any) -> Mapping[str, Any]:
+        """The reply to a job of a simulated card (`simulated.jobs`): its records are read there.
 
         Raises:
             WorkloadError: It fails, or cannot be simulated.
             NotMeasuredError: The process died or took too long.
         """
-        return self._about_parts("trace", parts, limit_seconds)
-
-    def labelled(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Mapping[str, Any]:
-        """Run the job `labelled` of a simulated card; the record of a `LabelledTrace`.
-
-        Raises:
-            WorkloadError: It fails, or cannot be simulated.
-            NotMeasuredError: The process died or took too long.
-        """
-        return self._about_parts("labelled", parts, limit_seconds)
-
-    def changes(self, limit_seconds: float | None = None) -> list[Mapping[str, Any]]:
-        """Run the job `changes` of a simulated card; the records of `tracer.Offer`.
-
-        Raises:
-            WorkloadError, NotMeasuredError: As `trace`.
-        """
-        reply = self._ask(self._request("changes"), "looking for changes", self._seconds(limit_seconds))
-        offers: list[Mapping[str, Any]] = reply["changes"]
-        return offers
-
-    def changed(self, parts: tuple[int, ...], change: str, limit_seconds: float | None = None) -> Mapping[str, Any]:
-        """Run the job `changed` of a simulated card; `trace` or, in a sentence, why it `failed`.
-
-        Raises:
-            NotMeasuredError: The process died or took too long.
-        """
-        request = {**self._request("changed"), "parts": parts, "change": change}
-        return self._ask(request, f"micro-batch {max(parts)} with {change}", self._seconds(limit_seconds))
+        doing = f"micro-batch {max(asked['parts'])}" if "parts" in asked else "looking for changes"
+        doing += f" with {asked['change']}" if "change" in asked else ""
+        return self._ask({**self._request(job), **asked}, doing, self._seconds(limit_seconds))
 
     def trial(
         self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
@@ -167,11 +141,6 @@ class Worker:
     def end(self) -> None:
         """End the process; it may leave by itself first, so that what the workload registered at exit runs."""
         self._process.end(grace_seconds=_LEAVE_SECONDS)
-
-    def _about_parts(self, job: str, parts: tuple[int, ...], limit_seconds: float | None) -> Mapping[str, Any]:
-        request = {**self._request(job), "parts": parts}
-        reply: Mapping[str, Any] = self._ask(request, f"micro-batch {max(parts)}", self._seconds(limit_seconds))[job]
-        return reply
 
     def _seconds(self, limit_seconds: float | None) -> float:
         return min(self._settings.trial_limit_seconds, limit_seconds or math.inf)

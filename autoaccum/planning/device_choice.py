@@ -47,13 +47,13 @@ def simulate_device(gpu: str, settings: TrialSettings) -> Device:
     """
     from autoaccum.devices.simulated.catalog import find_card
     from autoaccum.devices.simulated.device import SimulatedDevice
-    from autoaccum.devices.simulated.traces import ChildTracer
+    from autoaccum.devices.simulated.traces import Tracer
     from autoaccum.devices.torch_release import read_torch_release
 
     card = find_card(gpu)
     return SimulatedDevice(
         card,
-        partial(ChildTracer, settings, card),
+        partial(Tracer, settings, card),
         share=settings.share,
         torch_version=read_torch_release(),
         memory=settings.options.memory,

@@ -15,7 +15,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.traces import ChildTracer
+from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
 from autoaccum.units import GIB, MIB
@@ -72,7 +72,7 @@ def simulated(settings: TrialSettings) -> Device:
     card = find_card("rtx3090")
     return SimulatedDevice(
         card,
-        lambda: ChildTracer(settings, card),
+        lambda: Tracer(settings, card),
         share=settings.share,
         torch_version=read_torch_release(),
         memory=settings.options.memory,

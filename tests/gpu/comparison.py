@@ -13,7 +13,7 @@ from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.traces import ChildTracer
+from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
@@ -35,7 +35,7 @@ class Least:
 
 def trace_case(case: Case, card: Card) -> Trace:
     """The trace of the case's parts on `card`, by the tracer that plans use."""
-    tracer = ChildTracer(TrialSettings(reference=case.reference, share=sum(case.parts)), card)
+    tracer = Tracer(TrialSettings(reference=case.reference, share=sum(case.parts)), card)
     try:
         return tracer.trace(case.parts)
     finally:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.traces import ChildTracer
+from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import GIB, MIB
@@ -60,7 +60,7 @@ def test_cases_have_names_of_their_own_and_cover_what_they_should() -> None:
 def test_the_same_card_once_more_is_measured_as_predicted(case: Case) -> None:
     predicted = predict(trace_case(case, CARD), CARD)
     settings = TrialSettings(reference=case.reference, share=2 * case.size)
-    tracer = partial(ChildTracer, settings, CARD)
+    tracer = partial(Tracer, settings, CARD)
     with SimulatedDevice(CARD, tracer, share=2 * case.size, torch_version=read_torch_release()) as device:
         measured = measure(case, device, predicted)
     rows = {case.title: {"simulated": predicted, "measured": measured}}

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from autoaccum.devices.base import Inspection, TrialSettings
-from autoaccum.devices.simulated.catalog import Card, find_card
+from tracing_here import TracerHere
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.traces import Offer
 from autoaccum.devices.torch_release import read_torch_release
-from autoaccum.errors import WorkloadError
 from autoaccum.guarding.asked.cases import case_name
 from autoaccum.guarding.locks.lock_entries import from_record, to_record
 from autoaccum.guarding.measuring.measuring import request_of
@@ -28,41 +22,6 @@ from autoaccum.guarding.measuring.sizing import Task
 from autoaccum.guarding.records import Case, Measured, Measurement
 from autoaccum.planning.subjects import Subject
 from autoaccum.units import parse_size
-
-
-class TracerHere:
-    """A child that is none: it simulates in this process, until it is closed."""
-
-    def __init__(self, settings: TrialSettings, card: Card) -> None:
-        self._settings, self._child = settings, SimulatedChild()
-        where = {"cwd": os.getcwd(), "sys_path": list(sys.path), "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
-        self._ask("load", card=dataclasses.asdict(card), **where)
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        return Inspection(**self._ask("inspect")["inspection"])
-
-    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
-        return Trace.from_record(self._ask("trace", parts=parts)["trace"])
-
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        return LabelledTrace.from_record(self._ask("labelled", parts=parts)["labelled"])
-
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        raise NotImplementedError
-
-    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._child.close()
-
-    def _ask(self, job: str, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "optimizer": None, "job": job, **asked}
-        reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
-        if "failure" in reply:
-            raise WorkloadError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")
-        return reply
-
 
 CASE: Final = Case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""

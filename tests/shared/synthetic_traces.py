@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Scratch, Trace
-from autoaccum.devices.simulated.traces import Offer
+from autoaccum.devices.simulated.traces import Offer, Tracer
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]
@@ -113,7 +113,7 @@ def label(trace: Trace) -> LabelledTrace:
     return LabelledTrace(trace=trace, modules=modules, origins=tuple(origins), claims=claims)
 
 
-class SyntheticTracer:
+class SyntheticTracer(Tracer):
     """A tracer of such traces, which remembers what it was asked.
 
     Args:

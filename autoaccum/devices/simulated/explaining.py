@@ -200,7 +200,7 @@ class Accountant:
                 memory then.
         """
         trace = max(made, key=self.replays.peak_bytes)
-        labelled = self.traces.labelled(trace.parts, clock.left_seconds)
+        labelled = self._labelled(trace, clock)
         if detail:
             labelled = self._settled(trace, labelled, clock)
         ledger = Ledger(labelled, self.replays.weigh(labelled.trace))
@@ -222,6 +222,9 @@ class Accountant:
             moments=moments(ledger) if detail else (),
         )
 
+    def _labelled(self, trace: Trace, clock: Clock) -> LabelledTrace:
+        return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=clock.left_seconds))
+
     def _settled(self, trace: Trace, labelled: LabelledTrace, clock: Clock) -> LabelledTrace:
         """The trace that others of the same parts are like; figures rest on it from then on.
 
@@ -233,7 +236,7 @@ class Accountant:
         """
         if labelled.trace == trace:
             return labelled
-        again = self.traces.labelled(trace.parts, clock.left_seconds)
+        again = self._labelled(trace, clock)
         if again.trace != labelled.trace:
             once, twice = (format_bytes(self.replays.peak_bytes(each.trace)) for each in (labelled, again))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
@@ -283,7 +286,7 @@ class Accountant:
         left: list[str] = []
         said: tuple[str, ...] = ()
         try:
-            offers = self.traces.changes(clock.left_seconds)
+            offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=clock.left_seconds))
         except AutoaccumError as error:
             offers, said = (), (f"what else would change the peak is not known ({first_line(error)})",)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
@@ -309,7 +312,9 @@ class Accountant:
 
     def _change(self, offer: Offer, trace: Trace, clock: Clock) -> Change:
         try:
-            changed = self.traces.changed(trace.parts, offer.name, clock.left_seconds)
+            changed = self.traces.ask(
+                lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=clock.left_seconds)
+            )
         except (ChangeFailed, AutoaccumError) as error:
             return Change(name=offer.name, what=offer.what, message=first_line(error))
         return self._compare(offer, trace, changed, self.replays)

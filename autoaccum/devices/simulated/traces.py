@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.simulated.catalog import Card
@@ -34,132 +34,54 @@ class Offer:
     what: str
 
 
-class Tracer(Protocol):
-    """Rehearses one workload on one simulated card, and tells what it asked of the allocator."""
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """Load and check the workload.
-
-        Args:
-            limit_seconds: End it after this time, if that is less than the settings' limit on trials.
-
-        Raises:
-            WorkloadError: The workload is not usable, or cannot be traced.
-            UsageError: It cannot be simulated here.
-            NotMeasuredError: Its process died or took too long.
-        """
-
-    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
-        """Rehearse an update by `parts[:1]` and one by all `parts`.
-
-        Args:
-            parts: Micro-batch sizes of the second update, in samples.
-            limit_seconds: As in `inspect`.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
-        """
-
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        """What could be changed.
-
-        Args:
-            limit_seconds: As in `inspect`.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
-        """
-
-    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        """As `trace`, of the workload with one thing changed.
-
-        Args:
-            parts: As in `trace`.
-            change: The name of an offer.
-            limit_seconds: As in `inspect`.
-
-        Raises:
-            ChangeFailed: It does not run so.
-            NotMeasuredError: As in `inspect`.
-        """
-
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        """The trace of `parts`, with what its blocks are for.
-
-        Args:
-            parts: As in `trace`.
-            limit_seconds: As in `inspect`.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As in `inspect`.
-        """
-
-    def close(self) -> None:
-        """End its process. Idempotent; another question would start a new one."""
-
-
-class ChildTracer:
-    """One child that has loaded the workload in the presence of `card`.
+class Tracer:
+    """A process that has loaded the workload in the presence of `card`, and rehearses it there; no torch here.
 
     Args:
         settings: What all traces have in common.
         card: The card.
 
     Raises:
-        WorkloadError: The workload cannot be loaded, or not be simulated.
-        NotMeasuredError: The process cannot be started, died or took too long.
+        WorkloadError: The workload cannot be loaded, or not be simulated; every question may raise it, too.
+        NotMeasuredError: The process cannot be started, died or took too long; likewise.
     """
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
         self._worker = Worker(settings, f"the simulated {card.name}", card=dataclasses.asdict(card))
 
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """As `Device.inspect`; the loss and its weighting are not checked.
+    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> Mapping[str, Any]:
+        """The reply to a job of `SimulatedChild`."""
+        return self._worker.ask(job, limit_seconds, **asked)
 
-        Raises:
-            WorkloadError: The workload is not usable, or cannot be simulated.
-            NotMeasuredError: The process died or took too long.
-        """
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`; the loss and its weighting are not checked."""
         return self._worker.inspect(limit_seconds)
 
     def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
-        """One rehearsal of `parts`.
+        """Rehearse an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
+        return Trace.from_record(self.ask("trace", limit_seconds=limit_seconds, parts=parts)["trace"])
 
-        Raises:
-            WorkloadError, NotMeasuredError: As `inspect`.
-        """
-        return Trace.from_record(self._worker.trace(parts, limit_seconds))
+    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
+        """The trace of `parts`, with what its blocks are for."""
+        return LabelledTrace.from_record(self.ask("labelled", limit_seconds=limit_seconds, parts=parts)["labelled"])
 
     def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        """What could be changed.
-
-        Raises:
-            WorkloadError, NotMeasuredError: As `inspect`.
-        """
-        return tuple(Offer(**offer) for offer in self._worker.changes(limit_seconds))
+        """What could be changed."""
+        return tuple(Offer(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
 
     def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        """One rehearsal of `parts` with one thing changed.
+        """The trace of `parts` with one thing changed, by the name of an offer.
 
         Raises:
             ChangeFailed: It does not run so.
-            NotMeasuredError: As `inspect`.
         """
-        reply = self._worker.changed(parts, change, limit_seconds)
+        reply = self.ask("changed", limit_seconds=limit_seconds, parts=parts, change=change)
         if "failed" in reply:
             raise ChangeFailed(reply["failed"])
         return Trace.from_record(reply["trace"])
 
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        """One rehearsal of `parts`, with what its blocks are for.
-
-        Raises:
-            WorkloadError, NotMeasuredError: As `inspect`.
-        """
-        return LabelledTrace.from_record(self._worker.labelled(parts, limit_seconds))
-
     def close(self) -> None:
-        """End the process."""
+        """End the process. Idempotent."""
         self._worker.end()
 
 
@@ -203,7 +125,7 @@ class Traces:
         Raises:
             WorkloadError, UsageError, NotMeasuredError: As there.
         """
-        inspection = self._ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+        inspection = self.ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
@@ -217,7 +139,7 @@ class Traces:
             WorkloadError, UsageError, NotMeasuredError: As the tracer's.
         """
         if parts not in self._made:
-            self.keep(self._ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
+            self.keep(self.ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
         return self._made[parts]
 
     def keep(self, made: Trace) -> None:
@@ -245,30 +167,24 @@ class Traces:
             traces.append(trace or self.make(pair, limit_seconds))
         return traces
 
-    def labelled(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> LabelledTrace:
-        """The trace of just these parts, and what its blocks are for.
+    def ask(self, question: Callable[[Tracer], T]) -> T:
+        """Ask the tracer, which is started where there is none; after a failure another is.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: As the tracer's.
         """
-        return self._ask(lambda tracer: tracer.labelled(parts, limit_seconds=limit_seconds))
-
-    def changes(self, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        """What could be changed about the workload.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
-        """
-        return self._ask(lambda tracer: tracer.changes(limit_seconds=limit_seconds))
-
-    def changed(self, parts: tuple[int, ...], change: str, limit_seconds: float | None = None) -> Trace:
-        """The trace of just these parts, with one thing changed.
-
-        Raises:
-            ChangeFailed: It does not run so.
-            NotMeasuredError: As the tracer's.
-        """
-        return self._ask(lambda tracer: tracer.changed(parts, change, limit_seconds=limit_seconds))
+        try:
+            if self._tracer is None:
+                self._tracer = self._make_tracer()
+            return question(self._tracer)
+        except DoesNotFitError as error:  # The host, not the card.
+            self.close()
+            raise NotMeasuredError(
+                error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
+            ) from None
+        except AutoaccumError:
+            self.close()
+            raise
 
     def has_made(self, trace: Trace) -> bool:
         """Whether the tracer told just this one."""
@@ -306,20 +222,6 @@ class Traces:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.close()
-
-    def _ask(self, question: Callable[[Tracer], T]) -> T:
-        try:
-            if self._tracer is None:
-                self._tracer = self._make_tracer()
-            return question(self._tracer)
-        except DoesNotFitError as error:  # The host, not the card.
-            self.close()
-            raise NotMeasuredError(
-                error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
-            ) from None
-        except AutoaccumError:
-            self.close()
-            raise
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

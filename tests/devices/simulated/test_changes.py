@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.traces import ChangeFailed, ChildTracer
+from autoaccum.devices.simulated.traces import ChangeFailed, Tracer
 from autoaccum.errors import UsageError
 from autoaccum.workload.spec import Workload
 
@@ -185,7 +185,7 @@ criterion = nn.CrossEntropyLoss()
 
 
 def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[str], str]) -> None:
-    tracer = ChildTracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
+    tracer = Tracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
     try:
         pid = tracer._worker.pid
         offers = [offer.name for offer in tracer.changes()]

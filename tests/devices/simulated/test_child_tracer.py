@@ -10,20 +10,20 @@ import pytest
 from asking import make_settings
 
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.traces import ChildTracer
+from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-Make = Callable[..., ChildTracer]
+Make = Callable[..., Tracer]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[ChildTracer] = []
+    made: list[Tracer] = []
 
-    def tracer(reference: str | Path, **options: Any) -> ChildTracer:
+    def tracer(reference: str | Path, **options: Any) -> Tracer:
         settings = make_settings(str(reference), 64, **options)
-        made.append(ChildTracer(settings, find_card("rtx4090")))
+        made.append(Tracer(settings, find_card("rtx4090")))
         return made[-1]
 
     yield tracer

@@ -11,7 +11,7 @@ import pytest
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.traces import ChildTracer
+from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.devices.torch_release import read_torch_release
 
 PARTS = (3000, 3000)
@@ -95,9 +95,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         card, settings = find_card("rtx3090"), TrialSettings(reference="model.py", share=sum(PARTS))
         release = read_torch_release()
-        with SimulatedDevice(
-            card, lambda: ChildTracer(settings, card), share=sum(PARTS), torch_version=release
-        ) as device:
+        with SimulatedDevice(card, lambda: Tracer(settings, card), share=sum(PARTS), torch_version=release) as device:
             device.inspect()
             for parts in first:
                 assert device.trial(parts, fresh=True).ran

@@ -1,7 +1,7 @@
 """Predictions of small workloads on cards of the catalogue, recorded for one build of torch each.
 
-    python tests/devices/simulated/golden/record.py           prints them, as JSON
-    python tests/devices/simulated/golden/record.py --write   writes them anew for the torch that runs this
+    PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py           prints them, as JSON
+    PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py --write   writes them anew, for its torch
 
 They change only where a prediction is meant to change; the commit that writes them says which and why. The search, the
 traces and the replays are those of a plan for a simulated card, all in this one process.
@@ -12,21 +12,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tracing_here import TracerHere
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.traces import ChangeFailed, Offer
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
@@ -83,50 +81,20 @@ CHANGED = ("mlp_one_by_one", "resnet_fp32", "gpt_bf16", "encoder_fp32")
 TARGET = 3000
 
 
-class TracerHere:
-    """What traces in this process, and adds up all that it traced."""
+class DigestingTracer(TracerHere):
+    """Traces in this process, and adds up all that it traced."""
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
-        self._child = SimulatedChild()
-        self.digest = hashlib.sha256()
-        self.traces = 0
-        self._settings = settings
-        where = {"cwd": os.getcwd(), "sys_path": list(sys.path), "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
-        self._ask("load", card=dataclasses.asdict(card), **where)
+        self.digest, self.traces = hashlib.sha256(), 0
+        super().__init__(settings, card)
 
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        return Inspection(**self._ask("inspect")["inspection"])
-
-    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
-        return self._noted(Trace.from_record(self._ask("trace", parts=parts)["trace"]))
-
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        labelled = LabelledTrace.from_record(self._ask("labelled", parts=parts)["labelled"])
-        self._noted(labelled.trace)
-        return labelled
-
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        return tuple(Offer(**offer) for offer in self._ask("changes")["changes"])
-
-    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        reply = self._ask("changed", parts=parts, change=change)
-        if "failed" in reply:
-            raise ChangeFailed(reply["failed"])
-        return self._noted(Trace.from_record(reply["trace"]))
-
-    def close(self) -> None:
-        self._child.close()
-
-    def _noted(self, trace: Trace) -> Trace:
-        self.digest.update(json.dumps(dataclasses.asdict(trace), sort_keys=True).encode())
-        self.traces += 1
-        return trace
-
-    def _ask(self, job: str, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "optimizer": None, "job": job, **asked}
-        reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
-        if "failure" in reply:
-            raise AssertionError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")
+    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> dict[str, Any]:
+        reply = super().ask(job, limit_seconds=limit_seconds, **asked)
+        record = reply["labelled"]["trace"] if "labelled" in reply else reply.get("trace")
+        if record is not None:
+            trace = dataclasses.asdict(Trace.from_record(record))
+            self.digest.update(json.dumps(trace, sort_keys=True).encode())
+            self.traces += 1
         return reply
 
 
@@ -134,7 +102,7 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
     """All that is predicted of an update of `TARGET` samples; and the explanation, for the workload's `first` card."""
     card = find_card(gpu)
     settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=TARGET)
-    tracer = TracerHere(settings, card)
+    tracer = DigestingTracer(settings, card)
     with SimulatedDevice(
         card,
         lambda: tracer,
