@@ -31,12 +31,7 @@ _NATIVE_GENERATOR: Any = torch.Generator
 
 
 def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
-    """Exchange them until `stack` is closed.
-
-    Args:
-        notices: Gets sentences on what is simulated otherwise than it would run.
-        stack: Undoes it.
-    """
+    """Exchange them until `stack` is closed."""
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),

@@ -72,11 +72,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one pool by size and address, and addresses without memory by address.
-
-    Args:
-        small: Whether it is for blocks up to 1 MiB.
-    """
+    """The free blocks of one pool by size and address, and addresses without memory by address."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small

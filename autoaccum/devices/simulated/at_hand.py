@@ -11,7 +11,7 @@ from autoaccum.devices.explanation import Account
 from autoaccum.devices.prediction import Foresight
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card, card_at_hand
-from autoaccum.devices.simulated.context import context_bytes, loads_eagerly
+from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.traces import Tracer, Traces
@@ -28,12 +28,6 @@ def foresee_peaks(
     """What peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
 
     The traces are made now, so that no other process is left while trials run.
-
-    Args:
-        memory: The card.
-        make_tracer: Starts what traces the workload on it.
-        share: Samples per update on this rank.
-        limit_seconds: What the traces may take; a minute when None.
     """
     card = card_at_hand(memory)
     traces = Traces(lambda: make_tracer(card), share)
@@ -67,16 +61,6 @@ def explain_at_hand(
 ) -> Account:
     """Account for the memory of `parts`, which ran on the card at hand, by simulating it: what it tells is predicted.
 
-    Args:
-        report: The card.
-        make_tracer: Starts what traces the workload on it.
-        share: Samples per update on this rank.
-        parts: Micro-batches of an update, in samples.
-        limit_bytes: The budget they ran within.
-        changes: As in `Explaining.explain`.
-        curve: Likewise.
-        limit_seconds: Likewise.
-
     Raises:
         WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
     """
@@ -84,7 +68,7 @@ def explain_at_hand(
     replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
     outside = report.context_bytes
     if outside is None:
-        outside = context_bytes(card, eager=loads_eagerly(os.environ)).bytes
+        outside = context_bytes(card).bytes
     traces = Traces(lambda: make_tracer(card), share)
     try:
         made = traces.of_schedule(parts, True, clock.left_seconds)

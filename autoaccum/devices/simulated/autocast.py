@@ -184,13 +184,7 @@ Kernel = Callable[..., Any]
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Have autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed.
-
-    Args:
-        library: Of `aten`, to register kernels in.
-        card: Any: autocast is the same on all (bf16 before compute capability 8.0 is emulated, and allowed).
-        stack: Its end clears the cache and gives `torch.clear_autocast_cache` back.
-    """
+    """Have autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
     cache = Casts()
     native = torch.clear_autocast_cache
 

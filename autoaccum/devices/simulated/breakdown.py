@@ -132,10 +132,6 @@ def _ends_of_recomputation(labelled: LabelledTrace, born: Sequence[int]) -> list
 class Ledger:
     """Adds up the blocks of a trace that are alive.
 
-    Args:
-        labelled: The trace, and what is known of its blocks.
-        demand: What they ask for on one card.
-
     Attributes:
         labelled, demand: As given.
         purposes: By block, what it is for.
@@ -196,11 +192,6 @@ def module_shares(ledger: Ledger, event: int, growth: tuple[Demand, Demand] | No
     """What each module holds after an event, in the model's order; like ones are one record.
 
     Averages are no module's: they count among what belongs to none, so that the shares add up to all that is held.
-
-    Args:
-        ledger: What the trace holds.
-        event: The index of the event.
-        growth: What the same events ask for at two sizes; None: how shares grow is not known.
     """
     slopes = None if growth is None else _slopes(ledger, growth)
     categories: dict[int, dict[Category, int]] = {}
@@ -273,10 +264,6 @@ def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
     """What is held after an event, in the order of the model; what belongs to no module is first.
 
     Of operators that made as much of one holding it names the first. What tells how attention is computed is apart.
-
-    Args:
-        ledger: What the trace holds.
-        event: The index of the event.
     """
     labelled, sizes = ledger.labelled, ledger.demand.sizes
     made: dict[tuple[int, int, str, str], Counter[str]] = {}
@@ -324,13 +311,6 @@ def break_down(
     ledger: Ledger, *, card: str, peak_bytes: int, context_bytes: int, growth: tuple[Demand, Demand] | None = None
 ) -> Explanation:
     """Tell what is held at the moment when most is.
-
-    Args:
-        ledger: What the trace holds.
-        card: What is simulated, as `Explanation.card`.
-        peak_bytes: The most that the allocator holds where nothing limits it.
-        context_bytes: What the process holds outside of it.
-        growth: What the same events ask for at two sizes of the micro-batch; None: that is not known.
 
     Returns:
         All of an explanation but the changes.

@@ -42,10 +42,6 @@ class Card:
         measured: Whether it was read from such a card, and not taken over from one of the same size.
         aliases: Other names; one that several cards share is ambiguous.
         sold_as_gb: The memory it is sold with, which may follow any of its names.
-        l2_bytes: Its L2 cache, as NVIDIA publishes it (a MIG slice's by its share of the memory); an A100's where only
-            the memory is known. No prediction rests on it or what follows: they are for code that asks.
-        bus_bits: The width of its memory bus, likewise.
-        clock_mhz: Its boost clock, likewise.
     """
 
     name: str
@@ -57,9 +53,6 @@ class Card:
     measured: bool = True
     aliases: tuple[str, ...] = ()
     sold_as_gb: int | None = None
-    l2_bytes: int = 40 * MIB
-    bus_bits: int = 5120
-    clock_mhz: int = 1410
 
     @property
     def architecture(self) -> str:
@@ -198,7 +191,4 @@ def _read(row: Mapping[str, str]) -> Card:
         measured=row["measured"] == "yes",
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         sold_as_gb=int(row["size_gb"]) if row["size_gb"] else None,
-        l2_bytes=int(float(row["l2_mib"]) * MIB),
-        bus_bits=int(row["bus_bits"]),
-        clock_mhz=int(row["clock_mhz"]),
     )

@@ -38,14 +38,7 @@ _Change = Callable[[Workload, str | None], tuple[Workload, str | None]]
 
 
 def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[Offer]:
-    """The changes that make a difference, each by its own.
-
-    Args:
-        workload: As it is.
-        model: Its model.
-        optimizer: The one that was made for it.
-        card: Where it runs.
-    """
+    """The changes that make a difference, each by its own."""
     return [
         *_precisions(workload, model, card),
         *_checkpoints(workload, model),
@@ -57,11 +50,6 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
 
 def with_change(workload: Workload, optimizer: str | None, change: str) -> tuple[Workload, str | None]:
     """The workload and the name of its optimizer (None: its own), with one thing changed.
-
-    Args:
-        workload: As it is.
-        optimizer: Overrides its own by a name of `torch.optim`.
-        change: The name of an offer.
 
     Raises:
         UsageError: No change has that name.

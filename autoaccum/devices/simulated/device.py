@@ -17,7 +17,7 @@ from autoaccum.devices.explanation import Account
 from autoaccum.devices.prediction import Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.catalog import Card, all_cards
-from autoaccum.devices.simulated.context import Outside, context_bytes, loads_eagerly
+from autoaccum.devices.simulated.context import Outside, context_bytes
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Demand, Replays
 from autoaccum.devices.simulated.traces import Tracer, Traces
@@ -66,10 +66,6 @@ class Band:
 
     It is a sum, since what it is made of is not known to be independent: what the process holds outside of the
     allocator, and the kernels' own memory that is alive at one time, as far as nobody has measured either.
-
-    Args:
-        outside: What the process holds outside of the allocator.
-        demand: What the schedule asks of the allocator.
     """
 
     outside: Outside
@@ -151,7 +147,7 @@ class SimulatedDevice:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
-        self._card, self._outside = card, context_bytes(card, eager=loads_eagerly(environment))
+        self._card, self._outside = card, context_bytes(card)
         self._settings = read_settings(environment).for_card(card.total_bytes)
         self._supply = CardSupply(card, self._outside, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)

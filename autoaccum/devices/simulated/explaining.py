@@ -28,11 +28,6 @@ def draw_timeline(ledger: Ledger, reserved_bytes: Sequence[int], points: int = _
     """The last update in at most `points` stretches of as many events, each at its highest.
 
     Where the peak lies before it (the first update, an evaluation) and has no like in it, all that was traced.
-
-    Args:
-        ledger: What the trace holds.
-        reserved_bytes: What the allocator holds of the card after each event.
-        points: How many points to make at most.
     """
     trace, held = ledger.labelled.trace, ledger.held_bytes
     peak_at = _like_peak(ledger)

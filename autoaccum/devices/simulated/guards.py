@@ -38,13 +38,7 @@ _RAISING = ("_assert", "_check")
 
 
 def passing_value(frame: FrameType, *, is_float: bool, is_bool: bool) -> Number | None:
-    """What the frame's check has to see to pass; None where it does not ask for a check alone.
-
-    Args:
-        frame: Who asks.
-        is_float: Whether it asks for a fraction.
-        is_bool: Whether it asks for a truth.
-    """
+    """What the frame's check has to see to pass; None where it does not ask for a check alone."""
     for check in _checks(frame):
         asked = _asked(check, frame)
         if asked is not None:

@@ -58,8 +58,6 @@ _OF_THE_DRIVER = (
 )
 _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """What `torch.cuda` itself raises where NVML finds no driver."""
-_MEMORY_MHZ = {(7, 0): 877, (7, 5): 7001, (8, 0): 1512, (8, 6): 9751, (8, 9): 10501, (9, 0): 2619, (10, 0): 3996}
-"""Memory clocks by compute capability, as most cards of the generation are sold."""
 
 
 class Stream:
@@ -200,19 +198,27 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
 
 
 class _CudaDeviceProperties(SimpleNamespace):
-    """What `get_device_properties` returns: all that PyTorch's own has (`torch/csrc/cuda/Module.cpp`)."""
+    """What `get_device_properties` returns; clocks and the cache are an A100's, and decide nothing here."""
 
 
 def _properties(card: Card) -> _CudaDeviceProperties:
     major, minor = card.capability
-    shared = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
-    in_all = shared.get(card.capability, 100)
     return _CudaDeviceProperties(
         name=card.title,
         major=major,
         minor=minor,
         total_memory=card.total_bytes,
         multi_processor_count=card.multiprocessors,
+        max_threads_per_multi_processor=card.threads_per_multiprocessor,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=99 << 10,
+        shared_memory_per_multiprocessor=100 << 10,
+        L2_cache_size=40 << 20,
+        memory_bus_width=384,
+        clock_rate=1_410_000,
+        memory_clock_rate=1_512_000,
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -221,17 +227,6 @@ def _properties(card: Card) -> _CudaDeviceProperties:
         pci_bus_id=0,
         pci_device_id=0,
         pci_domain_id=0,
-        L2_cache_size=card.l2_bytes,
-        memory_bus_width=card.bus_bits,
-        clock_rate=1000 * card.clock_mhz,
-        memory_clock_rate=1000 * _MEMORY_MHZ.get(card.capability, 14001),
-        # Of a multiprocessor by compute capability (CUDA C++ Programming Guide, technical specifications).
-        max_threads_per_block=1024,
-        max_threads_per_multi_processor=card.threads_per_multiprocessor,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=(in_all if card.capability < (8, 0) else in_all - 1) << 10,
-        shared_memory_per_multiprocessor=in_all << 10,
     )
 
 

@@ -63,12 +63,6 @@ def trace_rehearsal(
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
     updates alone, so that every trace of the same step is the same.
 
-    Args:
-        workload: With the precision the plan asks for.
-        parts: As in `Trial`.
-        optimizer: Overrides the workload's by a name of `torch.optim`.
-        mode: The simulation.
-
     Returns:
         The trace, and what was rehearsed.
 
@@ -83,12 +77,6 @@ def trace_rehearsal(
 
 def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode) -> LabelledTrace:
     """The same trace, with what its blocks are for; it takes longer to make.
-
-    Args:
-        workload: As in `trace_rehearsal`.
-        parts: Likewise.
-        optimizer: Likewise.
-        mode: Likewise.
 
     Raises:
         WorkloadError: As there.
@@ -156,12 +144,6 @@ def inspect_simulated(
     """Rehearse two micro-batches of two samples, or what there is.
 
     Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
-
-    Args:
-        workload: With the precision the plan asks for.
-        share: Samples per update on this rank.
-        optimizer: Overrides the workload's by a name of `torch.optim`.
-        mode: The simulation, entered.
 
     Returns:
         The inspection, and the rehearsal's trace.

@@ -55,14 +55,7 @@ def verdict_of(tensor: Tensor) -> bool | None:
 
 
 def follow_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Note what is known of `out`, which the operator returned, and of what it wrote into.
-
-    Args:
-        func: The operator.
-        args: As it was called.
-        kwargs: Likewise.
-        out: What it returned.
-    """
+    """Note what is known of `out`, which the operator returned, and of what it wrote into."""
     written = _written(func)
     if written:
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
@@ -134,13 +127,7 @@ class _Form:
 
 
 class _Kept:
-    """What is in a storage, computed when it is asked for.
-
-    Args:
-        call: Returns what fills it.
-        index: Which of what it returns, if that is several.
-        form: Where that lies in it.
-    """
+    """What is in a storage, computed when it is asked for."""
 
     def __init__(self, call: Callable[[], Any], index: int, form: _Form) -> None:
         self._call: Callable[[], Any] | None = call

@@ -47,9 +47,6 @@ class Running:
     that number as modules are entered and left, and looked up in backward. What checkpointing runs again enters its
     modules anew. A module that is not the model's, such as a loss, counts as part of who calls it, and what a gradient
     of a gradient takes belongs to who asked for the first.
-
-    Args:
-        model: Gives the model, or None as long as it is not there.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:

@@ -28,9 +28,6 @@ class Recorder:
 
     Storages, not tensors, are what costs: views and in-place operators create none.
 
-    Args:
-        device_type: Whose storages count.
-
     Attributes:
         op: The operator whose memory is noted, where that is said.
     """
@@ -62,12 +59,7 @@ class Recorder:
                 self._see_storage(tensor)
 
     def take(self, steps: Iterable[Step], out: Any = None) -> None:
-        """Note memory that a kernel takes, in order, between what it returns; what it holds in the end it gives back.
-
-        Args:
-            steps: What happens.
-            out: What it returned.
-        """
+        """Note memory that a kernel takes, in order, between what it returns; at its end it gives back the rest."""
         blocks: list[int] = []
         for step in steps:
             if isinstance(step, Scratch):
@@ -105,12 +97,7 @@ class Recorder:
             del self._alive[key]
 
     def begin(self, phase: Callable[[], Phase], witness: Witness | None = None) -> None:
-        """Begin a trace with what is alive now.
-
-        Args:
-            phase: Tells where the step is.
-            witness: Called for each block before it is numbered.
-        """
+        """Begin a trace with what is alive now."""
         alive = sorted(self._alive.items(), key=lambda item: item[1][1])
         self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
         self._phase, self._witness, self.op = phase, witness, None

@@ -236,15 +236,7 @@ def _floor_bytes(events: Sequence[int], sizes: Sequence[int], grain: int, option
 def reserved_over(
     events: Sequence[int], sizes: Sequence[int], settings: AllocatorSettings | None = None, repeat_from: int = 0
 ) -> list[int]:
-    """The bytes held after each event where nothing limits them, as `replay` has it.
-
-    Args:
-        events: As `replay` takes them.
-        sizes: Likewise.
-        settings: Likewise.
-        repeat_from: Where the last update begins; if it leaves what it found, what is told of it is that of its
-            repetition.
-    """
+    """The bytes held after each event where nothing limits them, as `replay` has it."""
     allocator = Allocator(None, settings)
     replayer = Replayer(allocator, sizes)
 

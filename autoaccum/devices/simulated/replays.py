@@ -45,12 +45,7 @@ class Demand:
 
 
 class Weigher:
-    """Tells the demand of traces on one card under one torch.
-
-    Args:
-        card: The card.
-        torch_version: Major and minor, such as (2, 15).
-    """
+    """Tells the demand of traces on one card under one torch."""
 
     def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version
@@ -96,13 +91,7 @@ _SETTLED_BY = 8
 
 
 class Replays:
-    """Replays traces on one card under one torch.
-
-    Args:
-        card: The card.
-        settings: Of PyTorch's allocator.
-        torch_version: Major and minor, such as (2, 15).
-    """
+    """Replays traces on one card under one torch."""
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version

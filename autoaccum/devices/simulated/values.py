@@ -196,12 +196,7 @@ _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|
 
 
 def refuse(error: BaseException, doing: str) -> WorkloadError | None:
-    """The refusal that `error` means; None when it means something else.
-
-    Args:
-        error: What came out of the user's code.
-        doing: What was going on, as the start of a sentence.
-    """
+    """The refusal that `error` means; None when it means something else."""
     for cause in _chain(error):
         found = _sentence(cause)
         if found is not None:

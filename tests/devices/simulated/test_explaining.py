@@ -57,13 +57,9 @@ def test_what_is_told_of_the_card_at_hand_is_called_simulated() -> None:
     assert tracer.closed == 1
 
 
-@pytest.mark.parametrize(("loading", "eager"), [("LAZY", False), ("EAGER", True)])
-def test_a_context_that_nobody_measured_is_estimated(
-    monkeypatch: pytest.MonkeyPatch, loading: str, eager: bool
-) -> None:
-    monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+def test_a_context_that_nobody_measured_is_estimated() -> None:
     found = account(SyntheticTracer(), replace(REPORT, context_bytes=None))
-    assert found.explanation.context_bytes == context_bytes(card_at_hand(CARD), eager=eager).bytes
+    assert found.explanation.context_bytes == context_bytes(card_at_hand(CARD)).bytes
 
 
 def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

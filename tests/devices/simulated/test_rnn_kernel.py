@@ -233,19 +233,6 @@ def test_unsorted_packed_sequences() -> None:
         torch.autograd.backward(nn.GRU(INPUTS, UNITS, device="cuda:0")(packed)[0].data.sum())
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
-def test_without_cudnn_it_runs_step_by_step(name: str) -> None:
-    with on_card() as recorder, torch.backends.cudnn.flags(enabled=False):
-        build: Any = getattr(nn, name)
-        network = build(INPUTS, UNITS, num_layers=2, bidirectional=True, batch_first=True, device="cuda:0")
-        held: list[Any] = []
-        sizes = sizes_of(recorder, lambda: held.append(network(samples())))
-        assert len(sizes) > 4 * STEPS
-        assert held[0][0].shape == (BATCH, STEPS, 2 * UNITS)
-        torch.autograd.backward(held[0][0].sum())
-        assert all(parameter.grad is not None for parameter in network.parameters())
-
-
 def test_cells_are_fused() -> None:
     with on_card() as recorder:
         x = torch.empty(BATCH, INPUTS, device="cuda:0", requires_grad=True)

@@ -302,14 +302,11 @@ _COUNTS = {
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 @given(data=st.data(), on=st.sampled_from(CARDS), version=st.sampled_from([(2, 11), (2, 13), (2, 15)]))
-def test_every_rule_names_its_source_and_is_never_negative(
-    rule: str, data: st.DataObject, on: Card, version: tuple[int, int]
-) -> None:
+def test_no_rule_is_negative(rule: str, data: st.DataObject, on: Card, version: tuple[int, int]) -> None:
     numbers = data.draw(st.tuples(*[st.integers(1, 300)] * _COUNTS[rule]))
     if rule.startswith("reduction"):
         numbers = (4, 4, 4, 1, *numbers[4:])
     answer = estimate(Scratch(rule, numbers), on, version)
-    assert answer.source
     assert answer.bytes >= 0
     assert answer.band_bytes >= 0
     assert answer.measured or answer.band_bytes > 0 or answer.bytes == 0

@@ -36,11 +36,6 @@ def test_the_budget_is_what_the_context_leaves_less_the_headroom() -> None:
     assert device(memory=MemorySize(bytes=10 * GIB), reserve=MemorySize(bytes=GIB)).limit_bytes == 9 * GIB
 
 
-def test_kernels_that_are_loaded_at_once_leave_less() -> None:
-    lazy, eager = device(memory=None), device(memory=None, environment={"CUDA_MODULE_LOADING": "EAGER"})
-    assert lazy.describe()["free_bytes"] - eager.describe()["free_bytes"] > 1400 * MIB
-
-
 def test_more_than_the_card_has_is_refused() -> None:
     with pytest.raises(UsageError, match=r"more than the .* that rtx3090 \(simulated, .* for its context\) has free"):
         device(memory=MemorySize(bytes=30 * GIB))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from autoaccum.devices.simulated.catalog import Card
@@ -121,15 +122,7 @@ def _flash_head_size(question: Question) -> str | None:
     return None if fits else f"head sizes {query}, {key} and {value} differ or exceed 256"
 
 
-def _from_ampere(question: Question) -> str | None:
-    return _capability_within(question, (8, 0))
-
-
-def _from_maxwell(question: Question) -> str | None:
-    return _capability_within(question, (5, 0))
-
-
-def _capability_within(question: Question, lowest: tuple[int, int]) -> str | None:
+def _capability_within(question: Question, *, lowest: tuple[int, int]) -> str | None:
     capability = question.card.capability
     if lowest <= capability <= NEWEST_CAPABILITY:
         return None
@@ -165,14 +158,6 @@ def _dtype_within(question: Question, allowed: frozenset[str]) -> str | None:
     return None if len(set(dtypes)) == 1 and dtypes[0] in allowed else f"dtypes are {', '.join(dtypes)}"
 
 
-def _heads_grouped(question: Question) -> str | None:
-    return _heads(question, grouped=True, alike=True)
-
-
-def _heads_of_cudnn(question: Question) -> str | None:
-    return _heads(question, grouped=True, alike=False)
-
-
 def _heads_of_efficient(question: Question) -> str | None:
     """Grouped queries from 2.15 on."""
     return _heads(question, grouped=question.torch_version >= (2, 15), alike=True)
@@ -195,14 +180,6 @@ def _heads(question: Question, *, grouped: bool, alike: bool) -> str | None:
 def _not_empty(question: Question) -> str | None:
     empty = 0 in (question.call.query.shape[-2], question.call.key.shape[-2])
     return "a sequence is empty" if empty else None
-
-
-def _dense_heads(question: Question) -> str | None:
-    return _last_strides(question, single_counts=True)
-
-
-def _dense_heads_of_any_size(question: Question) -> str | None:
-    return _last_strides(question, single_counts=False)
 
 
 def _last_strides(question: Question, *, single_counts: bool) -> str | None:
@@ -295,21 +272,21 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
         _four_dimensions,
         _no_mask,
         _flash_head_size,
-        _from_ampere,
+        partial(_capability_within, lowest=(8, 0)),
         _wide_heads_in_training,
         _square_when_causal,
         _half_precision,
-        _heads_grouped,
+        partial(_heads, grouped=True, alike=True),
         _not_empty,
-        _dense_heads,
+        partial(_last_strides, single_counts=True),
     ),
     "efficient": (
-        _from_maxwell,
+        partial(_capability_within, lowest=(5, 0)),
         _four_dimensions,
         _efficient_head_size,
         _aligned_storage,
         _not_empty,
-        _dense_heads_of_any_size,
+        partial(_last_strides, single_counts=False),
         _heads_of_efficient,
         _efficient_dtypes,
     ),
@@ -318,11 +295,11 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
         _deterministic,
         _half_precision,
         _cudnn_mask,
-        _from_ampere,
+        partial(_capability_within, lowest=(8, 0)),
         _cudnn_dropout,
         _not_empty,
-        _dense_heads,
-        _heads_of_cudnn,
+        partial(_last_strides, single_counts=True),
+        partial(_heads, grouped=True, alike=False),
         _cudnn_shapes,
         _cudnn_backward,
     ),

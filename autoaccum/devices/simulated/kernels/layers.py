@@ -97,18 +97,7 @@ def is_cudnn_batch_norm(
     eps: float,
     enabled: bool,
 ) -> bool:
-    """`_select_batch_norm_backend` in `aten/src/ATen/native/Normalization.cpp`; else CUDA's own kernels.
-
-    Args:
-        dtype: The input's.
-        weight: The weight's dtype, None without one.
-        bias: Likewise.
-        tracks: Whether there are a running mean and a running variance.
-        shape: The input's.
-        training: Whether the batch's own statistics count.
-        eps: Added to the variance.
-        enabled: Whether cuDNN may be used.
-    """
+    """`_select_batch_norm_backend` in `aten/src/ATen/native/Normalization.cpp`; else CUDA's own kernels."""
     if not enabled or weight is None or bias is None or "bfloat16" in (dtype, weight):
         return False
     wide_enough = dtype != "float16" or weight == "float32"

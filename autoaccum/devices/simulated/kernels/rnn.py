@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels.rnn_meta import MODES, cudnn_rnn, cudnn_rnn_backward
 from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.values import SimulationLimit
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,6 @@ class Network:
     train: bool
     bidirectional: bool
     batch_first: bool = False
-
-    @property
-    def directions(self) -> int:
-        """How many each layer has."""
-        return 2 if self.bidirectional else 1
-
-
-def _install_cells(library: torch.library.Library) -> None:
-    """Replace the cells, which elsewhere are made of elementwise operators."""
-    register: Any = library.impl
-    for key in ("AutogradCUDA", "CUDA"):
-        register("lstm_cell", lstm_cell, key)
-        register("gru_cell", gru_cell, key)
-    for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            register(name, kernel, "Meta")
 
 
 def lstm_cell(
@@ -97,88 +82,8 @@ def _gru_backward_meta(
     return input_gates, hidden_gates, torch.empty_like(grad_hy), biases[0], biases[1]
 
 
-State: TypeAlias = tuple[Tensor, ...]
-Cell: TypeAlias = Callable[[Tensor, State, Sequence[Tensor]], State]
-
-
-def run_steps(
-    mode: int,
-    network: Network,
-    data: Tensor,
-    batch_sizes: Sequence[int],
-    hidden: Sequence[Tensor],
-    params: Sequence[Tensor],
-) -> State:
-    """`_rnn_impl` with the layers of `aten/src/ATen/native/RNN.cpp`.
-
-    Raises:
-        RuntimeError: The sequences are packed, which only cuDNN is simulated for.
-    """
-    if batch_sizes:
-        raise RuntimeError("packed sequences are simulated with cuDNN only: set torch.backends.cudnn.enabled = True")
-    cell, directions = _CELLS[MODES[mode]], network.directions
-    projected = len(hidden) == 2 and hidden[0].size(2) != hidden[1].size(2)
-    per_layer = (4 if network.has_biases else 2) + projected
-    layer_input = data.transpose(0, 1) if network.batch_first else data
-    final: list[State] = []
-    for layer in range(network.num_layers):
-        outputs = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = params[index * per_layer : (index + 1) * per_layer]
-            state = tuple(tensor[index] for tensor in hidden)
-            output, state = _layer(cell, layer_input, state, weights, backwards=direction == 1)
-            outputs.append(output)
-            final.append(state)
-        layer_input = torch.cat(outputs, -1) if directions == 2 else outputs[0]
-        if network.dropout and network.train and layer < network.num_layers - 1:
-            layer_input = F.dropout(layer_input, network.dropout)
-    output = layer_input.transpose(0, 1) if network.batch_first else layer_input
-    return (output, *(torch.stack(states) for states in zip(*final, strict=True)))
-
-
-def _layer(
-    cell: Cell, data: Tensor, state: State, weights: Sequence[Tensor], *, backwards: bool
-) -> tuple[Tensor, State]:
-    steps = list(data.unbind(0))
-    outputs: list[Tensor] = []
-    for step in reversed(steps) if backwards else steps:
-        state = cell(step, state, weights)
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if backwards else outputs), state
-
-
-def _lstm(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-    w_ih, w_hh, *rest = weights
-    biases = rest[:2] if len(rest) >= 2 else [None, None]
-    return lstm_cell(data, state, w_ih, w_hh, biases[0], biases[1], rest[-1] if len(rest) % 2 else None)
-
-
-def _gru(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-    return (gru_cell(data, state[0], *weights),)
-
-
-def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
-    def cell(data: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-        w_ih, w_hh, *biases = weights
-        b_ih, b_hh = biases or (None, None)
-        return (activation(F.linear(data, w_ih, b_ih).add_(F.linear(state[0], w_hh, b_hh))),)
-
-    return cell
-
-
-_CELLS: dict[str, Cell] = {"rnn_relu": _simple(torch.relu), "rnn_tanh": _simple(torch.tanh), "lstm": _lstm, "gru": _gru}
-
-
-def _install_packing(library: torch.library.Library) -> None:
-    """Replace `_pack_padded_sequence`, whose sizes FakeTensorMode cannot tell."""
-    register: Any = library.impl
-    for key in ("AutogradCUDA", "CUDA"):
-        register("_pack_padded_sequence", _pack, key)
-
-
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """`_pack_padded_sequence` in `aten/src/ATen/native/PackedSequence.cpp`."""
+    """`_pack_padded_sequence` in `ATen/native/PackedSequence.cpp`; FakeTensorMode cannot tell its sizes."""
     counts = [int(length) for length in lengths.tolist()]
     padded = input.transpose(0, 1) if batch_first else input
     batch_sizes = [sum(length > step for length in counts) for step in range(max(counts))]
@@ -204,7 +109,7 @@ _STATE = "cuDNN's dropout"
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Run recurrent networks of fake CUDA tensors as CUDA does (facts 1.4 and 3)."""
+    """Run recurrent networks of fake CUDA tensors as CUDA does."""
     register: Any = library.impl
     for mode, name in enumerate(MODES):
         for key in ("AutogradCUDA", "CUDA"):
@@ -212,8 +117,13 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
             register(f"{name}.data", _packed(mode), key)
     register("_cudnn_rnn", cudnn_rnn, "Meta", allow_override=True)
     register("_cudnn_rnn_backward", cudnn_rnn_backward, "Meta", allow_override=True)
-    _install_cells(library)
-    _install_packing(library)
+    for key in ("AutogradCUDA", "CUDA"):
+        register("lstm_cell", lstm_cell, key)
+        register("gru_cell", gru_cell, key)
+        register("_pack_padded_sequence", _pack, key)
+    for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            register(name, kernel, "Meta")
     # Weights in one buffer take what separate ones take, and it would compare their addresses.
     stack.enter_context(replaced(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 
@@ -245,7 +155,9 @@ def _run(
     """`lstm`, `gru` in `aten/src/ATen/native/RNN.cpp` and `_cudnn_impl` in `cudnn/RNN.cpp`."""
     states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     if not (torch._C._get_cudnn_enabled() and data.numel()):
-        return run_steps(mode, network, data, batch_sizes, states_in, params)
+        raise SimulationLimit(
+            "a recurrent network runs without cuDNN, step by step", hint="set torch.backends.cudnn.enabled = True"
+        )
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0

@@ -72,12 +72,7 @@ _NOTHING = Seen()
 
 
 class ScratchObserver:
-    """Looks at top-level operators on fake CUDA tensors.
-
-    Args:
-        card: The card that is simulated.
-        torch_version: Major and minor, such as (2, 15).
-    """
+    """Looks at top-level operators on fake CUDA tensors."""
 
     def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
         self.card = card
@@ -93,15 +88,7 @@ class ScratchObserver:
         self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool) -> Seen:
-        """Tell what `func` takes beside its tensors.
-
-        Args:
-            func: The operator (an OpOverload).
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            out: What it returned.
-            in_backward: Whether autograd's thread runs it.
-        """
+        """Tell what `func` takes beside its tensors."""
         operator = func.overloadpacket
         handler = self._handlers.get(operator)
         if handler is None and operator not in self._products:

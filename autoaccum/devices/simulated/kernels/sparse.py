@@ -56,13 +56,6 @@ def has_parts(args: Sequence[Any]) -> bool:
 def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Make, take: Take) -> Any:
     """What an operator returns that takes sparse tensors, or makes one.
 
-    Args:
-        func: The operator.
-        args: Its arguments.
-        kwargs: Likewise, by name.
-        make: Makes the shell of a sparse tensor: of a size, for indices and values.
-        take: Notes memory that is taken and given back.
-
     Raises:
         SimulationLimit: It is not known what that takes.
     """

@@ -1,4 +1,10 @@
-"""Attention kernels: what they accumulate in fp32 before they write a gradient."""
+"""Attention kernels: what they accumulate in fp32 before they write a gradient.
+
+Sources, in ATen/native: transformers/cuda/flash_attn/flash_api.cpp (`mha_bwd`, `set_params_splitkv`);
+transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`) and kernel_forward.h
+(`kNeedsOutputAccumulatorBuffer`); transformers/cuda/attention_backward.cu (`delta`, `kKernelComputesDelta`);
+cudnn/MHA.cpp (`get_workspace_size`: cuDNN's own figure, taken to be flash attention's).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,6 @@ from dataclasses import dataclass
 
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, round_up
-
-_FLASH = "ATen/native/transformers/cuda/flash_attn/flash_api.cpp"
-_EFFICIENT = "ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
-_EFFICIENT_ROWS = "ATen/native/transformers/cuda/attention_backward.cu, delta (kKernelComputesDelta)"
-_EFFICIENT_FORWARD = "ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer"
-_CUDNN = "ATen/native/cudnn/MHA.cpp, get_workspace_size: cuDNN's own figure, taken to be flash attention's"
 
 
 def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -21,19 +21,19 @@ def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
     each = 4 * batch * heads * round_up(queries, 128)
     copies = max(1, ceil_div(card.multiprocessors, max(1, batch * heads))) if deterministic else 1
     band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
-    return Estimate(bytes=each * rounded * copies, band_bytes=band, source=f"{_FLASH}, mha_bwd", measured=band == 0)
+    return Estimate(bytes=each * rounded * copies, band_bytes=band, measured=band == 0)
 
 
 def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The rows' sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
     batch, heads, queries = numbers
-    return Estimate(bytes=4 * batch * heads * round_up(queries, 128), source=f"{_FLASH}, mha_bwd")
+    return Estimate(bytes=4 * batch * heads * round_up(queries, 128))
 
 
 def flash_grouped(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Gradients of keys or values for every query head. Numbers: batch, query heads, keys, head size, bytes."""
     batch, heads, keys, head_size, element_bytes = numbers
-    return Estimate(bytes=batch * heads * keys * head_size * element_bytes, source=f"{_FLASH}, mha_bwd dk_expanded")
+    return Estimate(bytes=batch * heads * keys * head_size * element_bytes)
 
 
 def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -42,12 +42,12 @@ def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
     Numbers: batch, heads, queries, keys, head size.
     """
     size = _flash_split_rows(numbers, card) * 4 * round_up(numbers[-1], 32)
-    return Estimate(bytes=size, source=f"{_FLASH}, set_params_splitkv")
+    return Estimate(bytes=size)
 
 
 def flash_split_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The logarithms of their rows' sums. Numbers: as of `flash_splits`."""
-    return Estimate(bytes=_flash_split_rows(numbers, card) * 4, source=f"{_FLASH}, set_params_splitkv")
+    return Estimate(bytes=_flash_split_rows(numbers, card) * 4)
 
 
 def _flash_split_rows(numbers: Numbers, card: Card) -> int:
@@ -68,41 +68,41 @@ def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, i
     size = _efficient_workspace(numbers, _efficient_tile(numbers, card))
     other = _efficient_workspace(numbers, _Tile(64, 64, element_bytes == 4))
     band = abs(size - other) if max(head_size, value_size) > 64 else 0
-    return Estimate(bytes=size, band_bytes=band, source=_EFFICIENT, measured=band == 0)
+    return Estimate(bytes=size, band_bytes=band, measured=band == 0)
 
 
 def efficient_cast(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The output or its gradient in fp32, of halves whose rows no kernel sums. Numbers: as of `efficient_gradient`."""
     batch, heads, queries, _, _, value_size, element_bytes, *_ = numbers
     needed = element_bytes < 4 and not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0, source=_EFFICIENT_ROWS)
+    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
 
 
 def efficient_product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The output times its gradient in fp32, where no kernel sums its rows. Numbers: as of `efficient_gradient`."""
     batch, heads, queries, _, _, value_size, *_ = numbers
     needed = not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0, source=_EFFICIENT_ROWS)
+    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
 
 
 def efficient_product_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Its rows' sums, before they are laid out as `delta`. Numbers: as of `efficient_gradient`."""
     batch, heads, queries, *_ = numbers
     needed = not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries if needed else 0, source=_EFFICIENT_ROWS)
+    return Estimate(bytes=4 * batch * heads * queries if needed else 0)
 
 
 def efficient_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The rows' sums (`delta`). Numbers: batch, heads, queries."""
     batch, heads, queries = numbers
-    return Estimate(bytes=4 * batch * heads * queries, source=_EFFICIENT_ROWS)
+    return Estimate(bytes=4 * batch * heads * queries)
 
 
 def efficient_output(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The output in fp32, of half-precision heads above 128. Numbers: batch, heads, queries, value size, bytes."""
     batch, heads, queries, value_size, element_bytes = numbers
     needed = element_bytes < 4 and value_size > 128
-    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0, source=_EFFICIENT_FORWARD)
+    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
 
 
 def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -111,7 +111,7 @@ def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
     size = 4 * batch * heads * round_up(queries, 128) * (round_up(head_size, 32) + 1)
     if key_heads != heads:
         size += 2 * batch * heads * keys * head_size * element_bytes
-    return Estimate(bytes=size, band_bytes=size, source=_CUDNN, measured=False)
+    return Estimate(bytes=size, band_bytes=size, measured=False)
 
 
 def _flash_split_count(blocks: int, slots: int, most: int) -> int:

@@ -18,7 +18,6 @@ class Estimate:
     Attributes:
         bytes: What is likely asked from the allocator; 0 when the kernel needs none at this size.
         band_bytes: By how much that may be wrong, either way.
-        source: Where the rule comes from: a file of PyTorch and what to look for in it.
         measured: Whether the bytes are known. For most rules that is the formula of PyTorch's source, read there and
             worked out by hand, which nobody has compared with a card; False for a guess, which has a band.
         optional: Whether the kernel, or another one in its place, does without where no memory is left.
@@ -26,7 +25,6 @@ class Estimate:
 
     bytes: int
     band_bytes: int = 0
-    source: str
     measured: bool = True
     optional: bool = False
 
@@ -61,17 +59,11 @@ def power_below(number: int) -> int:
     return 1 << max(number.bit_length() - 1, 0)
 
 
-def tensor_of_bytes(source: str) -> Rule:
-    """A rule for a whole tensor inside an operator. Numbers: its bytes."""
-
-    def rule(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-        return Estimate(bytes=numbers[0], source=source)
-
-    return rule
+def tensor_of_bytes(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """A whole tensor inside an operator. Numbers: its bytes."""
+    return Estimate(bytes=numbers[0])
 
 
-_SOURCE = "ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
-_LT_SOURCE = "ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize"
 _SMALL, _LARGE = 8_519_680, 32 << 20
 _UNSET = -1
 
@@ -80,21 +72,21 @@ def product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Est
     """The workspace of cuBLAS. Numbers: the thread (0 forward, 1 backward), bytes that were configured or -1."""
     _, configured = numbers
     if configured != _UNSET:
-        return Estimate(bytes=configured, source="CUBLAS_WORKSPACE_CONFIG")
+        return Estimate(bytes=configured)
     major = card.capability[0]
     if card.capability == (9, 0):
-        return Estimate(bytes=_LARGE, source=_SOURCE)
+        return Estimate(bytes=_LARGE)
     if major < 9 or torch_version <= (2, 11):
-        return Estimate(bytes=_SMALL, source=_SOURCE)
+        return Estimate(bytes=_SMALL)
     if torch_version >= (2, 15):
-        return Estimate(bytes=_LARGE if major <= 12 else _SMALL, source=_SOURCE)
-    return Estimate(bytes=_LARGE, band_bytes=_LARGE - _SMALL, source=_SOURCE, measured=False)
+        return Estimate(bytes=_LARGE if major <= 12 else _SMALL)
+    return Estimate(bytes=_LARGE, band_bytes=_LARGE - _SMALL, measured=False)
 
 
 def product_with_bias(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The workspace of cuBLASLt. Numbers: the thread (0 forward, 1 backward), bytes that were configured or -1."""
     _, configured = numbers
-    return Estimate(bytes=1 << 20 if configured == _UNSET else configured, source=_LT_SOURCE)
+    return Estimate(bytes=1 << 20 if configured == _UNSET else configured)
 
 
 def configured_bytes(environment: Mapping[str, str]) -> int:

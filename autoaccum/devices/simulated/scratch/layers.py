@@ -1,4 +1,12 @@
-"""Convolutions, normalisations and recurrent layers; gathering and scattering, sorting and scanning."""
+"""Convolutions, normalisations and recurrent layers; gathering and scattering, sorting and scanning.
+
+Sources, in ATen/native: cudnn/Conv_v8.cpp (cuDNN's own figure, taken to be its copies into the other layout);
+cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`); cuda/Normalization.cuh (`flexible_launch_configs`);
+cudnn/BatchNorm.cpp (cuDNN's own figures, taken to be sums for each channel); cuda/group_norm_kernel.cu; cudnn/RNN.cpp
+(cuDNN's own figures: one layer's gates, and the reserve as in pytorch/pytorch#2895); cuda/EmbeddingBackwardKernel.cu
+(`embedding_backward_cuda_kernel`); cuda/Indexing.cu (`index_put_with_sort_kernel`); cuda/Sort.cpp
+(`launch_stable_sort_kernel`) and CUB's DeviceRadixSort; cuda/ScanUtils.cuh (`scan_dim`) and CUB's DeviceScan.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +19,6 @@ from autoaccum.devices.simulated.scratch.reductions import (
     reduction_numbers,
 )
 
-_CONVOLUTION = "cuDNN's own figure (ATen/native/cudnn/Conv_v8.cpp); taken to be its copies into the other layout"
-_LAYER_NORM = "ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel"
-_BATCH_NORM = "ATen/native/cuda/Normalization.cuh, flexible_launch_configs"
-_CUDNN_BATCH_NORM = "cuDNN's own figures (ATen/native/cudnn/BatchNorm.cpp); taken to be sums for each channel"
-_GROUP_NORM = "ATen/native/cuda/group_norm_kernel.cu"
-_RNN = "cuDNN's own figure (ATen/native/cudnn/RNN.cpp); taken to be one layer's gates"
-_RNN_RESERVE = "cudnnGetRNNTempSpaceSizes (ATen/native/cudnn/RNN.cpp); derived from pytorch/pytorch#2895"
 _CONVOLUTION_LEAST_BAND = 32 << 20
 
 
@@ -37,13 +38,13 @@ def convolution(numbers: Numbers, card: Card, torch_version: tuple[int, int]) ->
     size = copies if element_bytes == 2 and not channels_last else 0
     may_copy = size or (tf32 and not channels_last and card.capability[0] >= 8)
     band = (copies if may_copy else min(copies, _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
-    return Estimate(bytes=size, band_bytes=band, source=_CONVOLUTION, measured=False, optional=True)
+    return Estimate(bytes=size, band_bytes=band, measured=False, optional=True)
 
 
 def layer_norm_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Partial sums for the weight (or the bias) of many narrow rows. Numbers: rows, columns, bytes of an element."""
     rows, columns, element_bytes = numbers
-    return Estimate(bytes=_partial_rows(rows, columns, card) * columns * element_bytes, source=_LAYER_NORM)
+    return Estimate(bytes=_partial_rows(rows, columns, card) * columns * element_bytes)
 
 
 def layer_norm_staging(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -65,7 +66,7 @@ def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> 
     width = min(power_below(channels), 32)
     height = min(power_below(ceil_div(values, 16)), 512 // width)
     blocks = min(ceil_div(values, height * 16), 128)
-    return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0, source=_BATCH_NORM)
+    return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0)
 
 
 def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -79,26 +80,26 @@ def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int
     """
     channels, channels_last = numbers
     shares = max(2, card.multiprocessors) if channels_last else 2
-    return Estimate(bytes=0, band_bytes=2 * 4 * channels * shares, source=_CUDNN_BATCH_NORM, measured=False)
+    return Estimate(bytes=0, band_bytes=2 * 4 * channels * shares, measured=False)
 
 
 def group_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """A number for each sample and channel, or group. Numbers: how many, bytes of one."""
     count, number_bytes = numbers
-    return Estimate(bytes=count * number_bytes, source=_GROUP_NORM)
+    return Estimate(bytes=count * number_bytes)
 
 
 def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The workspace of cuDNN, a band. Numbers: steps x samples, hidden size, gates, directions, bytes of an element."""
     rows, hidden, gates, directions, element_bytes = numbers
     size = rows * hidden * gates * directions * element_bytes
-    return Estimate(bytes=size, band_bytes=size, source=_RNN, measured=False)
+    return Estimate(bytes=size, band_bytes=size, measured=False)
 
 
 def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """How far off the reserve may be, which is a tensor with a size of its own. Numbers: its bytes, percent of it."""
     reserve_bytes, percent = numbers
-    return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), source=_RNN_RESERVE, measured=False)
+    return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), measured=False)
 
 
 def _partial_rows(rows: int, columns: int, card: Card) -> int:
@@ -115,10 +116,6 @@ def _partial_sums(numbers: Numbers, card: Card) -> Numbers:
     return reduction_numbers(layout, accumulator_bytes=max(4, element_bytes), element_bytes=element_bytes)
 
 
-_EMBEDDING = "ATen/native/cuda/EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel"
-_INDEX_PUT = "ATen/native/cuda/Indexing.cu, index_put_with_sort_kernel"
-_SORT = "ATen/native/cuda/Sort.cpp, launch_stable_sort_kernel, and CUB's DeviceRadixSort"
-_SCAN = "ATen/native/cuda/ScanUtils.cuh, scan_dim, and CUB's DeviceScan"
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
 _SMALL_SORT = 4096
@@ -128,30 +125,30 @@ _SCAN_TILE = 15 * 128
 def embedding_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Partial sums in fp32. Numbers: indices, rows of the table, columns, bytes of a sum, least indices."""
     indices, rows, columns, sum_bytes, least = numbers
-    return Estimate(bytes=_partials(indices, rows, least) * columns * sum_bytes, source=_EMBEDDING)
+    return Estimate(bytes=_partials(indices, rows, least) * columns * sum_bytes)
 
 
 def embedding_indices(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Indices sorted, their places, or how often each comes. Numbers: indices, rows, bytes of an index, least."""
     indices, _, index_bytes, least = numbers
-    return Estimate(bytes=indices * index_bytes if indices >= least else 0, source=_EMBEDDING)
+    return Estimate(bytes=indices * index_bytes if indices >= least else 0)
 
 
 def embedding_segments(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Where runs of equal indices begin, or their partial sums do. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
-    return Estimate(bytes=min(indices, rows) * index_bytes if indices >= least else 0, source=_EMBEDDING)
+    return Estimate(bytes=min(indices, rows) * index_bytes if indices >= least else 0)
 
 
 def embedding_partials(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Where each partial sum begins. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
-    return Estimate(bytes=_partials(indices, rows, least) * index_bytes, source=_EMBEDDING)
+    return Estimate(bytes=_partials(indices, rows, least) * index_bytes)
 
 
 def index_put(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Indices: linear, sorted, original ones, or their range. Numbers: indices."""
-    return Estimate(bytes=8 * numbers[0], source=_INDEX_PUT)
+    return Estimate(bytes=8 * numbers[0])
 
 
 def sorted_pairs(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -161,9 +158,9 @@ def sorted_pairs(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
     """
     pairs, pair_bytes, least = numbers
     if pairs < max(least, _SMALL_SORT):
-        return Estimate(bytes=0, source=_SORT)
+        return Estimate(bytes=0)
     between = pairs // 4 + 8192
-    return Estimate(bytes=pairs * pair_bytes + between, band_bytes=between, source=_SORT, measured=False)
+    return Estimate(bytes=pairs * pair_bytes + between, band_bytes=between, measured=False)
 
 
 def sort(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -173,15 +170,15 @@ def sort(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estima
     """
     rows, columns, key_bytes = numbers
     if rows == 1 or columns <= _SMALL_SORT:
-        return Estimate(bytes=8 * columns, source=_SORT)
+        return Estimate(bytes=8 * columns)
     size = rows * columns * (16 + key_bytes)
-    return Estimate(bytes=size, band_bytes=size // 2, source=_SORT, measured=False)
+    return Estimate(bytes=size, band_bytes=size // 2, measured=False)
 
 
 def scan(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The state of each tile of a scan over one long row, and of 32 more. Numbers: elements."""
     size = round_up(8 * (ceil_div(numbers[0], _SCAN_TILE) + 32), 256) + 511
-    return Estimate(bytes=size, band_bytes=size, source=_SCAN, measured=False)
+    return Estimate(bytes=size, band_bytes=size, measured=False)
 
 
 def index_threshold(*, bag: bool) -> int:

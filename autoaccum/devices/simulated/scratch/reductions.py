@@ -97,9 +97,6 @@ def _sorted(dimensions: list[_Dimension]) -> list[_Dimension]:
     return dimensions
 
 
-_SOURCE = "ATen/native/cuda/Reduce.cuh, ReduceConfig::global_memory_size"
-_FOREACH_NORM = "ATen/native/cuda/ForeachReduceOp.cu, output_per_tensor"
-_FLAGS_SOURCE = "ATen/native/cuda/Reduce.cuh, ReduceConfig::semaphore_size"
 _MAX_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
@@ -109,18 +106,18 @@ _MOST_32_BIT = 2**31 - 1
 
 def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The staging area. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_launch(numbers, card).staging_bytes, source=_SOURCE)
+    return Estimate(bytes=_launch(numbers, card).staging_bytes)
 
 
 def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """A counter for each column of blocks. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_launch(numbers, card).flag_bytes, source=_FLAGS_SOURCE)
+    return Estimate(bytes=_launch(numbers, card).flag_bytes)
 
 
 def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """A partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
     tensors, largest, norm_bytes = numbers
-    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes, source=_FOREACH_NORM)
+    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes)
 
 
 def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
