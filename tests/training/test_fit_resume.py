@@ -137,13 +137,6 @@ class Kept(IterableDataset[Any]):
         self.place = state["place"]
 
 
-class Batches:
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, SAMPLES, 7):
-            size = min(7, SAMPLES - start)
-            yield torch.randn(size, 5), torch.randint(0, 3, (size,))
-
-
 def own_draw() -> DataLoader[Any]:
     sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
     return DataLoader(Augmented(), batch_size=7, sampler=sampler)
@@ -151,12 +144,9 @@ def own_draw() -> DataLoader[Any]:
 
 DATA: dict[str, Callable[[], Any]] = {
     "dataset": Augmented,
-    "loader": lambda: DataLoader(Augmented(), batch_size=7, shuffle=True),
     "loader with a generator": own_draw,
-    "stream": Stream,
     "stream that knows its place": Kept,
     "loader over a stream": lambda: DataLoader(Stream(), batch_size=7),
-    "batches": Batches,
 }
 
 
@@ -172,13 +162,6 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
     assert resumed.evaluation == whole.evaluation
 
 
-@pytest.mark.parametrize("stop", range(1, UPDATES))
-def test_every_update_can_be_the_last_of_a_run(tmp_path: Path, stop: int) -> None:
-    whole = run(tmp_path / "whole", eval_data=None, eval_every=None)
-    resumed = interrupted(tmp_path / "parts", [stop], eval_data=None, eval_every=None)
-    assert digest(resumed) == digest(whole)
-
-
 def test_workers_change_nothing(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
     helped = interrupted(tmp_path / "helped", [3], workers=2)
@@ -189,17 +172,6 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", precision="fp16")
     resumed = interrupted(tmp_path / "parts", [2, 5], precision="fp16")
     assert digest(resumed) == digest(whole)
-
-
-def test_it_says_how_it_found_its_place(tmp_path: Path) -> None:
-    said: dict[str, list[str]] = {}
-    for kind in ("batches", "stream that knows its place", "dataset"):
-        heard: list[Any] = []
-        interrupted(tmp_path / kind, [2], data=DATA[kind], heard=heard.append)
-        said[kind] = [event.text for event in heard if isinstance(event, Noted)]
-    assert any("read forward" in text for text in said["batches"])
-    assert not any("read forward" in text for text in said["stream that knows its place"])
-    assert not said["dataset"]
 
 
 def test_a_longer_goal_goes_on_from_the_end(tmp_path: Path) -> None:

@@ -218,7 +218,9 @@ class PartFetcher:
     def _part(self, request: PartRequest) -> Any:
         is_plain = self._collate is default_collate
         if is_plain and type(self.users_dataset) is TensorDataset:
-            return list(self.users_dataset[request.indices])  # The same as row by row, and draws nothing.
+            return list(
+                self.users_dataset[torch.as_tensor(request.indices)]
+            )  # The same as row by row, and draws nothing.
         base, items = mix(request.seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
             seed_generators(item_seed(base, place))
