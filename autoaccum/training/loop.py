@@ -11,9 +11,7 @@ from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Keeper
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.windows import Source, Window
-from autoaccum.training.evaluation.evaluating import Evaluator
-from autoaccum.training.evaluation.evaluation import Evaluation
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.request import FitRequest

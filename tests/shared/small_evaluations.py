@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from autoaccum.training.evaluation.evaluation import Evaluation
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.evaluation import Evaluation, EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.workload.weights import resolve_objective
 

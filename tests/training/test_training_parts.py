@@ -13,8 +13,7 @@ from torch import nn
 from autoaccum.accumulation.observers import StepResult
 from autoaccum.errors import CheckpointError
 from autoaccum.training.checkpoints import Checkpoints, Keeper
-from autoaccum.training.evaluation.evaluating import Evaluator
-from autoaccum.training.evaluation.evaluation import Evaluation
+from autoaccum.training.evaluation import Evaluation, Evaluator
 from autoaccum.training.events import CheckpointFailed, CheckpointWritten, Evaluated, Noted, Teller
 from autoaccum.training.progress import Goal, Progress
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from autoaccum.training.evaluation.evaluation import Evaluation
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.evaluation import Evaluation, EvaluationData
 from autoaccum.training.events import Evaluated
 from autoaccum.workload.weights import resolve_objective
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import WorkloadError
-from autoaccum.training.evaluation.evaluation import Evaluation
+from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.events import Evaluated, EvaluationFailed
 
 

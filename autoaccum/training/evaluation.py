@@ -1,4 +1,4 @@
-"""The evaluation between updates: it changes no result of training, and cannot end it."""
+"""Evaluations between updates: when they come, what they read, and that they change no result of training."""
 
 from __future__ import annotations
 
@@ -9,21 +9,95 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
-from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError, first_line
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
-from autoaccum.training.evaluation.scores import LossScore, OwnScore, Score
+from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
+from autoaccum.training.data.source import is_map_style, is_taken_apart
 from autoaccum.training.events import Evaluated, EvaluationFailed
+from autoaccum.training.progress import Progress
+from autoaccum.training.scores import LossScore, OwnScore, Score
 from autoaccum.training.seeds import seed_generators
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.spec import check_evaluate
 from autoaccum.workload.tracebacks import user_line
 from autoaccum.workload.weights import Objective
+
+
+class EvaluationData:
+    """Samples or batches of an evaluation.
+
+    Args:
+        data: As for training. A dataset's samples are collated in parts as large as the evaluation can take; a
+            DataLoader's batches, and those of another iterable, are kept unless they are too large.
+        collate: `collate(samples)`; None: torch's default_collate.
+        workers: Processes that read a map-style dataset; a DataLoader has its own.
+        trained_on: What is trained on meanwhile, which may be the same; None: nothing.
+
+    Raises:
+        UsageError: It can be read only once, is no such data, or keeps one place for training and evaluation.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        trained_on: Any = None,
+    ) -> None:
+        if hasattr(data, "__next__"):
+            raise UsageError(
+                f"the evaluation data is {kind(data)}, which can be read only once",
+                hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
+            )
+        _check_shared(data, trained_on)
+        self._data, self._collate, self._workers = data, collate, workers
+        self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
+        if not self._has_samples and not hasattr(data, "__iter__"):
+            raise UsageError(
+                f"the evaluation data is {kind(data)}", hint="give a dataset, a DataLoader or an iterable of batches"
+            )
+
+    def batches(self, size: int, seed: int) -> Iterator[Any]:
+        """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
+        if not self._has_samples:
+            return iter(self._data)
+        loader: DataLoader[Any] = DataLoader(
+            self._data,
+            batch_size=size,
+            collate_fn=self._collate,
+            num_workers=self._workers if is_map_style(self._data) else 0,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return iter(loader)
+
+
+def _check_shared(data: Any, trained_on: Any) -> None:
+    """Refuse what keeps one place for both: training would lose what an evaluation reads.
+
+    Raises:
+        UsageError: It does.
+    """
+    if is_map_style(trained_on) or (isinstance(trained_on, DataLoader) and is_taken_apart(trained_on)):
+        return
+    trained = [trained_on, getattr(trained_on, "dataset", None)]
+    for one in (data, getattr(data, "dataset", None)):
+        if any(one is other for other in trained) and _keeps_place(one):
+            raise UsageError(
+                f"evaluation and training read the same {type_name(one)}, which keeps its place in itself",
+                hint="give a second one as the evaluation data: copy.deepcopy makes one",
+            )
+
+
+def _keeps_place(data: Any) -> bool:
+    is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
+    return hasattr(data, "__next__") or is_stateful or getattr(data, "persistent_workers", False) is True
 
 
 class Evaluation:
@@ -192,3 +266,84 @@ def _reason(error: Exception) -> str:
     name = type(error).__name__
     text = said if isinstance(error, AutoaccumError) else f"{name}: {said}" if said else name
     return text if where is None else f"{text}, at {where}"
+
+
+class Evaluator:
+    """Evaluates every so many updates, or when it is told to, or after each epoch, and in the end.
+
+    There is at most one evaluation after an update.
+
+    Args:
+        evaluation: What an evaluation is; None where nothing is evaluated.
+        model: The model.
+        progress: How far training is.
+        every: Updates from one to the next; None: after each epoch, unless `due` is given.
+        tell: Told of each, done or failed.
+        due: Whether one comes next, asked with the samples trained on so far.
+        averaged: The model whose weights are the averages, evaluated too (`ema_loss` beside `loss`); None: there is
+            none.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation | None,
+        model: nn.Module,
+        progress: Progress,
+        every: int | None,
+        tell: Callable[[Any], Any],
+        due: Callable[[int], bool] | None = None,
+        averaged: nn.Module | None = None,
+    ) -> None:
+        self._evaluation, self._model, self._progress = evaluation, model, progress
+        self._every, self._tell, self._due, self._averaged = every, tell, due, averaged
+
+    def run_if_due(self) -> None:
+        """After an update."""
+        if self._due is not None:
+            is_due = self._due(self._progress.samples)
+        else:
+            is_due = self._every is not None and self._progress.update % self._every == 0
+        if is_due:
+            self.run()
+
+    def run_after_epoch(self) -> None:
+        """After an epoch."""
+        if self._every is None and self._due is None:
+            self.run()
+
+    def run_missed(self) -> None:
+        """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
+        if self._every is not None or self._due is not None:
+            if self._progress.update not in (0, self._progress.evaluated_at):
+                self.run_if_due()
+        elif self._progress.epoch > 0 and self._progress.epoch_samples == 0:
+            self.run()
+
+    def run(self) -> None:
+        """Now, unless that was done after this very update."""
+        progress = self._progress
+        if self._evaluation is None or progress.update in (0, progress.evaluated_at):
+            return
+        done = self._evaluation.run(self._model, progress.update)
+        if isinstance(done, Evaluated) and self._averaged is not None:
+            done = _joined(done, self._evaluation.run(self._averaged, progress.update))
+        progress.evaluated_at = progress.update
+        if isinstance(done, Evaluated):
+            progress.evaluation = dict(done.values)
+        self._tell(done)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {} if self._evaluation is None else {"micro_batch": self._evaluation.micro_batch}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on with the micro-batch that fitted."""
+        if self._evaluation is not None and "micro_batch" in state:
+            self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
+
+
+def _joined(done: Evaluated, averaged: Evaluated | EvaluationFailed) -> Evaluated | EvaluationFailed:
+    if isinstance(averaged, EvaluationFailed):
+        return averaged
+    values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
+    return Evaluated(done.update, values, done.samples, done.seconds + averaged.seconds)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
-from autoaccum.training.evaluation.evaluation_data import EvaluationData
+from autoaccum.training.evaluation import EvaluationData
 
 
 @pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
