@@ -59,7 +59,7 @@ class PlanFileError(AutoaccumError):
 
 
 class LockFileError(AutoaccumError):
-    """A lock file that is damaged, half merged, of something else, or from a newer autoaccum; it stays as it is."""
+    """A lock file that cannot be parsed, does not match its digest or is from a newer autoaccum; it stays as it is."""
 
     exit_code = 2
 

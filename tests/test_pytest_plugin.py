@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from autoaccum.guarding.asked.project import find_project
-from autoaccum.guarding.asked.selection import Selection
+from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guarding import guard
+from autoaccum.guarding.project import find_project
 
 ROOT = Path(autoaccum.__file__).parents[1]
 MODEL = """
@@ -99,8 +99,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> str:
     model, tests = folder / "model.py", folder / "tests"
     tests.mkdir()
     model.write_text(f"WIDTH = 64\n{MODEL}")
-    case = Selection(workload=str(model), gpus=("rtx3090",), target_batch=1024, micro_batch=512)
-    assert guard(case, find_project(folder), update=True).exit_code == 0
+    case = make_case(workload=str(model), gpu="rtx3090", target_batch=1024, micro_batch=512)
+    assert guard([case], find_project(folder), update=True).exit_code == 0
     model.write_text(f"WIDTH = 4096\n{MODEL}")
     (tests / "beside.py").write_text(f"WIDTH = 64\n{MODEL}")
     (tests / "raises.py").write_text(f"WIDTH = 64\n{MODEL}".replace("return randn", "return 1 / 0, randn"))

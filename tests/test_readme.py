@@ -17,8 +17,8 @@ from autoaccum.cli import guard, tune
 from autoaccum.devices.base import Trial
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.devices.simulated.catalog import all_cards
-from autoaccum.guarding.asked.cases import case_name
-from autoaccum.guarding.asked.project import find_project
+from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.project import find_project
 from autoaccum.planning.records import Plan
 from autoaccum.workload.loading import load_workload
 

@@ -16,8 +16,8 @@ from autoaccum.cli.parameters import count, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.guarding.asked.project import Project
-    from autoaccum.guarding.judgements import Report
+    from autoaccum.guarding.project import Project
+    from autoaccum.guarding.records import Report
 
 _FORMS = ("text", "json", "markdown", "github")
 
@@ -39,7 +39,6 @@ _FORMS = ("text", "json", "markdown", "github")
     "evaluation_batch",
     "worst_of",
     "batchnorm",
-    world_size={"default": None, "show_default": False},
 )
 @click.option("--tolerance", metavar="SHARE|SIZE", help="How far the peak may grow.  [default: the project's, or 1%]")
 @click.option("--lock", metavar="FILE", help="The lock.  [default: the project's autoaccum.lock]")
@@ -59,6 +58,8 @@ _FORMS = ("text", "json", "markdown", "github")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
 def command(
     workload: str | None,
+    gpus: tuple[str, ...],
+    device: str | None,
     tolerance: str | None,
     lock: str | None,
     update: bool,
@@ -84,10 +85,10 @@ def command(
     Exit code: 0 no more than is locked, within the tolerance, 1 something has regressed, 2 bad usage, workload or
     lock, 3 something could not be measured, or is not locked.
     """
-    from autoaccum.guarding.asked.project import find_project
-    from autoaccum.guarding.asked.selection import Selection
-    from autoaccum.guarding.asked.tolerance import parse_tolerance
+    from autoaccum.guarding.cases import make_case
     from autoaccum.guarding.guarding import guard
+    from autoaccum.guarding.project import find_project
+    from autoaccum.guarding.records import parse_tolerance
 
     form = _chosen_form(form, as_json)
     with _annotating(form):
@@ -95,13 +96,14 @@ def command(
             hint = "a baseline is compared with no lock: take one"
             raise UsageError("both --lock and --baseline are given", hint=hint)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
-        selection = Selection(workload=workload, **asked)
+        asked |= {} if device is None else {"device": device}
+        wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd(), lock)
         if output is not None:
             _check_output(output, project, workload, force=force)
         with _progress(form, quiet=quiet) as listeners:
             report = guard(
-                selection,
+                wanted,
                 project,
                 update=update,
                 prune=prune,
@@ -128,9 +130,9 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
 
 def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
     """Refuse now what could not be written later, and what must not be written over at all."""
-    from autoaccum.guarding.locks.lock_file import read_lock
+    from autoaccum.guarding.lock import read_lock
     from autoaccum.planning.files import check_output
-    from autoaccum.reporting.source_place import source_file
+    from autoaccum.reporting.guard_github import source_file
 
     if Path(output).resolve() == project.lock.resolve():
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
@@ -139,7 +141,7 @@ def _check_output(output: str, project: Project, workload: str | None, *, force:
         check_apart("-o", output, workload)
     known = list(project.cases)
     with suppress(AutoaccumError):  # The guard itself tells of a lock that cannot be read.
-        known += read_lock(project.lock).entries
+        known += read_lock(project.lock, project.anew)
     for case in known:
         if source := source_file(case.workload, project.folder):
             check_apart("-o", output, str(source))
@@ -149,7 +151,7 @@ def _check_output(output: str, project: Project, workload: str | None, *, force:
 def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.guard_github import harmless
-    from autoaccum.reporting.guard_progress import GuardProgress
+    from autoaccum.reporting.guard_text import GuardProgress
 
     stderr = make_console(stderr=True)
     read_by_github = form == "github" or _on_github()
@@ -182,7 +184,7 @@ def _written(report: Report, form: str) -> str:
     if form == "json":
         return report.to_json()
     if form in ("markdown", "github"):
-        from autoaccum.reporting.guard_markdown import report_markdown
+        from autoaccum.reporting.guard_github import report_markdown
 
         return report_markdown(report)
     from autoaccum.reporting.guard_text import report_text

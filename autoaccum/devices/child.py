@@ -18,8 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum.devices.lifeline import Lifeline
-from autoaccum.devices.replies import astray_reply, failure_reply, load_asked, look_where
-from autoaccum.devices.strays import Strays
+from autoaccum.devices.replies import failure_reply, load_asked, look_where
 
 if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
@@ -30,10 +29,7 @@ def main(arguments: list[str]) -> None:
     """Answer requests until the parent closes its end of the pipe."""
     lifeline = Lifeline(arguments)
     child: Jobs = Child()
-    strays: Strays | None = None
     for request in lifeline:
-        if strays is None and request.get("checkout"):
-            strays = Strays(request["checkout"])
         if request["job"] == "prepare":
             _prepare(request)
             continue
@@ -42,7 +38,7 @@ def main(arguments: list[str]) -> None:
             continue
         if "card" in request:
             child = _simulated_child()
-        lifeline.answer({**child.answer(request), **astray_reply(strays)})
+        lifeline.answer(child.answer(request))
 
 
 class Jobs(Protocol):

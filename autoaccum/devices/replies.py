@@ -8,9 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.checkout import redirect_hooks
-from autoaccum.devices.strays import Strays
-from autoaccum.errors import NotMeasuredError
+from autoaccum.devices.checkout import check_loaded
 
 if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
@@ -24,7 +22,6 @@ def look_where(request: Mapping[str, Any]) -> None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = request["pythonpath"]
-    redirect_hooks(request.get("checkout", {}))
 
 
 def load_asked(request: Mapping[str, Any]) -> Workload:
@@ -36,21 +33,9 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
 
     parcel = request.get("parcel")
     loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
+    check_loaded(request["reference"], request.get("checkout", {}))
     options = Options.from_record(request.get("options", {}))
     return adapt(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
-
-
-def astray_reply(strays: Strays | None) -> dict[str, Any]:
-    """A failure where code was loaded from elsewhere than the checkout, else nothing.
-
-    Whatever else a job came to, it is of another revision then.
-    """
-    try:
-        if strays is not None:
-            strays.check()
-    except NotMeasuredError as error:
-        return failure_reply(error, "looking at what was loaded")
-    return {}
 
 
 def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError
-from autoaccum.guarding.asked.cases import case_name, check_case
-from autoaccum.guarding.asked.project import Project, find_project
-from autoaccum.guarding.asked.tolerance import Tolerance
-from autoaccum.guarding.locks.lock_file import read_lock
-from autoaccum.guarding.measuring.measuring import measure, request_of
-from autoaccum.guarding.records import Case, Measurement
-from autoaccum.guarding.verdict.comparing import compare
-from autoaccum.guarding.verdict.judging import incomparable
+from autoaccum.guarding.cases import CASE_FIELDS, Case, check_case, make_case
+from autoaccum.guarding.comparing import compare
+from autoaccum.guarding.lock import read_lock
+from autoaccum.guarding.measuring import measure, request_of
+from autoaccum.guarding.project import Project, find_project
+from autoaccum.guarding.records import Measurement, Tolerance
 from autoaccum.units import format_bytes
 from autoaccum.workload.module_names import compact_names, numberless
 
@@ -32,7 +30,7 @@ def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
     Args:
         workload: A file, absolute, with `:name` where it has one; or a module.
         folder: Where the project is looked for, upwards.
-        asked: Fields of `Case`.
+        asked: Fields of `Case` and of its options.
 
     Returns:
         Lines that say what is needed, the bound, where the memory goes, and what grew since the lock; empty where it
@@ -42,12 +40,16 @@ def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
         DoesNotFitError: It does not even fit the machine that would measure it.
     """
-    known = ["limit" if field.name == "memory" else field.name for field in fields(Case)[1:]]
-    unknown = sorted(asked.keys() - {*known, "memory"})
+    unknown = sorted(asked.keys() - {*CASE_FIELDS[1:]})
     if unknown:
-        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {', '.join(known)}")
+        takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
+        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
     project = find_project(folder)
-    case = check_case(Case(workload=_reference(workload, project), **asked))
+    try:
+        reference = project.reference(workload, project.folder)
+    except UsageError:  # A file outside of the project goes by its whole path.
+        reference = workload
+    case = check_case(make_case(workload=reference, **asked))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
     try:
         measured = measure(case, Checkout(project.folder), micro_batches=schedule).measurement
@@ -56,14 +58,6 @@ def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
     if measured.fits:
         return ""
     return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project, measured)])
-
-
-def _reference(workload: str, project: Project) -> str:
-    """As the lock names it; a file outside of the project by its whole path."""
-    try:
-        return project.reference(workload, project.folder)
-    except UsageError:
-        return workload
 
 
 def _of_single_samples(case: Case, project: Project, error: DoesNotFitError) -> Measurement:
@@ -85,11 +79,15 @@ def _shortage(case: Case, measured: Measurement) -> str:
     if measured.least_bytes is not None:
         roomy = f"{format_bytes(measured.peak_bytes)} where nothing limits it"
         needed = f"at least {format_bytes(measured.least_bytes)} ({roomy})"
-    bound = f"the limit is {case.memory}" if case.memory else f"{format_bytes(measured.limit_bytes)} are there"
+    bound = (
+        f"the limit is {case.options.memory}"
+        if case.options.memory
+        else f"{format_bytes(measured.limit_bytes)} are there"
+    )
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
     parts = format_parts(measured.micro_batches)
     return (
-        f"{case.workload} on {case.gpu or case.device} does not fit: micro-batch {measured.micro_batch} "
+        f"{case.workload} on {case.place} does not fit: micro-batch {measured.micro_batch} "
         f"({parts}, {measured.precision}) needs {needed}; {bound}, {fitting}"
     )
 
@@ -123,35 +121,23 @@ def _modules(holdings: Iterable[Holding]) -> Iterator[tuple[int, str]]:
 
 
 def _since_the_lock(case: Case, project: Project, measured: Measurement) -> Iterator[str]:
-    """What grew since an entry like it was locked; nothing where none tells."""
+    """What grew since the same code was locked for that card, at the size that is nearest; nothing where none was."""
     try:
-        entries = read_lock(project.lock).entries
-        alike = [other for other in entries if _alike(other, case)]
+        entries = read_lock(project.lock, project.anew)
+        alike = [other for other in entries if _without_size(other) == _without_size(case)]
         if not alike:
             return
-        same = min(alike, key=lambda other: _distance(other, case, entries[other], measured))
-        before = entries[same]
-        now = measure(same, Checkout(project.folder), micro_batches=before.micro_batches)
-        tolerance = project.tolerance or Tolerance()
-        told = incomparable(same, before, now, "") or compare(same, before, now, tolerance)
+        nearest = min(alike, key=lambda other: abs(entries[other].micro_batch - measured.micro_batch))
+        before = entries[nearest]
+        now = measure(nearest, Checkout(project.folder), micro_batches=before.micro_batches)
+        told = compare(nearest, before, now, project.tolerance or Tolerance())
     except AutoaccumError as error:
-        if project.lock.exists():
-            yield f"what grew since {project.lock.name} is not known: {error.message}"
+        yield f"what grew since {project.lock.name} is not known: {error.message}"
         return
     reason = next(iter(told.reasons), "nothing grew")
     yield f"since {project.lock.name}: {told.explanation or reason}"
 
 
-def _alike(one: Case, other: Case) -> bool:
-    """Whether both are the same code on the same card, however many samples and whatever the budget."""
-    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(Case) if not _is_size(field))
-
-
-def _is_size(field: Field[Any]) -> bool:
-    return field.name in ("target_batch", "micro_batch", "memory", "reserve", "world_size", "equal")
-
-
-def _distance(one: Case, other: Case, before: Measurement, now: Measurement) -> tuple[object, ...]:
-    """How far an entry is from what was measured: by the largest part, by what was asked otherwise, by its name."""
-    otherwise = sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Case))
-    return abs(before.micro_batch - now.micro_batch), otherwise, case_name(one)
+def _without_size(case: Case) -> Case:
+    options = dataclasses.replace(case.options, memory=None, reserve=None, world_size=1, equal=False)
+    return Case(workload=case.workload, options=options)

@@ -1,34 +1,52 @@
-"""`guard`: every case that is asked for is measured and compared, or locked."""
+"""`guard`: every case that is asked for is measured and compared, with the lock or another revision, or locked."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shlex
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from autoaccum.devices.checkout import Checkout
 from autoaccum.errors import AutoaccumError, LockFileError, MissingLockError, NotMeasuredError, UsageError
-from autoaccum.guarding.asked.project import Project
-from autoaccum.guarding.asked.selection import Selection, asked_words, select_cases
-from autoaccum.guarding.asked.tolerance import Tolerance
-from autoaccum.guarding.events import CheckedOut, Listener
-from autoaccum.guarding.judgements import Judgement, Report
-from autoaccum.guarding.locking import Locked
-from autoaccum.guarding.locks.lock_file import sole_writer, write_lock
-from autoaccum.guarding.records import Case
-from autoaccum.guarding.revisions.baseline import check_there, checked_out
-from autoaccum.guarding.rounds import Measure, Round
-from autoaccum.guarding.verdict.comparing import compare
-from autoaccum.guarding.verdict.judging import unmeasured
+from autoaccum.guarding.baseline import check_there, checked_out
+from autoaccum.guarding.cases import Case
+from autoaccum.guarding.comparing import compare, unmeasured
+from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.guarding.measuring import measure
+from autoaccum.guarding.project import Project, select_cases
+from autoaccum.guarding.records import (
+    CaseFinished,
+    CaseStarted,
+    CheckedOut,
+    Event,
+    Judgement,
+    Listener,
+    Measured,
+    Measurement,
+    Report,
+    Tolerance,
+)
 from autoaccum.planning.files import check_output
+
+_MOST_AT_ONCE = 2
+"""Simulations: each takes a processor and the memory of a PyTorch."""
+
+IsStopped = Callable[[], bool]
+Measure = Callable[[Case, Checkout, tuple[int, ...] | None], Measured]
+Judge = Callable[[Case, Measure], Judgement]
+"""Measures a case and says what that comes to, or raises an AutoaccumError that says why it cannot."""
 
 
 def guard(
-    selection: Selection,
+    wanted: Sequence[Case],
     project: Project,
     *,
     update: bool = False,
@@ -46,7 +64,7 @@ def guard(
     ends everything, and no lock is written.
 
     Args:
-        selection: Which cases.
+        wanted: Parts of cases, one for each card; an empty one is for all that are known.
         project: Where they lie, and what is named there.
         update: Plan anew, and write the lock in place of comparing with it: once, at the end. What could not be
             measured keeps the entry it had.
@@ -54,8 +72,8 @@ def guard(
         baseline: Compare with this revision, measured here too; a lock names cases at most, and none is written.
         tolerance: By how much memory may grow; None: as the project has it, else 1 %.
         time_limit: Seconds that all searches may take; what is not known by then is `unmeasured`.
-        force: Write a new lock over one that cannot be read.
-        on_event: Told of every step, with a record of `guarding.events`.
+        force: Write a new lock over one that cannot be read: what is not measured is in it no more.
+        on_event: Told of every step, with a record of `guarding.records`.
         on_output: Given what workloads print, line by line; stderr otherwise.
 
     Raises:
@@ -63,109 +81,239 @@ def guard(
         LockFileError: The lock cannot be read; it stays as it is.
         MissingLockError, NotMeasuredError: There is nothing to guard, or the revision cannot be checked out.
     """
-    _check_together(selection, project, update=update, prune=prune, baseline=baseline)
+    _check_together(wanted, project, update=update, prune=prune, baseline=baseline)
     allowed = tolerance or project.tolerance or Tolerance()
-    deadline = None if time_limit is None else time.monotonic() + time_limit
-    tell = on_event or (lambda event: None)
-    if baseline is not None:
-        round_ = Round(tell, on_output, deadline, partial(_unmeasured, None, selection))
-        return _compare_revisions(selection, project, baseline, allowed, round_)
-    locked = _read(project, fresh=update and force)
+    is_whole = all(part.is_whole for part in wanted)
+    locked = {} if baseline is not None and is_whole else _entries(project, fresh=update and force)
+    known = project.cases if prune else (*project.cases, *locked)
+    if not known and not is_whole:
+        raise _nothing_known(wanted, project, baseline)
     if update:
         check_output(project.lock, force=True, way_out="name another by --lock")
-    cases = _cases(selection, locked, prune=prune, force=force)
-    locked.check_kept(cases, prune=prune)
-    round_ = Round(tell, on_output, deadline, partial(_unmeasured, locked, selection))
-    judgements = round_.judge_all(cases, partial(locked.relock if update else locked.check, tolerance=allowed))
-    written = None
-    if any(judgement.outcome == "locked" for judgement in judgements):
-        with sole_writer(project.lock):
-            now = _read(project, fresh=force)  # Another guard may have written it meanwhile.
-            dropped = locked.unnamed if prune else ()
-            write_lock(project.lock, now.relocked(judgements, dropped=dropped, prune=prune), force=force)
-        written = _from_here(project.lock)
-    return Report(judgements=judgements, against=_from_here(project.lock), tolerance=allowed, updated=written)
+    cases = select_cases(wanted, project, known)
+    is_named = any(part.workload for part in wanted)
+    round_ = _Round(
+        tell=on_event or (lambda event: None),
+        on_output=on_output,
+        deadline=None if time_limit is None else time.monotonic() + time_limit,
+        unmeasured=partial(_unmeasured, project=project, locked=locked, is_named=is_named),
+    )
+    with _judge(round_, project, locked, allowed, update=update, baseline=baseline) as judge:
+        judgements = round_.judge_all(cases, judge)
+    if baseline is not None:
+        return Report(judgements=judgements, against=baseline, tolerance=allowed)
+    found = {one.case: one.now for one in judgements if one.outcome == "locked" and one.now is not None}
+    if found:
+        before = _entries(project, fresh=force)  # Another guard may have written it meanwhile.
+        kept = {case: entry for case, entry in before.items() if not prune or case in project.cases}
+        write_lock(project.lock, {**kept, **found})
+    lock = _from_here(project.lock)
+    return Report(judgements=judgements, against=lock, tolerance=allowed, updated=lock if found else None)
 
 
-def _check_together(selection: Selection, project: Project, *, update: bool, prune: bool, baseline: str | None) -> None:
+def _check_together(
+    wanted: Sequence[Case], project: Project, *, update: bool, prune: bool, baseline: str | None
+) -> None:
     if update and baseline is not None:
         raise UsageError("both an update and a baseline are asked for", hint="a baseline needs no lock: take one")
-    if not prune:
-        return
-    if not update or selection != Selection():
+    if prune and (not update or any(part != Case() for part in wanted)):
         raise UsageError("--prune is about the whole lock", hint="run `autoaccum guard --update --prune`")
-    if not project.cases:
+    if prune and not project.cases:
         raise UsageError(
             "--prune would drop everything: pyproject.toml names nothing that is guarded",
             hint="name it in [[tool.autoaccum.guard]]",
         )
 
 
-def _read(project: Project, *, fresh: bool) -> Locked:
-    """The lock; where it cannot be read and a `fresh` one is wanted, what can be told of it."""
+def _entries(project: Project, *, fresh: bool) -> dict[Case, Measurement]:
+    """What is locked; nothing where the lock cannot be read and a `fresh` one is wanted."""
     try:
-        return Locked.read(project)
+        return read_lock(project.lock, project.anew)
     except LockFileError:
         if not fresh:
             raise
-        return Locked.salvage(project)
+        return {}
 
 
-def _cases(selection: Selection, locked: Locked, *, prune: bool, force: bool) -> tuple[Case, ...]:
-    """The cases of a call, in the order of the lock.
-
-    Raises:
-        MissingLockError, NotMeasuredError: There are none.
-    """
-    project = locked.project
-    known = project.cases if prune else locked.named
-    cases = locked.without_moved(select_cases(selection, project, known, locked.gone))
-    if cases:
-        return cases
-    flags = ("--update", "--force") if force else ("--update",)
-    hint = f"lock it by `{asked_words(selection, *project.options, *flags)}`"
-    if not locked.there and not project.cases:
-        raise MissingLockError(f"there is no {project.lock.name} in {project.lock.parent}", hint=hint)
-    about = "nothing" if selection.workload is None else f"nothing of {selection.workload}"
-    raise NotMeasuredError(f"{about} that is locked or named in pyproject.toml is as asked", hint=hint)
-
-
-def _unmeasured(locked: Locked | None, selection: Selection, case: Case, error: AutoaccumError) -> Judgement:
-    """That a case cannot be measured, and what to do about an entry that was left behind."""
-    told = unmeasured(case, error, called=selection.workload is not None)
-    if locked is None or case not in locked.lock.entries or case in locked.project.cases:
-        return told
-    project, hint, command = locked.project, f"delete its entry from {locked.project.lock.name}", ""
-    if project.cases:
-        hint, command = "drop its entry", shlex.join(["autoaccum", "guard", *project.options, "--update", "--prune"])
-    hints = (told.hint or "mend it", f"{hint} if it is guarded no more")
-    return dataclasses.replace(told, hint=", or ".join(hints), command=command)
-
-
-def _compare_revisions(
-    selection: Selection, project: Project, revision: str, tolerance: Tolerance, round_: Round
-) -> Report:
-    """Measure all cases in both."""
-    cases = select_cases(selection, project, () if selection.is_whole else Locked.read(project).named)
-    if not cases:
-        raise NotMeasuredError(
-            "neither pyproject.toml nor a lock names anything that is as asked",
+def _nothing_known(wanted: Sequence[Case], project: Project, baseline: str | None) -> AutoaccumError:
+    if baseline is not None:
+        return NotMeasuredError(
+            "neither pyproject.toml nor a lock names anything",
             hint="name it in [[tool.autoaccum.guard]], or give WORKLOAD --gpu NAME --target-batch N",
         )
-    with checked_out(project.folder, revision) as checkout:
-        round_.tell(CheckedOut(revision))
+    hint = f"lock it by `{project.command(wanted[0], '--update')}`"
+    return MissingLockError(f"there is no {project.lock.name} in {project.lock.parent}", hint=hint)
 
-        def judge(case: Case, measure: Measure) -> Judgement:
-            try:
-                check_there(checkout, case.workload, project.folder, revision)
-                before = measure(checkout).measurement
-            except AutoaccumError as error:
-                raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
-            now = measure(Checkout(project.folder), before.micro_batches)
-            return compare(case, before, now, tolerance, command="")
 
-        judgements = round_.judge_all(cases, judge)
-    return Report(judgements=judgements, against=revision, tolerance=tolerance)
+@contextmanager
+def _judge(
+    round_: _Round,
+    project: Project,
+    locked: Mapping[Case, Measurement],
+    tolerance: Tolerance,
+    *,
+    update: bool,
+    baseline: str | None,
+) -> Iterator[Judge]:
+    """The way that a case is judged; within, a baseline is checked out."""
+    here = Checkout(project.folder)
+    if baseline is not None:
+        with checked_out(project.folder, baseline) as there:
+            round_.tell(CheckedOut(baseline))
+            yield partial(_judge_by_revision, here=here, there=there, revision=baseline, tolerance=tolerance)
+    elif update:
+        yield partial(_relock, here=here, locked=locked, tolerance=tolerance)
+    else:
+        yield partial(_judge_by_lock, here=here, locked=locked, project=project, tolerance=tolerance)
+
+
+def _judge_by_lock(
+    case: Case,
+    measure: Measure,
+    *,
+    here: Checkout,
+    locked: Mapping[Case, Measurement],
+    project: Project,
+    tolerance: Tolerance,
+) -> Judgement:
+    """Measure the locked schedule again, as it stands, and compare."""
+    command = project.command(case, "--update")
+    if case in locked:
+        now = measure(case, here, locked[case].micro_batches)
+        return compare(case, locked[case], now, tolerance, command=command)
+    name = project.lock.name
+    return Judgement(
+        case=case,
+        outcome="unmeasured",
+        exit_code=NotMeasuredError.exit_code,
+        reasons=(f"{name} has no entry for it" if project.lock.exists() else f"there is no {name}",),
+        hint="lock what it takes now, on a branch that is right",
+        command=command,
+    )
+
+
+def _relock(
+    case: Case, measure: Measure, *, here: Checkout, locked: Mapping[Case, Measurement], tolerance: Tolerance
+) -> Judgement:
+    """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault."""
+    now, before = measure(case, here, None), locked.get(case)
+    judgement = Judgement(case=case, outcome="locked", before=before, now=now.measurement, warnings=now.warnings)
+    if before is None:
+        return judgement
+    seen = compare(case, before, now, tolerance)
+    return dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
+
+
+def _judge_by_revision(
+    case: Case, measure: Measure, *, here: Checkout, there: Checkout, revision: str, tolerance: Tolerance
+) -> Judgement:
+    """Measure in both, and compare as with a lock."""
+    try:
+        check_there(there, case.workload, revision)
+        before = measure(case, there, None).measurement
+    except AutoaccumError as error:
+        raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
+    return compare(case, before, measure(case, here, before.micro_batches), tolerance)
+
+
+def _unmeasured(
+    case: Case, error: AutoaccumError, *, project: Project, locked: Mapping[Case, Measurement], is_named: bool
+) -> Judgement:
+    """That a case cannot be measured, and what to do about an entry that was left behind."""
+    told = unmeasured(case, error, called=is_named)
+    if case not in locked or case in project.cases:
+        return told
+    way_out = f"delete its entry from {project.lock.name}"
+    if project.cases:
+        way_out = f"drop its entry by `{shlex.join(['autoaccum', 'guard', *project.options, '--update', '--prune'])}`"
+    return dataclasses.replace(told, hint=f"{told.hint or 'mend it'}, or {way_out} if it is guarded no more")
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One round over several cases: what goes wrong with one ends none of the others.
+
+    Attributes:
+        tell: Told of every step; by one thread at a time.
+        on_output: Given what workloads print, likewise; None: it goes to stderr.
+        deadline: When the searches have to be over, by `time.monotonic`; None: never.
+        unmeasured: Judges an error in place of figures.
+    """
+
+    tell: Listener
+    on_output: Callable[[str], None] | None
+    deadline: float | None
+    unmeasured: Callable[[Case, AutoaccumError], Judgement]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def judge_all(self, cases: Sequence[Case], judge: Judge) -> tuple[Judgement, ...]:
+        """The judgements of all cases, in their order; simulated ones are measured two at a time.
+
+        Raises:
+            KeyboardInterrupt: As it came; every process has ended.
+        """
+        jobs = [partial(self._judge, case, judge, number, len(cases)) for number, case in enumerate(cases, 1)]
+        beside = [index for index, case in enumerate(cases) if case.options.gpu is not None]
+        found = dict(zip(beside, _run_side_by_side([jobs[index] for index in beside]), strict=True))
+        for index in set(range(len(cases))) - found.keys():
+            found[index] = jobs[index](lambda: False)
+        return tuple(found[index] for index in range(len(cases)))
+
+    def _judge(self, case: Case, judge: Judge, number: int, count: int, is_stopped: IsStopped) -> Judgement:
+        self._tell(CaseStarted(case, number, count))
+        try:
+            judgement = judge(case, partial(self._measure, is_stopped))
+        except AutoaccumError as error:
+            judgement = self.unmeasured(case, error)
+        self._tell(CaseFinished(number, count, judgement))
+        return judgement
+
+    def _measure(
+        self, is_stopped: IsStopped, case: Case, checkout: Checkout, micro_batches: tuple[int, ...] | None
+    ) -> Measured:
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise NotMeasuredError("the limit on time was over before it was measured", hint="allow more")
+        on_output = None if self.on_output is None else self._pass_on
+        return measure(
+            case, checkout, micro_batches=micro_batches, time_limit=left, is_stopped=is_stopped, on_output=on_output
+        )
+
+    def _tell(self, event: Event) -> None:
+        with self._lock:
+            self.tell(event)
+
+    def _pass_on(self, line: str) -> None:
+        assert self.on_output is not None
+        with self._lock:
+            self.on_output(line)
+
+
+def _run_side_by_side(jobs: Sequence[Callable[[IsStopped], Judgement]]) -> list[Judgement]:
+    """The results of all jobs, in their order; two run at a time where there are the processors for it.
+
+    Each gets a function that tells whether it is to stop: after Ctrl-C, or an error of another one. It does so soon,
+    by KeyboardInterrupt.
+
+    Raises:
+        BaseException: What a job raised first; the others have ended by then.
+    """
+    at_once = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)), len(jobs))
+    if at_once < 2:
+        return [job(lambda: False) for job in jobs]
+    stop = threading.Event()
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(job, stop.is_set) for job in jobs]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            raise
 
 
 def _from_here(path: Path) -> str:

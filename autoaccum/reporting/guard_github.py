@@ -1,4 +1,4 @@
-"""What a guard found, for GitHub Actions: the log, annotations at the workloads, and the step's summary.
+"""What a guard found, for GitHub: markdown, annotations at the workloads, and the summary of a step of Actions.
 
 The runner reads commands off both streams of a step (`ActionCommand.cs` of actions/runner): lines that begin with `::`
 after spaces, and `##[` anywhere in a line. So nothing that a workload, its modules or its author brings along may
@@ -7,6 +7,7 @@ reach the log as it is.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,18 +15,70 @@ from pathlib import Path
 from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.guarding.asked.cases import case_name
-from autoaccum.guarding.judgements import Judgement, Report
-from autoaccum.reporting.guard_figures import WORST_FIRST
-from autoaccum.reporting.guard_markdown import report_markdown
-from autoaccum.reporting.guard_text import LABELS
+from autoaccum.guarding.cases import case_name
+from autoaccum.guarding.records import Judgement, Report
+from autoaccum.reporting.guard_text import (
+    NONE,
+    OUTCOMES,
+    FigureWords,
+    compared,
+    figures,
+    growth_words,
+    hint_title,
+    largest_words,
+    outcome_counts,
+    remarks,
+)
 from autoaccum.reporting.plain_text import one_line
-from autoaccum.reporting.source_place import find_place
+from autoaccum.units import precise_bytes, signed_bytes
+from autoaccum.workload.references import split_reference
 
+_SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
+"""What markdown, GitHub's additions to it or HTML may read as structure anywhere. A character reference is never read
+so (CommonMark 0.31, 2.5)."""
+_OPENING = re.compile(r"^\s*(?:[-+=](?=[-+=\s]|$)|[#>:]|\d(?=\d*[.)](?:\s|$)))")
+"""What else is structure where a block begins: a list, a heading, a quote, the line below a heading or a table's."""
+_CODE = re.compile(r"`([^`]+)`")
+_MOST_GROWTHS = 20
 _TITLE = "autoaccum guard"
 _MOST_SUMMARY_BYTES = 1024 * 1024
 """Of one step, by GitHub's documentation of job summaries; a larger one is not shown at all."""
 _OLD_COMMAND = "##["
+
+
+def report_markdown(report: Report, *, details: bool = True) -> str:
+    """The report for a comment or a step summary.
+
+    Args:
+        report: What to tell.
+        details: Tell what grew, why, and the way out, too.
+    """
+    counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
+    against = compared(report)
+    blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
+    head = ["| case | outcome | peak | least budget | largest fit |", "| --- | --- | --- | --- | --- |"]
+    blocks.append("\n".join([*head, *map(_row, report.judgements)]))
+    if details:
+        blocks += [block for judgement in report.judgements for block in _details(judgement)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def escape(text: str) -> str:
+    """A sentence as markdown that shows it as it is, but for `code`, which stays code.
+
+    >>> escape("blocks.*.mlp `a|b`")
+    'blocks.&#42;.mlp <code>a&#124;b</code>'
+    """
+    parts = [code(part) if number % 2 else _referred(part) for number, part in enumerate(_CODE.split(text))]
+    opening = _OPENING.match(parts[0])
+    if opening:
+        parts[0] = f"&#{ord(opening[0][-1])};{parts[0][opening.end() :]}"
+    return "".join(parts).replace("@", "@<!-- -->")  # No person or team is called by it.
+
+
+def code(text: str) -> str:
+    """A name as code, whatever is in it."""
+    return f"<code>{_referred(text)}</code>"
 
 
 def harmless(text: str) -> str:
@@ -48,10 +101,9 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
         environment: Of the runner.
     """
     told = [one for one in report.judgements if one.exit_code or one.outcome == "improved"]
-    for judgement in sorted(told, key=lambda one: WORST_FIRST.index(one.outcome)):
-        place = find_place(judgement.case.workload, folder, environment)
-        where = {} if place is None else {"file": place.file, "line": str(place.line)}
-        title = f"{_TITLE}: {LABELS[judgement.outcome]}, {case_name(judgement.case)}"
+    for judgement in sorted(told, key=lambda one: list(OUTCOMES).index(one.outcome)):
+        where = _find_place(judgement.case.workload, folder, environment)
+        title = f"{_TITLE}: {OUTCOMES[judgement.outcome][0]}, {case_name(judgement.case)}"
         yield command("error" if judgement.exit_code else "notice", _message(judgement), **where, title=title)
 
 
@@ -93,10 +145,110 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def source_file(workload: str, folder: Path) -> Path | None:
+    """The file that defines `workload`; a module is looked for in `folder` and its `src`. None where there is none."""
+    target, _, _ = split_reference(workload)
+    module = target.replace(".", "/")
+    names = [target, *(f"{base}{module}{end}" for base in ("", "src/") for end in (".py", "/__init__.py"))]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The file that defines a workload, from the repository's root, and the line; empty where there is none."""
+    path = source_file(workload, folder)
+    if path is None:
+        return {}
+    path, above = path.resolve(), [folder.resolve(), *folder.resolve().parents]
+    workspace = Path(environment.get("GITHUB_WORKSPACE") or "/").resolve()
+    root = workspace if workspace in above[:-1] else next((one for one in above if (one / ".git").exists()), above[0])
+    if not path.is_relative_to(root):
+        return {}
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, RecursionError):
+        body = []
+    name = split_reference(workload)[2]
+    lines = {defined: statement.lineno for statement in body for defined in _defined(statement)}
+    line = next((lines[one] for one in ([name] if name else ["workload", "model"]) if one in lines), 1)
+    return {"file": path.relative_to(root).as_posix(), "line": str(line)}
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in statement.names]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _row(judgement: Judgement) -> str:
+    outcome = OUTCOMES[judgement.outcome][0]
+    cells = [code(case_name(judgement.case)), f"**{outcome}**" if judgement.exit_code else outcome]
+    now, both = judgement.now, {figure.name: figure for figure in figures(judgement)}
+    if now is None:
+        cells += [NONE] * 3
+    elif both:
+        cells += [_change(both.get(name)) for name in ("peak", "least budget", "largest fit")]
+    else:
+        least = NONE if now.least_bytes is None else precise_bytes(now.least_bytes)
+        cells += [precise_bytes(now.peak_bytes), least, largest_words(now)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _change(figure: FigureWords | None) -> str:
+    if figure is None:
+        return NONE
+    if figure.before == figure.now:
+        return figure.now
+    share = f" ({escape(figure.share)})" if figure.share else ""
+    return f"{figure.before} → {figure.now}{share}"
+
+
+def _details(judgement: Judgement) -> Iterator[str]:
+    """What lies behind one row, folded away where all is well."""
+    body = [block for block in _body(judgement) if block]
+    if not body:
+        return
+    title = f"{OUTCOMES[judgement.outcome][0]}: {code(case_name(judgement.case))}"
+    opened = "<details open>" if judgement.exit_code else "<details>"
+    yield f"{opened}<summary>{title}</summary>"
+    yield from body
+    yield "</details>"
+
+
+def _body(judgement: Judgement) -> Iterator[str]:
+    yield escape(one_line(judgement.explanation))
+    growths = judgement.growths if judgement.outcome in ("regressed", "improved") else ()
+    if growths:
+        rows = [
+            f"| {signed_bytes(one.bytes)} | {escape(growth_words(one))} | {escape(one.change)} |"
+            for one in growths[:_MOST_GROWTHS]
+        ]
+        if rest := growths[_MOST_GROWTHS:]:
+            rows.append(f"| {signed_bytes(sum(one.bytes for one in rest))} | {len(rest)} more | |")
+        yield "\n".join(["| change | for what | how |", "| ---: | --- | --- |", *rows])
+    if judgement.traceback:
+        # Indented code would end at the first line that is not; a fence, at one in the text.
+        yield f"<pre>{_referred(judgement.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
+    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in remarks(judgement)]
+    lines = [f"- {escape(one_line(point))}" for point in points]
+    if judgement.hint:
+        words = f"- {hint_title(judgement)}: {escape(one_line(judgement.hint))}"
+        lines.append(f"{words}: {code(judgement.command)}" if judgement.command else words)
+    yield "\n".join(lines)
+
+
+def _referred(text: str, keep: str = "") -> str:
+    shown = "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", shown)
+
+
 def _message(judgement: Judgement) -> str:
     way_out = ": ".join(filter(None, (judgement.hint, judgement.command)))
     lines = [judgement.explanation, *judgement.reasons, way_out]
-    return "\n".join(one_line(line) for line in lines if line) or LABELS[judgement.outcome]
+    return "\n".join(one_line(line) for line in lines if line) or OUTCOMES[judgement.outcome][0]
 
 
 def _harmless_line(line: str) -> str:

@@ -17,13 +17,11 @@ from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, REGRESSED, UNCHAN
 from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guarding
-from autoaccum.guarding.asked.project import Project
-from autoaccum.guarding.asked.selection import Selection
-from autoaccum.guarding.asked.tolerance import Tolerance
-from autoaccum.guarding.events import CaseFinished, CaseStarted
-from autoaccum.guarding.judgements import Report
-from autoaccum.guarding.locks.lock_file import Lock, write_lock
-from autoaccum.reporting.guard_markdown import report_markdown
+from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.lock import write_lock
+from autoaccum.guarding.project import Project
+from autoaccum.guarding.records import CaseFinished, CaseStarted, Report, Tolerance
+from autoaccum.reporting.guard_github import report_markdown
 from autoaccum.reporting.guard_text import report_text
 
 
@@ -34,8 +32,8 @@ class Guard:
         self.answer: Report | BaseException = report(UNCHANGED)
         self.asked: dict[str, Any] = {}
 
-    def __call__(self, selection: Selection, project: Project, **options: Any) -> Report:
-        self.asked = {"selection": selection, "project": project, **options}
+    def __call__(self, wanted: list[Case], project: Project, **options: Any) -> Report:
+        self.asked = {"wanted": wanted, "project": project, **options}
         options["on_event"](CaseStarted(CASE, 1, 1))
         if options["on_output"] is not None:
             options["on_output"]("::error::of the workload")
@@ -92,9 +90,9 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
     more = "--memory 80% --reserve 1GiB --world-size 2 --equal --keeps ema --evaluation-batch 4 --worst-of 9"
     rest = "--batchnorm frozen --tolerance 2% --lock other.lock --update --time-limit 60 --force"
     assert invoke(*f"{words} {more} {rest}".split()).exit_code == 0
-    assert guard.asked["selection"] == Selection(
+    case = make_case(
         workload="train.py",
-        gpus=("rtx3090", "a100-80gb"),
+        gpu="rtx3090",
         target_batch=256,
         micro_batch=8,
         precision="bf16",
@@ -108,6 +106,7 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
         worst_of=9,
         batchnorm="frozen",
     )
+    assert guard.asked["wanted"] == [case, make_case(**{**case.asked(), "gpu": "a100-80gb"})]
     assert guard.asked["project"].lock == folder.resolve() / "other.lock"
     kept = {name: guard.asked[name] for name in ("update", "prune", "baseline", "tolerance", "time_limit", "force")}
     assert kept == {
@@ -122,7 +121,7 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
 
 def test_nothing_asked_for_is_everything(guard: Guard, folder: Path) -> None:
     assert invoke("--baseline", "HEAD~1").exit_code == 0
-    assert guard.asked["selection"] == Selection()
+    assert guard.asked["wanted"] == [Case()]
     assert guard.asked["baseline"] == "HEAD~1"
     assert guard.asked["tolerance"] is None
     assert guard.asked["on_output"] is None, "it goes to stderr by itself"
@@ -226,23 +225,6 @@ def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, wo
     assert guard.asked == {}
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--update", "--baseline", "HEAD"], "both an update and a baseline are asked for: a baseline needs no lock"),
-        (["--prune"], "--prune is about the whole lock: run `autoaccum guard --update --prune`"),
-        (["train.py", "--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
-        (["train.py", "--target-batch", "8", "--device", ""], "the device is ''"),
-        ([":model", "--target-batch", "8", "--device", "cpu"], "the workload is ':model': name a file or a module in"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_asked_for_is_refused_by_the_guard_itself(words: list[str], told: str) -> None:
-    result = invoke(*words)
-    assert result.exit_code == 2
-    assert told in result.stderr
-
-
 def test_a_folder_that_is_there_no_more_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = folder / "gone"
     gone.mkdir()
@@ -263,7 +245,7 @@ def test_a_workload_that_the_project_names_is_not_overwritten(guard: Guard, fold
         assert result.exit_code == 2
         assert "names the workload itself" in result.stderr
     (folder / "pyproject.toml").unlink()
-    write_lock(folder / "autoaccum.lock", Lock({CASE: BEFORE}))
+    write_lock(folder / "autoaccum.lock", {CASE: BEFORE})
     assert "names the workload itself" in invoke("-o", "train.py", "--force").stderr
 
 

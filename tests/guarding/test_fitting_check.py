@@ -14,9 +14,10 @@ from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
 from autoaccum.guarding import fitting_check
+from autoaccum.guarding.cases import Case
 from autoaccum.guarding.fitting_check import check_fits
-from autoaccum.guarding.locks.lock_file import Lock, write_lock
-from autoaccum.guarding.records import Case, Measured, Measurement
+from autoaccum.guarding.lock import write_lock
+from autoaccum.guarding.records import Measured, Measurement
 from autoaccum.units import GIB
 
 MORE = Holding(category="activations", module="blocks.0.extra", kind="Linear", dtype="float32", bytes=GIB)
@@ -92,7 +93,7 @@ def test_the_entry_that_is_nearest_tells_by_the_projects_tolerance(check: Check)
     (check.folder / "pyproject.toml").write_text('[tool.autoaccum]\ntolerance = "90%"\n')
     cases = a_case(target_batch=40), a_case(keeps=("ema",)), a_case(memory="20GiB", target_batch=30)
     sizes = {cases[0]: (20, 20), cases[1]: (32, 32), cases[2]: (30,)}
-    lock = Lock({case: a_measurement(micro_batches=parts) for case, parts in sizes.items()})
+    lock = {case: a_measurement(micro_batches=parts) for case, parts in sizes.items()}
     write_lock(check.folder / "autoaccum.lock", lock)
     told = check.of({(32, 32): dataclasses.replace(LARGE, micro_batches=(32, 32)), (30,): LARGE_30}, micro_batch=32)
     assert told[-1].startswith("since autoaccum.lock: +1.00 GiB (+"), "30 is nearer than 20, and nothing is kept there"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import pytest
 from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.errors import DoesNotFitError
-from autoaccum.guarding.judgements import Growth, Judgement
-from autoaccum.guarding.verdict.judging import unmeasured
+from autoaccum.guarding.comparing import unmeasured
+from autoaccum.guarding.records import CaseFinished, CaseStarted, CheckedOut, Growth, Judgement
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.guard_markdown import report_markdown
-from autoaccum.reporting.guard_progress import finished_line
-from autoaccum.reporting.guard_text import print_report, report_text
+from autoaccum.reporting.guard_github import harmless, report_markdown
+from autoaccum.reporting.guard_text import GuardProgress, finished_line, print_report, report_text
 from autoaccum.units import MIB
 
 
@@ -104,9 +104,6 @@ def test_the_last_line_sums_up() -> None:
         "5 cases: 1 regressed, 1 not measured, 1 improved, 1 within tolerance, 1 unchanged; "
         "against autoaccum.lock, tolerance 1 %"
     )
-    assert report_text(report()).splitlines() == [
-        "0 cases: nothing was measured; against autoaccum.lock, tolerance 1 %"
-    ]
 
 
 def test_runs_tell_their_spread_and_no_least_budget() -> None:
@@ -139,3 +136,41 @@ def test_it_is_plain_in_a_pipe_and_coloured_on_a_terminal() -> None:
 def test_names_cannot_command_a_terminal() -> None:
     odd = dataclasses.replace(REGRESSED, explanation="a\x1b[31mred", reasons=("b\x1b[2J",), now=NOW)
     assert "\x1b" not in report_text(report(odd))
+
+
+OTHER = UNCHANGED.case
+
+
+def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, now = io.StringIO(), iter([0.0, 1.0, 4.5, 10.25])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with GuardProgress(make_console(file=text)) as progress:
+        progress.tell(CheckedOut("HEAD~1"))
+        progress.tell(CaseStarted(CASE, 1, 12))
+        progress.tell(CaseStarted(OTHER, 2, 12))
+        progress.tell(CaseFinished(2, 12, UNCHANGED))
+        progress.tell(CaseFinished(1, 12, REGRESSED))
+    assert text.getvalue().splitlines() == [
+        " 2/12    3.5 s  unchanged         train.py on a100-80gb, target 256, bf16",
+        " 1/12   10.2 s  regressed         train.py on rtx3090, target 256, bf16  +1.25 GiB (+8.9 %)",
+    ]
+
+
+def test_quiet_passes_on_only_what_a_workload_prints() -> None:
+    text = io.StringIO()
+    with GuardProgress(make_console(file=text), quiet=True) as progress:
+        progress.tell(CaseStarted(CASE, 1, 1))
+        progress.pass_on("loading\x1b[31m data")
+        progress.tell(CaseFinished(1, 1, REGRESSED))
+    assert text.getvalue() == "loading data\n"
+
+
+def test_what_a_workload_prints_is_made_harmless() -> None:
+    text = io.StringIO()
+    with GuardProgress(make_console(file=text), harmless=harmless) as progress:
+        progress.pass_on("epoch 1\r::error::no")
+        progress.tell(
+            CaseFinished(1, 1, dataclasses.replace(UNCHANGED, case=dataclasses.replace(CASE, workload="##[a]")))
+        )
+    assert text.getvalue().startswith("epoch 1\n: :error::no\n")
+    assert "##[" not in text.getvalue()

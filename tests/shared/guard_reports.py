@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from autoaccum.guarding.asked.tolerance import Tolerance
-from autoaccum.guarding.judgements import Growth, Judgement, Report
-from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.cases import make_case
+from autoaccum.guarding.records import Growth, Judgement, Measurement, Report, Tolerance
 from autoaccum.units import GIB, MIB
 
-CASE = Case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
+CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
 BEFORE = Measurement(
     kind="predicted",
     card="NVIDIA GeForce RTX 3090",
@@ -46,16 +45,18 @@ REGRESSED = Judgement(
     before=BEFORE,
     now=NOW,
 )
-UNCHANGED = Judgement(case=dataclasses.replace(CASE, gpu="a100-80gb"), outcome="unchanged", before=BEFORE, now=BEFORE)
+UNCHANGED = Judgement(
+    case=make_case(**{**CASE.asked(), "gpu": "a100-80gb"}), outcome="unchanged", before=BEFORE, now=BEFORE
+)
 WITHIN = Judgement(
-    case=dataclasses.replace(CASE, precision="fp32"),
+    case=make_case(**{**CASE.asked(), "precision": "fp32"}),
     outcome="within",
     explanation="+2.0 MiB (+0.01 %): temporaries +2.0 MiB",
     before=BEFORE,
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
 IMPROVED = Judgement(
-    case=dataclasses.replace(CASE, gpu="v100"),
+    case=make_case(**{**CASE.asked(), "gpu": "v100"}),
     outcome="improved",
     explanation="-1.25 GiB (-8.2 %): activations of blocks.*.mlp -1.20 GiB",
     hint="lock it in",

@@ -7,19 +7,20 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
-from autoaccum.guarding.locks.folding import fold
-from autoaccum.guarding.locks.lock_file import Lock
-from autoaccum.guarding.records import Case, Measurement
+from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.lock import fold
+from autoaccum.guarding.records import Measurement
 from autoaccum.units import GIB, MIB
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 COUNTS = st.integers(1, 10**6)
+Lock = dict[Case, Measurement]
 HELD = tuple(category for category in CATEGORIES if category != "unused")
 
 
 def a_case(workload: str = "train.py", **fields: Any) -> Case:
     fields = {"gpu": "rtx3090", "target_batch": 256, **fields}
-    return Case(workload=workload, **fields)
+    return make_case(workload=workload, **fields)
 
 
 def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
@@ -70,7 +71,7 @@ def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
 
 
 def a_lock(*cases: Case) -> Lock:
-    return Lock({case: a_measurement() for case in cases or (a_case(), a_case(gpu="a100-80gb"))})
+    return {case: a_measurement() for case in cases or (a_case(), a_case(gpu="a100-80gb"))}
 
 
 def holdings() -> st.SearchStrategy[Holding]:
@@ -92,10 +93,10 @@ def holdings() -> st.SearchStrategy[Holding]:
 def cases(draw: st.DrawFn) -> Case:
     sizes = st.none() | st.sampled_from(["20GiB", "80%", "1.5 GiB"])
     gpu = draw(st.none() | st.sampled_from(["rtx3090", "a100-80gb", "24GiB"]))
-    return Case(
+    return make_case(
         workload=draw(st.sampled_from(["train.py", "a b.py:c", 'we, "on" x.py']) | WORDS),
         gpu=gpu,
-        device=draw(st.sampled_from(["cpu", "cuda", "cuda:1"])) if gpu is None else None,
+        device=draw(st.sampled_from(["cpu", "cuda", "cuda:1"])) if gpu is None else "auto",
         target_batch=draw(st.none() | COUNTS),
         micro_batch=draw(st.none() | COUNTS),
         precision=draw(st.none() | st.sampled_from(["fp32", "bf16"])),
@@ -133,4 +134,4 @@ def measurements(draw: st.DrawFn) -> Measurement:
 
 
 def locks() -> st.SearchStrategy[Lock]:
-    return st.dictionaries(cases(), measurements(), max_size=3).map(Lock)
+    return st.dictionaries(cases(), measurements(), max_size=3)

@@ -1,1 +1,0 @@
-"""Which cases a call is about, and how much they may grow."""

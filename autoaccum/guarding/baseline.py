@@ -1,0 +1,109 @@
+"""Another revision of the user's repository, checked out in a git worktree for as long as it is measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.interruptions import Interruptions
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.workload.references import split_reference
+
+_PREFIX = "autoaccum-baseline-"
+
+_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+"""Where git looks for its files within a hook: not where a worktree's are."""
+
+_SETTINGS = ("core.hooksPath=/dev/null", "submodule.recurse=false", "gc.auto=0")
+
+
+@contextmanager
+def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
+    """Within, `revision` lies in a temporary worktree outside of the repository, with `folder`'s place in it.
+
+    Nothing is left of it afterwards, unless this process is killed: `git worktree prune` removes that. The user's
+    files, index, HEAD and hooks are not touched. Neither submodules nor large files (Git LFS) are fetched.
+
+    Args:
+        folder: The project's, in a git repository.
+        revision: Whatever git knows a commit by.
+
+    Raises:
+        UsageError: It can be no revision.
+        NotMeasuredError: It cannot be checked out: there is no git, no repository, no such revision or folder in it.
+    """
+    if not revision.strip() or revision.startswith("-") or "\0" in revision:
+        raise UsageError(f"{revision!r} is no revision", hint="name a commit, a branch or a tag, such as HEAD~1")
+    top = Path(_git(folder, "rev-parse", "--show-toplevel", hint="run it in a clone, or compare with a lock")).resolve()
+    commit = _git(
+        folder,
+        *("rev-parse", "--verify", f"{revision}^{{commit}}"),
+        hint="name a commit, a branch or a tag; a shallow clone needs `git fetch --unshallow`, or fetch-depth: 0 of"
+        " actions/checkout",
+    )
+    place = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+    try:
+        _git(folder, "worktree", "add", "--detach", "--quiet", str(place), commit, hint="see `git worktree add`")
+        inside = place / folder.resolve().relative_to(top)
+        if not inside.is_dir():
+            raise NotMeasuredError(
+                f"{revision} has no folder {inside.relative_to(place)}", hint="name a revision that has the project"
+            )
+        yield Checkout(inside, original=top, root=place)
+    finally:
+        with Interruptions():
+            _run(folder, "worktree", "remove", "--force", "--force", str(place))  # Twice: even if half made.
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def check_there(checkout: Checkout, workload: str, revision: str) -> None:
+    """See whether a workload that is a file is in the revision that is checked out.
+
+    Raises:
+        NotMeasuredError: It is not.
+    """
+    target, _, _ = split_reference(workload)
+    if target.endswith(".py") and not (checkout.folder / target).exists():
+        hint = "name a revision that has it, or lock what it takes by `autoaccum guard --update`"
+        raise NotMeasuredError(f"there is no {target} in {revision}", hint=hint)
+
+
+def _git(folder: Path, *words: str, hint: str) -> str:
+    """What git answers in a folder.
+
+    Raises:
+        NotMeasuredError: It cannot be run, or it refuses.
+    """
+    done = _run(folder, *words)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1].removeprefix("fatal: ")
+        raise NotMeasuredError(f"git cannot find or check out what is asked for ({said})", hint=hint)
+    return done.stdout.strip()
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run git, in a session of its own so that Ctrl-C ends it only through this process."""
+    kept = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    settings = [word for setting in _SETTINGS for word in ("-c", setting)]
+    try:
+        return subprocess.run(
+            ["git", *settings, *words],
+            cwd=folder,
+            env={**kept, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            start_new_session=True,
+            check=False,
+        )
+    except OSError as error:
+        raise NotMeasuredError(
+            f"git cannot be run ({error.strerror})", hint="install it, or compare with a lock, without --baseline"
+        ) from None

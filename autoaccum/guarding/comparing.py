@@ -1,0 +1,383 @@
+"""The outcome of one case: whether memory grew more than it may, and whether what fitted still does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoaccum.devices.explanation import CATEGORIES
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.guarding.cases import Case
+from autoaccum.guarding.growth import growths
+from autoaccum.guarding.measuring import what_is_missing
+from autoaccum.guarding.modules import LASTING
+from autoaccum.guarding.records import Growth, Judgement, Measured, Measurement, Outcome, Tolerance
+from autoaccum.units import percent, precise_bytes, signed_bytes
+
+_SEGMENT_BYTES = AllocatorSettings().large_segment_bytes
+"""What PyTorch's allocator asks the driver for at a time: a peak that grew by less tells nothing by itself."""
+
+_ROUNDING = 1e-9
+_MOST_CAUSES, _LITTLE = 3, 0.1
+_UNMEASURED = NotMeasuredError.exit_code
+_HINTS: dict[Outcome, str] = {"regressed": "if it is meant, lock it in", "improved": "lock it in"}
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A figure before and now; of what is not known both are 0.
+
+    Attributes:
+        name: As it is called in sentences.
+        before_bytes, now_bytes: What it was, and is.
+        tolerance: By how much it may grow, or has to shrink to be told.
+        spread_bytes: How far apart equal runs are, on top of that.
+    """
+
+    name: str
+    before_bytes: int
+    now_bytes: int
+    tolerance: Tolerance
+    spread_bytes: int = 0
+
+    @property
+    def more_bytes(self) -> int:
+        return self.now_bytes - self.before_bytes
+
+    @property
+    def grew(self) -> bool:
+        """Whether by more than is allowed."""
+        return not self.tolerance.allows(self.before_bytes, self.now_bytes, self.spread_bytes)
+
+    @property
+    def shrank(self) -> bool:
+        """Whether that would be too much of a growth the other way round."""
+        return not self.tolerance.allows(self.now_bytes, self.before_bytes, self.spread_bytes)
+
+    @property
+    def change(self) -> str:
+        """By how much it is another, with a sign."""
+        return percent(self.more_bytes, self.before_bytes, sign=True)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What an update takes, before and now.
+
+    Of a prediction three figures tell: what the allocator gets of the card where nothing limits it (`peak`), what
+    tensors hold at most (`held`), and the smallest budget at which the update still runs (`least`). One may follow from
+    the way blocks happen to be packed, and contradict the others.
+    """
+
+    before: Measurement
+    now: Measurement
+    tolerance: Tolerance
+
+    @property
+    def spread_bytes(self) -> int:
+        """How far apart runs are, before and now."""
+        return self.before.spread_bytes + self.now.spread_bytes
+
+    @property
+    def whole_peak(self) -> _Figure:
+        return _Figure("the peak", self.before.peak_bytes, self.now.peak_bytes, self.tolerance, self.spread_bytes)
+
+    @property
+    def peak(self) -> _Figure:
+        """The peak; where both lie above the budget, so that no card holds them, the least budget in place of it."""
+        if self.least.before_bytes and all(each.peak_bytes > each.limit_bytes for each in (self.before, self.now)):
+            return self.least
+        return self.whole_peak
+
+    @property
+    def held(self) -> _Figure:
+        return self._predicted("what is held at the peak", "held_bytes")
+
+    @property
+    def least(self) -> _Figure:
+        return self._predicted("the least budget", "least_bytes")
+
+    @property
+    def all(self) -> tuple[_Figure, ...]:
+        return self.peak, self.held, self.least
+
+    @property
+    def worse(self) -> _Figure | None:
+        """What regressed: the peak, if another figure says so too or a whole segment; or what is held; or nothing."""
+        peak, held, least = self.all
+        alone = peak.more_bytes >= _SEGMENT_BYTES or not held.before_bytes
+        if peak.grew and (alone or held.grew or least.grew):
+            return peak
+        return held if held.grew and least.more_bytes >= 0 else None
+
+    @property
+    def grew(self) -> bool:
+        """Whether any of them grew."""
+        return any(figure.grew for figure in self.all)
+
+    @property
+    def improved(self) -> bool:
+        """Whether something is less, and nothing more: a part of a segment is no news here either."""
+        less = self.held.shrank or self.least.shrank
+        peak_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.more_bytes >= _SEGMENT_BYTES)
+        return not self.grew and (less or peak_less)
+
+    @property
+    def fell(self) -> bool:
+        """Whether the largest micro-batch that fits is smaller than it may be."""
+        return self.now.largest < self.before.largest - self.samples_allowed
+
+    @property
+    def samples_allowed(self) -> int:
+        """By how many samples the largest micro-batch may fall, or has to rise to be told.
+
+        The tolerance's share of it; of runs, what their spread and another budget explain, on top.
+        """
+        largest, peak_bytes = self.before.largest, max(self.before.peak_bytes, 1)
+        share = self.tolerance.fraction
+        share = (self.tolerance.bytes or 0) / peak_bytes if share is None else share
+        allowed = math.floor(largest * min(share, 1.0) + _ROUNDING)
+        if self.before.kind == "predicted":
+            return allowed
+        differs_bytes = self.spread_bytes + abs(self.before.limit_bytes - self.now.limit_bytes)
+        return allowed - (-largest * differs_bytes // peak_bytes)
+
+    def _predicted(self, name: str, field: str) -> _Figure:
+        was, is_now = getattr(self.before, field), getattr(self.now, field)
+        known = was is not None and is_now is not None
+        return _Figure(name, was if known else 0, is_now if known else 0, self.tolerance)
+
+
+def compare(
+    case: Case, before: Measurement, measured: Measured, tolerance: Tolerance, *, command: str = ""
+) -> Judgement:
+    """Judge what a case takes now by what it took.
+
+    Args:
+        case: What was measured.
+        before: What it is compared with: of a lock, or of another revision.
+        measured: What was measured now.
+        tolerance: By how much memory may grow. Of runs on a real device, how far apart they are comes on top.
+        command: Locks in what was measured; empty where there is no lock.
+    """
+    now = measured.measurement
+    unlike = tuple(_unlike(before, now))
+    if unlike:
+        torch = before.versions.get("torch")
+        install = f"install torch {torch}, " if torch != now.versions.get("torch") else ""
+        return Judgement(
+            case=case,
+            outcome="unmeasured",
+            exit_code=_UNMEASURED,
+            reasons=unlike,
+            hint=f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right",
+            command=command,
+            before=before,
+            now=now,
+            warnings=measured.warnings,
+        )
+    figures = _Figures(before, now, tolerance)
+    reasons = tuple(_faults(figures))
+    outcome: Outcome = "regressed" if reasons else _harmless(figures)
+    more = {"regressed": True, "improved": False}.get(outcome)
+    found = growths(before, now, more=more)
+    return Judgement(
+        case=case,
+        outcome=outcome,
+        exit_code=1 if reasons else 0,
+        reasons=reasons,
+        hint=_HINTS.get(outcome, "") if command else "",
+        command=command if outcome in _HINTS else "",
+        explanation=_told(figures, explain(case, before, now, found, more=more)),
+        growths=found,
+        before=before,
+        now=now,
+        warnings=measured.warnings,
+        notes=tuple(_notes(figures)),
+    )
+
+
+def unmeasured(case: Case, error: AutoaccumError, *, called: bool = True) -> Judgement:
+    """Judge a case by the error that came in place of figures.
+
+    Args:
+        case: Of this case.
+        error: The error.
+        called: Whether the call names the workload. What is wrong with one that a lock or `pyproject.toml` names is no
+            fault of the call: it could not be measured.
+    """
+    code = error.exit_code
+    return Judgement(
+        case=case,
+        outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
+        exit_code=_UNMEASURED if code == UsageError.exit_code and not called else code,
+        reasons=(error.message,),
+        hint=error.hint or "",
+        traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
+    )
+
+
+def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
+    """Why two measurements say nothing about each other: another schedule, versions, card or settings."""
+    if before.kind != now.kind:
+        yield f"what it is compared with was {before.kind}, this was {now.kind}"
+    if before.micro_batches != now.micro_batches:
+        was, is_now = (" + ".join(map(str, each.micro_batches)) for each in (before, now))
+        yield f"what it is compared with is of micro-batches of {was}, this is of {is_now}"
+    if before.card != now.card:
+        yield f"the lock was measured on {before.card}, this is {now.card}"
+    for name, was, is_now in _different(before.versions, now.versions):
+        yield f"the lock was written with {name} {was}, this is {is_now}"
+    for name, was, is_now in _different(before.settings, now.settings):
+        yield f"the lock was written with {name} {was}, here it is {is_now}"
+
+
+def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            yield name, before.get(name, "not set"), now.get(name, "not set")
+
+
+def _faults(figures: _Figures) -> Iterator[str]:
+    """What is worse than it may be, the heaviest first."""
+    before, now, worse = figures.before, figures.now, figures.worse
+    if before.fits and not now.fits:
+        yield f"micro-batch {now.micro_batch} does not fit any more: {what_is_missing(now)}"
+    if figures.fell:
+        yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
+    if worse is not None:
+        grown = f"{precise_bytes(worse.more_bytes)} ({percent(worse.more_bytes, worse.before_bytes)})"
+        spread = f", and {precise_bytes(worse.spread_bytes)} for how far runs are apart" if worse.spread_bytes else ""
+        yield f"{worse.name} grew by {grown}, {figures.tolerance} is allowed{spread}"
+
+
+def _harmless(figures: _Figures) -> Outcome:
+    """What it comes to where nothing is worse."""
+    before, now = figures.before, figures.now
+    if _known(before) == _known(now):
+        return "unchanged"
+    fits_more = now.largest > before.largest + figures.samples_allowed or (now.fits and not before.fits)
+    return "improved" if figures.improved or (fits_more and not figures.grew) else "within"
+
+
+def _known(measurement: Measurement) -> tuple[object, ...]:
+    held = {category: count for category, count in measurement.categories.items() if count}
+    least_bytes, runs_in = measurement.least_bytes, (measurement.largest, measurement.fits)
+    return measurement.peak_bytes, measurement.held_bytes, least_bytes, runs_in, held
+
+
+def _told(figures: _Figures, grown: str) -> str:
+    """What grew; and where that does not tell why less fits, or nothing did, that the least budget is another."""
+    least = figures.least
+    untold = figures.fell and not (figures.peak.grew or figures.held.grew) and least.more_bytes > 0
+    if not least.more_bytes or (grown and not untold):
+        return grown
+    closely = "less" if least.more_bytes > 0 else "more"
+    told = f"least budget {signed_bytes(least.more_bytes)} ({least.change}): the allocator packs it {closely} closely"
+    return "; ".join(filter(None, (told, grown)))
+
+
+def _notes(figures: _Figures) -> Iterator[str]:
+    was, is_now = (precise_bytes(each.limit_bytes) for each in (figures.before, figures.now))
+    if was != is_now:
+        yield f"the budget was {was}, it is {is_now} now"
+    if figures.grew and any(figure.shrank for figure in figures.all):
+        told = (f"{each.name} {each.change}" for each in (figures.whole_peak, figures.held, figures.least))
+        yield f"the figures contradict each other: {', '.join(told)}"
+
+
+def explain(
+    case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth], *, more: bool | None = None
+) -> str:
+    """Say by how much the peak grew, for what, and what fits now; empty where nothing changed.
+
+    Args:
+        case: What was measured: it names the card as it was asked for.
+        before: What it took.
+        now: What it takes.
+        growths: All that grew and shrank, the most first.
+        more: Whether what grew is to be told, or what shrank; None: as the peak did, or what is held of it.
+    """
+    grown, held = now.peak_bytes - before.peak_bytes, (now.held_bytes or 0) - (before.held_bytes or 0)
+    sign = (-1 if (grown or held) < 0 else 1) if more is None else 1 if more else -1
+    causes = list(_causes(before, now, growths, sign))
+    fits = ""
+    if before.largest != now.largest:
+        fits = f"{case.place} now holds {now.largest or 'none'} instead of {before.largest}"
+    if not (grown or causes or held):
+        return fits
+    told = _change(grown, before.peak_bytes) if grown else "the peak is as high as it was"
+    if sign * held > 0 >= sign * grown:
+        told = f"{_change(held, before.held_bytes or 0)} of {_peak(grown)} are held"
+    return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
+
+
+@dataclass
+class _Cause:
+    """Growths that are told in one: what lasts of a module is often made, and gone, at the same time."""
+
+    growths: list[Growth]
+
+    @property
+    def bytes(self) -> int:
+        return sum(growth.bytes for growth in self.growths)
+
+    @property
+    def is_unused(self) -> bool:
+        return self.growths[0].category == "unused"
+
+    def __str__(self) -> str:
+        first = self.growths[0]
+        of = f" of {first.module}" if first.module else ""
+        change = f" ({first.change})" if first.change else ""
+        named = [name.replace("_", " ") for name in CATEGORIES if name in {growth.category for growth in self.growths}]
+        categories = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+        return f"{categories}{of} {signed_bytes(self.bytes)}{change}"
+
+
+def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth], sign: int) -> Iterator[str]:
+    moved = bool(before.phase and now.phase and before.phase != now.phase)
+    told = [growth for growth in growths if growth.category != "unused" or not moved]
+    causes = sorted(_joined(told), key=lambda cause: -sign * cause.bytes)
+    most = max((sign * cause.bytes for cause in causes), default=0)
+    shown = [cause for cause in causes if sign * cause.bytes >= max(_LITTLE * most, 1)][:_MOST_CAUSES]
+    against = [cause for cause in causes if -sign * cause.bytes >= max(0.5 * most, 1) and not cause.is_unused]
+    yield from map(str, sorted([*shown, *against[:1]], key=lambda cause: cause.is_unused))
+    if moved:
+        yield f"the peak moved from {before.phase} to {now.phase}"
+    for name in ("precision", "optimizer", "batchnorm"):
+        was, is_now = getattr(before, name), getattr(now, name)
+        if was != is_now:
+            yield f"{name} {was} -> {is_now}"
+    if before.parameters != now.parameters:
+        yield f"parameters {before.parameters:,} -> {now.parameters:,}"
+    state, state_now = (each.categories.get("optimizer_state", 0) for each in (before, now))
+    if state and state == state_now and not all(cause.is_unused for cause in shown):
+        yield "optimizer unchanged"
+
+
+def _joined(growths: Sequence[Growth]) -> list[_Cause]:
+    causes: dict[tuple[str, ...], _Cause] = {}
+    for growth in growths:
+        lasts = growth.category in LASTING and growth.module
+        key = (growth.module, growth.change) if lasts else (growth.module, growth.change, growth.category)
+        if key in causes and causes[key].bytes * growth.bytes >= 0:
+            causes[key].growths.append(growth)
+        elif key not in causes:
+            causes[key] = _Cause([growth])
+        else:
+            causes[(*key, growth.category)] = _Cause([growth])
+    return list(causes.values())
+
+
+def _change(grown: int, before: int) -> str:
+    return f"{signed_bytes(grown)} ({percent(grown, before, sign=True)})"
+
+
+def _peak(grown: int) -> str:
+    if not grown:
+        return "the same peak"
+    return f"a peak that is {precise_bytes(abs(grown))} {'lower' if grown < 0 else 'higher'}"

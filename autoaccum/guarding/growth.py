@@ -1,0 +1,299 @@
+"""What grew between two measurements: by purpose and module, and what is different about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, cast
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
+from autoaccum.guarding.lock import fold, group_of
+from autoaccum.guarding.modules import LASTING, Difference, Share, is_rest, push_down
+from autoaccum.guarding.records import Growth, Measurement
+
+_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_KERNELS: Final = {
+    "_flash_attention": "flash attention",
+    "_efficient_attention": "efficient attention",
+    "_cudnn_attention": "cuDNN attention",
+}
+_MATH: Final = "math"
+"""Attention by products and a softmax, with a score for each two positions."""
+
+_NOBODYS: Final[tuple[Category, ...]] = ("averages", "workspace")
+_COPIES = {"", "aten._to_copy"}
+"""Operators that bring to the card what a model was built with."""
+
+_LITTLE, _MOST, _PART = 0.1, 0.5, 8
+
+
+def growths(before: Measurement, now: Measurement, *, more: bool | None = None) -> tuple[Growth, ...]:
+    """What grew and shrank; all of it adds up to the growth of the peak.
+
+    Where the peak has moved to another phase, it is compared with what that phase held before: what grew there is why
+    it moved. `unused` is then by how much less of the peak is unused at that time.
+
+    Args:
+        before: A prediction, with its holdings as a lock keeps them or complete.
+        now: Another, of the same schedule, complete.
+        more: Whether what grew is to be told first, or what shrank; None: as the peak did.
+
+    Returns:
+        What grew or shrank most first. Nothing where either was measured, since nobody knows what memory of a real
+        process is for.
+    """
+    if before.held_bytes is None or now.held_bytes is None:
+        return ()
+    moment = _moment_compared(before, now)
+    complete = now.holdings
+    was = _under_new_names(moment.holdings or before.holdings, complete)
+    if any(map(is_rest, was)):  # As a lock keeps it: what is held now is told in as much detail.
+        now = fold(now, frozenset(map(group_of, was)))
+    was = _moved(was, now.holdings)
+    rows = _differences(was, now.holdings)
+    modules = {holding.module for holding in (*was, *complete) if holding.module}
+    found: list[Growth] = []
+    for category in CATEGORIES[:-1]:
+        shares = push_down([row for row in rows if row.category == category], modules)
+        grown = now.categories.get(category, 0) - moment.categories.get(category, 0)
+        hidden = partial(_hidden_bytes, category=category, before=was, now=now.holdings)
+        found += _cut(_joined(category, shares, hidden), category, grown)
+    unused = (now.peak_bytes - (now.held_bytes or 0)) - (before.peak_bytes - moment.held_bytes)
+    found.append(Growth(category="unused", module="", bytes=unused))
+    more = now.peak_bytes >= before.peak_bytes if more is None else more
+    sign = 1 if more else -1
+    return tuple(sorted((growth for growth in found if growth.bytes), key=lambda growth: -sign * growth.bytes))
+
+
+def _moment_compared(before: Measurement, now: Measurement) -> Moment:
+    """When `before` held what `now` is compared with: at its peak, or in the phase that has the peak now."""
+    if before.phase != now.phase:
+        for moment in before.moments:
+            if moment.phase == now.phase:
+                return moment
+    held: dict[Category, int] = {
+        category: count for category, count in before.categories.items() if category != "unused"
+    }
+    return Moment(
+        phase=cast("Phase", before.phase),
+        held_bytes=before.held_bytes or 0,
+        categories=held,
+        holdings=before.holdings,
+    )
+
+
+def _under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+    """What was held, in a model that is wrapped now, or no more: the rest of all paths is as it was then."""
+    olds, news = ({holding.module for holding in side if holding.module} for side in (before, now))
+    best, old, new = len(olds & news), "", ""
+    for wrapped, inner, outer in ((True, olds, news), (False, news, olds)):
+        for prefix in {".".join(module.split(".")[:depth]) for module in outer for depth in (1, 2)}:
+            alike = sum(f"{prefix}.{module}" in outer for module in inner)
+            if alike > best:
+                best, old, new = alike, *(("", prefix) if wrapped else (prefix, ""))
+
+    def renamed(holding: Holding) -> Holding:
+        if not (holding.module or holding.kind):  # It is no module's.
+            return holding
+        rest = f"{holding.module}.".removeprefix(f"{old}.").strip(".")
+        return dataclasses.replace(holding, module=".".join(filter(None, (new, rest))))
+
+    return list(map(renamed, before))
+
+
+def _moved(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+    """What was held, by the modules that hold the very same now: renamed, moved or renumbered ones are no growth."""
+    olds, news = ({holding.module for holding in side} for side in (before, now))
+    waiting: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for holding in reversed(now):
+        if holding.module not in olds:
+            waiting[_trait(holding)].append(holding.module)
+    found = []
+    for holding in before:
+        others = waiting[_trait(holding)]
+        moved = bool(holding.module) and holding.module not in news and bool(others)
+        found.append(dataclasses.replace(holding, module=others.pop()) if moved else holding)
+    return found
+
+
+def _trait(holding: Holding) -> tuple[object, ...]:
+    return holding.category, holding.dtype, holding.op, holding.bytes
+
+
+def _differences(before: Iterable[Holding], now: Iterable[Holding]) -> list[Difference]:
+    """What is held on either side, by category and module: by the model itself, no module, and small ones apart."""
+    sides: dict[tuple[Category, str, bool, bool], tuple[list[Holding], list[Holding]]] = {}
+    for side, holdings in enumerate((before, now)):
+        for holding in holdings:
+            key = holding.category, holding.module, not holding.module and bool(holding.kind), is_rest(holding)
+            sides.setdefault(key, ([], []))[side].append(holding)
+    return [Difference(*key[:2], tuple(was), tuple(is_now)) for key, (was, is_now) in sides.items()]
+
+
+def _hidden_bytes(share: Share, *, category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """What of a share may have been there before, among what is not told by module; nothing of a module that is new.
+
+    A module is if none of its parameters were there, and they are more than what of such may have been hidden.
+    """
+    modules = {difference.module for difference in share.differences} - {""}
+    were, are = (
+        sum(each.bytes for each in held if each.category == "parameters" and each.module in modules)
+        for held in (before, now)
+    )
+    if not were and are > _less_untold("parameters", before, now):
+        return 0
+    return _less_untold(category, before, now)
+
+
+def _less_untold(category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """By how much less is not told by module."""
+    were, are = (
+        sum(each.bytes for each in held if each.category == category and is_rest(each)) for held in (before, now)
+    )
+    return max(0, were - are)
+
+
+def _joined(category: Category, shares: Sequence[Share], hidden: Callable[[Share], int]) -> list[Growth]:
+    """A growth for each share; those that are little beside another of the same module are told with it."""
+    found: list[Growth] = []
+    for share in sorted(shares, key=lambda share: -abs(share.bytes)):
+        first = next((at for at, growth in enumerate(found) if growth.module == share.module), None)
+        if first is not None and abs(share.bytes) < _LITTLE * abs(found[first].bytes):
+            found[first] = dataclasses.replace(found[first], bytes=found[first].bytes + share.bytes)
+        else:
+            change = what_changed(share, hidden(share))
+            found.append(Growth(category=category, module=share.module, bytes=share.bytes, change=change))
+    return found
+
+
+def _cut(found: list[Growth], category: Category, grown: int) -> list[Growth]:
+    """Growths that were told of another time, as far as the whole of the category grew too.
+
+    A lock tells of the phases beside that of the peak what they hold for each purpose, and not by module.
+    """
+    if sum(growth.bytes for growth in found) == grown:
+        return found
+    alike = sorted((growth for growth in found if growth.bytes * grown > 0), key=lambda growth: -abs(growth.bytes))
+    kept, left = [], grown
+    for growth in alike:
+        part = min(growth.bytes, left) if grown > 0 else max(growth.bytes, left)
+        kept.append(dataclasses.replace(growth, bytes=part))
+        left -= part
+    return [*kept, Growth(category=category, module="", bytes=left)]
+
+
+def what_changed(share: Share, hidden_bytes: int) -> str:
+    """What is different, as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
+
+    Args:
+        share: What grew or shrank.
+        hidden_bytes: What of it may have been there before, among what a lock does not tell by module.
+
+    Returns:
+        The phrase; empty where only the size is different.
+    """
+    changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
+    return ", ".join(filter(None, (_difference(share, hidden_bytes), _whose(changed))))
+
+
+def _whose(changed: Sequence[Holding]) -> str:
+    """Whose it is, where no path tells: many modules', that of the model itself, or no module's, such as the loss."""
+    if not changed or any(holding.module or holding.category in _NOBODYS for holding in changed):
+        return ""
+    if all(map(is_rest, changed)):
+        return "in small modules"
+    if all(holding.kind for holding in changed):
+        return "in the model itself"
+    return "in no module" if not any(holding.kind or is_rest(holding) for holding in changed) else ""
+
+
+def _difference(share: Share, hidden_bytes: int) -> str:
+    before = [holding for difference in share.differences for holding in difference.before]
+    now = [holding for difference in share.differences for holding in difference.now]
+    if not now:
+        return "" if all(map(is_rest, before)) else "gone"
+    is_new = not before and not hidden_bytes
+    if now[0].category == "parameters" and not any(
+        holding.module or holding.kind or is_rest(holding) for holding in now
+    ):
+        return ": ".join(filter(None, ("kept from update to update", _made(now, before))))
+    if now[0].category in LASTING:
+        kept = "" if is_new and share.module else _kept(before, now)
+        return kept or _dtypes(before, now) or ("new" if is_new else "")
+    if not before:
+        return ", ".join(filter(None, ("new" if is_new else "", _made(now, ()))))
+    if not any(holding.module for holding in now):
+        return _made(now, before)
+    kernels, dtypes = _kernels(before, now), _dtypes(before, now)
+    # Another fused kernel is what follows from another dtype; score matrices are no one's intention.
+    first = kernels if kernels.endswith(_MATH) else dtypes
+    throughout = "" if share.module else "in other modules" if share.is_rest else "throughout the model"
+    return first or kernels or throughout or _new_operator(before, now, share)
+
+
+def _kernels(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    was, is_now = _attention(before), _attention(now)
+    if was and not is_now and any("_softmax" in holding.op for holding in now):
+        is_now = _MATH
+    return f"{was} -> {is_now}" if was and is_now and was != is_now else ""
+
+
+def _attention(holdings: Iterable[Holding]) -> str:
+    """How attention was computed, where that shows."""
+    return next((name for holding in holdings for part, name in _KERNELS.items() if part in holding.op), "")
+
+
+def _dtypes(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    """From the dtype that shrank most to the one that grew most, where memory went from one to the other."""
+    change = Counter({holding.dtype: 0 for holding in (*before, *now) if holding.dtype})
+    for holding in now:
+        change[holding.dtype] += holding.bytes
+    for holding in before:
+        change[holding.dtype] -= holding.bytes
+    if len(change) < 2:
+        return ""
+    grown, shrunk = max(change, key=lambda dtype: change[dtype]), min(change, key=lambda dtype: change[dtype])
+    most = max(change[grown], -change[shrunk])
+    if min(change[grown], -change[shrunk]) * _PART < most or not (grown and shrunk):
+        return ""
+    if (_bits(grown) - _bits(shrunk)) * change.total() < 0:  # Something else outweighs it.
+        return ""
+    return f"{_short(shrunk)} -> {_short(grown)}"
+
+
+def _kept(before: Sequence[Holding], now: Sequence[Holding]) -> str:
+    """What a module keeps from update to update, beside what it was built with."""
+    made = {holding.op for holding in now} - {holding.op for holding in before} - _COPIES
+    kept = [holding for holding in now if holding.op in made and holding.category == "parameters"]
+    return f"kept from update to update: {_made(kept, ())}" if kept else ""
+
+
+def _new_operator(before: Sequence[Holding], now: Sequence[Holding], share: Share) -> str:
+    """What made most of the growth, and in which dtype, where it made none of that before."""
+    known = {(holding.op, holding.dtype) for holding in before}
+    made = [holding for holding in now if known and (holding.op, holding.dtype) not in known]
+    return _made(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
+
+
+def _made(now: Iterable[Holding], before: Iterable[Holding]) -> str:
+    """The operator whose memory grew most, and its dtype."""
+    change = Counter[tuple[str, str]]()
+    for holding in now:
+        change[holding.op, holding.dtype] += holding.bytes
+    for holding in before:
+        change[holding.op, holding.dtype] -= holding.bytes
+    (op, dtype), more = max(change.items(), key=lambda pair: pair[1], default=(("", ""), 0))
+    if not op or more <= 0:
+        return ""
+    return f"{op} in {_short(dtype)}" if dtype else op
+
+
+def _bits(dtype: str) -> int:
+    return int("".join(filter(str.isdecimal, dtype)) or 8)
+
+
+def _short(dtype: str) -> str:
+    return _SHORT.get(dtype, dtype)

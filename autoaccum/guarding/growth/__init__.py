@@ -1,1 +1,0 @@
-"""What grew between two measurements, by purpose and module."""

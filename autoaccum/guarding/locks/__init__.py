@@ -1,1 +1,0 @@
-"""The lock file: entries as text that is read in a diff, and read back or refused."""

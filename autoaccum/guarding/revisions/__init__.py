@@ -1,1 +1,0 @@
-"""Another revision of the user's repository, to be measured too."""

@@ -1,1 +1,0 @@
-"""Whether a growth is a regression, and how that is said."""

@@ -1,0 +1,277 @@
+"""What is guarded: how a case is named and checked, what a project says of it, and which cases a call is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_locks import a_case
+
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.guarding.cases import Case, case_name, check_case, guard_command, make_case
+from autoaccum.guarding.project import Project, find_project, select_cases
+from autoaccum.guarding.records import Tolerance, parse_tolerance
+from autoaccum.units import GIB, MIB
+
+WHOLE = make_case(
+    workload="train.py",
+    gpu="rtx3090",
+    target_batch=256,
+    micro_batch=8,
+    precision="bf16",
+    optimizer="SGD",
+    memory="20GiB",
+    reserve="5%",
+    world_size=2,
+    equal=True,
+    keeps=("outputs", "ema"),
+    evaluation_batch=64,
+    worst_of=1000,
+    batchnorm="frozen",
+)
+
+
+class TestCase:
+    def test_a_name_tells_all_that_was_asked_for(self) -> None:
+        case = make_case(workload="train.py:small", device="cuda:1", target_batch=256)
+        assert case_name(case) == "train.py:small on cuda:1, target 256"
+        assert case_name(WHOLE) == (
+            "train.py on rtx3090, target 256, micro-batch 8, bf16, optimizer SGD, memory 20GiB, reserve 5%, 2 ranks,"
+            " equal parts, keeps outputs+ema, evaluation batch 64, worst of 1000, batchnorm frozen"
+        )
+        assert case_name(make_case(**{**case.asked(), "keeps": ()})).endswith(", keeps nothing")
+        strange = make_case(workload="a.py on cpu, target 8", gpu="t4")
+        assert case_name(strange) == '"a.py on cpu, target 8" on t4', "it cannot pass for another case"
+
+    def test_the_command_says_all_of_it_too(self, tmp_path: Path) -> None:
+        assert guard_command(WHOLE, tmp_path, "--update") == (
+            "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --micro-batch 8 --optimizer SGD --precision bf16"
+            " --batchnorm frozen --keeps outputs --keeps ema --evaluation-batch 64 --worst-of 1000 --memory 20GiB"
+            " --reserve 5% --world-size 2 --equal --update"
+        )
+        assert "'a b.py'" in guard_command(a_case("a b.py"), tmp_path)
+        assert guard_command(Case(), tmp_path) == "autoaccum guard model.py --gpu NAME --target-batch N"
+
+    def test_what_means_the_same_is_the_same_case(self) -> None:
+        given: dict[str, Any] = {"workload": "train.py", "micro_batch": 8}
+        case = make_case(gpu="NVIDIA GeForce RTX 3090", memory=" 20 GiB", keeps=["ema", "outputs"], **given)
+        same = make_case(gpu="rtx3090", memory="20GiB", keeps=("outputs", "ema"), **given)
+        assert check_case(check_case(case)) == check_case(case) == same
+
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [
+            ({"gpu": "rtx3090"}, "both --device cpu and --gpu rtx3090 are given: --device measures on"),
+            ({"device": "auto"}, "neither a card nor a device is given: name a card to simulate"),
+            ({"device": "auto", "gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
+            ({"device": "auto", "gpu": 1}, "gpu is 1: give the name of a card"),
+            ({"device": "tpu"}, "the device is 'tpu': take cpu, cuda or cuda:N"),
+            ({"precision": "fp8"}, "there is no precision 'fp8': take fp32, bf16, fp16"),
+            ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
+            ({"target_batch": True}, "target-batch is True: give"),
+            ({"target_batch": None}, "train.py has no target batch: say how many"),
+            ({"micro_batch": 65}, "the micro-batch 65 is more than a rank's share .* 64: take a smaller"),
+            ({"micro_batch": 33, "world_size": 2}, "the target batch, 32"),
+            ({"equal": 1}, "equal is 1: give True or False"),
+            ({"optimizer": "Adam W"}, "the optimizer is 'Adam W': give a name of torch.optim"),
+            ({"memory": "20"}, "'20' is not a memory size"),
+            ({"memory": 20}, "memory is 20: write its unit too"),
+            ({"keeps": "all"}, "nothing is known to be kept as 'all'"),
+            ({"batchnorm": "sync"}, "there is no batchnorm mode 'sync'"),
+            ({"workload": ":model"}, "the workload is ':model': write model.py"),
+            ({"workload": "a\nb.py"}, r"the name 'a\\nb.py' cannot be written in a lock: rename the file"),
+            ({"workload": "a\udcff.py"}, "cannot be written in a lock: rename the file"),
+        ],
+        ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.items())),
+    )
+    def test_what_cannot_be_asked_for(self, asked: dict[str, Any], told: str) -> None:
+        with pytest.raises(UsageError, match=told) as error:
+            check_case(make_case(**{"workload": "train.py", "device": "cpu", "target_batch": 64, **asked}))
+        assert error.value.hint
+
+
+SETTINGS = """
+[project]
+name = "anything"
+
+[tool.autoaccum]
+tolerance = "0.5%"
+lock = "locks/memory.lock"
+
+[[tool.autoaccum.guard]]
+workload = "./src/../train.py:small"
+gpu = ["rtx3090", "a100-80gb"]
+target-batch = 256
+precision = ["bf16", "fp32"]
+
+[[tool.autoaccum.guard]]
+workload = "package.module:name"
+device = "cpu"
+micro-batch = 8
+keeps = ["ema"]
+world-size = 2
+equal = true
+"""
+ENTRY = '[[tool.autoaccum.guard]]\nworkload = "a.py"\n'
+CARD = 'gpu = "rtx3090"\n'
+
+
+class TestProject:
+    @pytest.fixture
+    def project(self, tmp_path: Path) -> Path:
+        (tmp_path / "sub/deep").mkdir(parents=True)
+        return tmp_path
+
+    def test_all_that_a_project_says(self, project: Path) -> None:
+        (project / "pyproject.toml").write_text(SETTINGS)
+        for cwd in (project, project / "sub/deep"):
+            found = find_project(cwd)
+            assert (found.folder, found.lock) == (project, project / "locks/memory.lock")
+            assert found.tolerance == Tolerance(fraction=0.005)
+            assert [case_name(case) for case in found.cases] == [
+                "train.py:small on rtx3090, target 256, bf16",
+                "train.py:small on rtx3090, target 256, fp32",
+                "train.py:small on a100-80gb, target 256, bf16",
+                "train.py:small on a100-80gb, target 256, fp32",
+                "package.module:name on cpu, micro-batch 8, 2 ranks, equal parts, keeps ema",
+            ]
+        other = find_project(project / "sub", "other.lock")
+        assert (other.lock, other.options) == (project / "sub/other.lock", ("--lock", "other.lock"))
+        assert other.cases == find_project(project).cases
+
+    def test_the_nearest_table_counts_then_the_nearest_lock_then_the_folder_itself(self, project: Path) -> None:
+        below, deep = project / "sub", project / "sub/deep"
+        assert find_project(deep) == Project(folder=deep, lock=deep / "autoaccum.lock")
+        (project / "autoaccum.lock").write_text("")
+        (deep / "pyproject.toml").write_text('[project]\nname = "none of ours"\n')
+        assert find_project(deep).folder == project
+        assert find_project(deep, "../all.lock").folder == below
+        (below / "pyproject.toml").write_text("[tool.autoaccum]\n")
+        assert find_project(deep) == Project(folder=below, lock=below / "autoaccum.lock")
+        (deep / "pyproject.toml").write_text("[tool.other\n")
+        assert find_project(deep).folder == below
+
+    def test_a_path_is_known_by_its_place_in_the_project(self, project: Path) -> None:
+        found = Project(folder=project, lock=project / "autoaccum.lock")
+        for cwd, written, known in (
+            (project, "./a.py", "a.py"),
+            (project / "sub", "../a.py:name", "a.py:name"),
+            (project / "sub/deep", str(project / "a.py"), "a.py"),
+            (project, "sub//deep/../a.py", "sub/a.py"),
+            (project / "sub", "package.module:name", "package.module:name"),
+        ):
+            assert found.reference(written, cwd) == known
+        (project / "link").symlink_to(project / "sub")
+        assert found.reference("link/real.py", project) == "sub/real.py"
+        with pytest.raises(UsageError, match=r"\.\./a\.py lies outside of .*, the folder of the lock: guard it from"):
+            found.reference("../a.py", project)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("[tool]\nautoaccum = 1\n", "tool.autoaccum in PATH is 1: write [tool.autoaccum]"),
+            ("[tool.autoaccum\n", "PATH is not valid TOML ("),
+            ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': did you mean tolerance"),
+            ("[tool.autoaccum]\nx = 1\n", "has the unknown key 'x': there are tolerance, lock, guard"),
+            ("[tool.autoaccum]\ntolerance = 0.01\n", "the tolerance 0.01 is neither a share"),
+            ("[tool.autoaccum]\nlock = 1\n", "lock in PATH is 1: name a file"),
+            ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is no list of tables: write [[tool.auto"),
+            ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it names no workload: add such as"),
+            (f"{ENTRY}{CARD}", "[[tool.autoaccum.guard]] 1 in PATH: a.py has no target batch"),
+            (f"{ENTRY}{CARD}target_batch = 8\n", "has the unknown key 'target_batch': did you mean target-batch?"),
+            (f"{ENTRY}{CARD}target-batch = 8.0\n", "target-batch is 8.0: give a whole number"),
+            (f"{ENTRY}gpu = []\ntarget-batch = 8\n", "1 in PATH: gpu is an empty list: name one"),
+            (f"{ENTRY}{CARD}target-batch = 8\n" * 2, "2 in PATH names a.py on rtx3090, target 8 once more: name it"),
+            (f"{ENTRY.replace('a.py', '../a.py')}{CARD}target-batch = 8\n", "../a.py lies outside of"),
+        ],
+        ids=lambda value: None,
+    )
+    def test_what_a_project_cannot_say(self, project: Path, text: str, told: str) -> None:
+        path = project / "pyproject.toml"
+        path.write_text(text)
+        with pytest.raises(UsageError) as error:
+            find_project(project / "sub")
+        assert told.replace("PATH", str(path)) in str(error.value)
+        assert error.value.hint
+
+
+SMALL = a_case(target_batch=16)
+OTHER = a_case("other.py", gpu="a100-80gb", precision="bf16")
+KNOWN = (OTHER, a_case(), SMALL, a_case())
+
+
+class TestSelection:
+    @pytest.fixture
+    def project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "train.py").touch()
+        return Project(folder=tmp_path, lock=tmp_path / "autoaccum.lock")
+
+    def select(self, project: Project, *gpus: str, **asked: Any) -> tuple[Case, ...]:
+        return select_cases([make_case(gpu=gpu, **asked) for gpu in gpus or (None,)], project, KNOWN)
+
+    def test_what_is_asked_for_filters_what_is_known_by_name_and_once(self, project: Project) -> None:
+        assert self.select(project) == (OTHER, SMALL, a_case())
+        assert self.select(project, workload="train.py") == (SMALL, a_case())
+        assert self.select(project, "A100-80GB") == (OTHER,)
+        assert self.select(project, precision="bf16") == (OTHER,)
+
+    def test_with_a_size_it_is_that_very_case_on_each_card(self, project: Project) -> None:
+        found = self.select(project, "A100-80GB", "RTX 3090", "rtx3090", workload="train.py", target_batch=8)
+        assert found == (a_case(gpu="a100-80gb", target_batch=8), a_case(target_batch=8))
+        found = self.select(project, workload="train.py", device="cpu", micro_batch=8, memory="1 GiB")
+        assert found == (make_case(workload="train.py", device="cpu", micro_batch=8, memory="1GiB"),)
+        assert self.select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known"
+
+    def test_a_card_without_a_case_is_no_pass_beside_one_that_has(self, project: Project) -> None:
+        missing = r"nothing of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
+        with pytest.raises(NotMeasuredError, match=missing):
+            self.select(project, "RTX 3090", "T4", workload="train.py")
+        with pytest.raises(NotMeasuredError, match="nothing of train.py that is locked"):
+            self.select(project, workload="train.py", precision="bf16")
+
+    def test_what_does_not_go_together_is_refused(self, project: Project) -> None:
+        with pytest.raises(UsageError, match="no card is named"):
+            self.select(project, workload="train.py", target_batch=8)
+        with pytest.raises(UsageError, match="without a workload"):
+            self.select(project, target_batch=8)
+        with pytest.raises(UsageError, match="rtx9999"):
+            self.select(project, "rtx9999")
+
+    def test_a_file_is_named_from_the_current_folder(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        inside = project.folder / "deep" / "er"
+        inside.mkdir(parents=True)
+        monkeypatch.chdir(inside)
+        assert self.select(project, workload="../../train.py") == (SMALL, a_case())
+        assert guard_command(a_case(), project.folder).split()[:3] == ["autoaccum", "guard", "../../train.py"]
+
+
+class TestTolerance:
+    @pytest.mark.parametrize(
+        ("text", "tolerance", "shown"),
+        [
+            ("1%", Tolerance(0.01), "1 %"),
+            (" 0.5 % ", Tolerance(0.005), "0.5 %"),
+            ("0%", Tolerance(0.0), "0 %"),
+            ("100%", Tolerance(1.0), "100 %"),
+            ("50MiB", Tolerance(None, 50 * MIB), "50.0 MiB"),
+            ("1.5 GiB", Tolerance(None, 3 * GIB // 2), "1.5 GiB"),
+            ("0 MiB", Tolerance(None, 0), "0 B"),
+        ],
+    )
+    def test_tolerances_are_read_and_shown(self, text: str, tolerance: Tolerance, shown: str) -> None:
+        assert (parse_tolerance(text), str(tolerance)) == (tolerance, shown)
+
+    @pytest.mark.parametrize("text", ["", "1", "0", "-1%", "101%", "one percent", "5 MiBs", "%", "9" * 99, 0.01, None])
+    def test_what_is_no_tolerance_is_refused_with_a_way_out(self, text: Any) -> None:
+        with pytest.raises(UsageError, match="neither a share up to 100% nor a size: write such as 1%, 0.5% or 50MiB$"):
+            parse_tolerance(text)
+
+    def test_growth_is_allowed_up_to_the_byte(self) -> None:
+        assert Tolerance(0.01).allows(1000, 1010)
+        assert not Tolerance(0.01).allows(1000, 1011)
+        assert Tolerance(0.01).allows(1000, 1030, 20), "the spread comes on top"
+        assert Tolerance(None, 50).allows(1000, 1050)
+        assert not Tolerance(None, 50).allows(1000, 1051)
+        assert not parse_tolerance("0%").allows(1000, 1001)

@@ -1,0 +1,414 @@
+"""What grew is told of the deepest modules that explain it, and adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
+from autoaccum.guarding.growth import growths
+from autoaccum.guarding.lock import fold
+from autoaccum.guarding.records import Growth, Measurement
+from autoaccum.units import MIB
+
+
+def row(
+    category: Category, module: str, mib: float, dtype: str = "bfloat16", op: str = "aten.mm", kind: str = "L"
+) -> Holding:
+    return Holding(category=category, module=module, kind=kind, dtype=dtype, op=op, bytes=round(mib * MIB))
+
+
+def measured(*rows: Holding, unused_mib: int = 0, **other: Any) -> Measurement:
+    categories: dict[Category, int] = {}
+    for each in rows:
+        categories[each.category] = categories.get(each.category, 0) + each.bytes
+    held_bytes = sum(categories.values())
+    return Measurement(
+        **{
+            "kind": "predicted",
+            "card": "NVIDIA GeForce RTX 3090",
+            "precision": "bf16",
+            "optimizer": "AdamW",
+            "batchnorm": "micro",
+            "parameters": 1000,
+            "micro_batches": (32, 32),
+            "fits": True,
+            "largest": 32,
+            "capped": False,
+            "limit_bytes": 24 * 1024 * MIB,
+            "peak_bytes": held_bytes + unused_mib * MIB,
+            "held_bytes": held_bytes,
+            "phase": "backward",
+            "categories": {**categories, "unused": unused_mib * MIB},
+            "holdings": rows,
+            **other,
+        }
+    )
+
+
+def blocks(count: int, **mib: float) -> list[Holding]:
+    """Activations of `count` blocks, by what is in them."""
+    return [row("activations", f"blocks.{n}.{name}", size) for n in range(count) for name, size in mib.items()]
+
+
+def told(before: Measurement, now: Measurement) -> list[tuple[str, str, float, str]]:
+    found = growths(before, now)
+    assert sum(growth.bytes for growth in found) == now.peak_bytes - before.peak_bytes
+    assert all(growth.bytes for growth in found)
+    return [(growth.category, growth.module, growth.bytes / MIB, growth.change) for growth in found]
+
+
+def test_nothing_is_told_where_nothing_changed() -> None:
+    assert told(measured(*blocks(3, mlp=8, attn=4)), measured(*blocks(3, mlp=8, attn=4))) == []
+
+
+def test_modules_that_differ_by_number_are_told_as_one() -> None:
+    found = told(measured(*blocks(12, mlp=8, attn=4)), measured(*blocks(12, mlp=12, attn=4)))
+    assert found == [("activations", "blocks.*.mlp", 48, "")]
+
+
+def test_numbered_layers_of_several_classes_are_told_as_what_they_are_in() -> None:
+    before, now = (
+        [
+            row("activations", f"blocks.{block}.mlp.{number}", size, kind=kind)
+            for block in range(3)
+            for number, kind in enumerate(["Linear", "GELU"])
+        ]
+        for size in (8, 16)
+    )
+    other = row("activations", "stem", 64)
+    assert told(measured(other, *before), measured(other, *now)) == [("activations", "blocks.*.mlp", 48, "")]
+
+
+def test_one_of_them_is_told_by_its_number() -> None:
+    now = [*blocks(11, mlp=8), row("activations", "blocks.11.mlp", 20)]
+    assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.11.mlp", 12, "")]
+
+
+def test_a_few_of_them_are_told_by_their_numbers() -> None:
+    now = [row("activations", f"blocks.{n}.mlp", 12 if n < 4 else 8) for n in range(12)]
+    assert told(measured(*blocks(12, mlp=8)), measured(*now)) == [("activations", "blocks.{0..3}.mlp", 16, "")]
+
+
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [(range(12), "*"), (range(11), "{0..10}"), (range(0, 12, 2), "{0,2,4,6,8,10}"), (range(3), "{0..2}")],
+)
+def test_a_star_is_for_all_that_hold_any_of_it(which: range, name: str) -> None:
+    now = [row("activations", f"blocks.{n}.mlp", 12 if n in which else 8) for n in range(12)]
+    assert [module for _, module, _, _ in told(measured(*blocks(12, mlp=8)), measured(*now))] == [f"blocks.{name}.mlp"]
+
+
+def test_a_star_is_for_most_of_all_there_are_though_some_hold_none_any_more() -> None:
+    """Backward has freed what the last ones held."""
+    weights = [row("parameters", f"blocks.{n}.mlp", 1) for n in range(12)]
+    found = told(measured(*weights, *blocks(10, mlp=8)), measured(*weights, *blocks(10, mlp=12)))
+    assert [module for _, module, _, _ in found] == ["blocks.*.mlp"]
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_few_of_those_that_hold_other_things_are_told_by_their_numbers(folded: bool) -> None:
+    """A layer in some blocks that keeps its input now; its parameters are small."""
+    weights = [row("parameters", f"{n}.conv", 0.001) for n in range(12)]
+    before = measured(*weights, *(row("activations", f"{n}.act", 8) for n in range(12)))
+    now = measured(*before.holdings, *(row("activations", f"{n}.conv", 8) for n in range(3)))
+    found = told(fold(before) if folded else before, now)
+    assert [module for _, module, _, _ in found] == ["{0..2}.conv"]
+
+
+def test_those_that_no_name_is_for_are_told_as_what_they_are_in() -> None:
+    grown = {(0, 0), (0, 1), (1, 2), (2, 0)}
+    before, now = (
+        [row("activations", f"net.{m}.{n}", 12 if grows and (m, n) in grown else 8) for m in range(4) for n in range(4)]
+        for grows in (False, True)
+    )
+    other = row("activations", "head", 8)
+    assert [module for _, module, _, _ in told(measured(other, *before), measured(other, *now))] == ["net"]
+
+
+def test_layers_of_a_model_that_is_but_numbers_are_the_whole_model() -> None:
+    before, now = ([row("temporaries", str(n), size) for n in range(6)] for size in (4, 6))
+    assert told(measured(*before), measured(*now)) == [("temporaries", "", 12, "throughout the model")]
+
+
+def test_where_a_module_and_those_in_it_have_a_part_it_is_theirs_together() -> None:
+    before = [row("activations", "mlp", 8), row("activations", "mlp.act", 8), row("activations", "norm", 8)]
+    now = [row("activations", "mlp", 24), row("activations", "norm", 8)]
+    assert told(measured(*before), measured(*now)) == [("activations", "mlp", 8, "")]
+
+
+def test_spread_over_two_modules_both_are_told_the_larger_first() -> None:
+    before = [row("activations", name, 32) for name in ("stem", "neck", "body", "head")]
+    now = [row("activations", name, size) for name, size in {"stem": 40, "neck": 32, "body": 32, "head": 48}.items()]
+    assert told(measured(*before), measured(*now)) == [("activations", "head", 16, ""), ("activations", "stem", 8, "")]
+
+
+def test_spread_over_many_it_is_the_whole_models() -> None:
+    names = ("stem", "neck", "body", "head", "tail")
+    before, now = ([row("activations", name, size) for name in names] for size in (16, 24))
+    assert told(measured(*before), measured(*now)) == [("activations", "", 40, "throughout the model")]
+
+
+def test_a_new_state_of_the_optimizer_is_the_whole_models() -> None:
+    weights = [row("parameters", f"blocks.{n}.{name}", 4) for n in range(4) for name in ("up", "down", "qkv", "out")]
+    state = [dataclasses.replace(each, category="optimizer_state", bytes=2 * each.bytes) for each in weights]
+    more = [dataclasses.replace(each, bytes=3 * each.bytes // 2) for each in state]
+    assert told(measured(*weights), measured(*weights, *state)) == [("optimizer_state", "blocks.*", 128, "new")]
+    assert told(measured(*weights, *state), measured(*weights, *more)) == [("optimizer_state", "blocks.*", 64, "")]
+    assert told(measured(*weights, *more), measured(*weights, *state)) == [("optimizer_state", "blocks.*", -64, "")]
+    assert told(measured(*weights, *more), measured(*weights)) == [("optimizer_state", "blocks.*", -192, "gone")]
+
+
+def test_a_small_change_beside_it_is_left_to_the_parent() -> None:
+    before, now = blocks(4, mlp=16, norm=1), blocks(4, mlp=24, norm=0.5)
+    assert told(measured(*before), measured(*now)) == [
+        ("activations", "blocks.*.mlp", 32, ""),
+        ("activations", "blocks.*", -2, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "change"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, "bf16 -> fp32"),
+        ({"dtype": "float16"}, {"dtype": "float64"}, "fp16 -> fp64"),
+        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten._softmax"}, "flash attention -> math"),
+        ({"op": "aten._scaled_dot_product_flash_attention"}, {"op": "aten.clone"}, "aten.clone in bf16"),
+        ({"op": "aten.mul", "dtype": "float32"}, {"op": "aten.sin", "dtype": "bfloat16"}, "aten.sin in bf16"),
+        ({"op": "aten.relu", "dtype": "float32"}, {"op": "aten.relu", "dtype": "float64"}, "fp32 -> fp64"),
+        (
+            {"op": "aten._scaled_dot_product_cudnn_attention"},
+            {"op": "aten._scaled_dot_product_efficient_attention"},
+            "cuDNN attention -> efficient attention",
+        ),
+        (
+            {"op": "aten._scaled_dot_product_flash_attention", "dtype": "bfloat16"},
+            {"op": "aten._scaled_dot_product_efficient_attention", "dtype": "float32"},
+            "bf16 -> fp32",
+        ),
+        ({"op": "aten.gelu"}, {"op": "aten.tanh"}, "aten.tanh in bf16"),
+        ({}, {}, ""),
+    ],
+)
+def test_what_is_different_is_told(was: Mapping[str, str], is_now: Mapping[str, str], change: str) -> None:
+    other = row("activations", "mlp", 64)
+    before, now = row("activations", "attn", 8, **was), row("activations", "attn", 32, **is_now)
+    assert told(measured(other, before), measured(other, now)) == [("activations", "attn", 24, change)]
+
+
+def test_what_comes_and_goes_is_told() -> None:
+    before, now = row("activations", "stem", 8), row("outputs", "head", 16, op="aten.addmm")
+    assert told(measured(before), measured(now)) == [
+        ("outputs", "head", 16, "new, aten.addmm in bf16"),
+        ("activations", "stem", -8, "gone"),
+    ]
+
+
+def test_what_is_no_modules_is_told_by_its_operator() -> None:
+    before = row("activations", "", 8, "bfloat16", "aten._log_softmax", kind="")
+    now = row("activations", "", 24, "float32", "aten._to_copy", kind="")
+    assert told(measured(before), measured(before, now)) == [
+        ("activations", "", 24, "aten._to_copy in fp32, in no module")
+    ]
+
+
+def test_the_model_itself_is_told_apart_from_what_is_no_modules() -> None:
+    before = [row("activations", "", 8, kind=""), row("activations", "", 8, kind="GPT")]
+    now = [row("activations", "", 8, kind=""), row("activations", "", 24, kind="GPT", op="aten.cat")]
+    assert told(measured(*before), measured(*now)) == [
+        ("activations", "", 16, "aten.cat in bf16, in the model itself"),
+    ]
+
+
+def test_what_a_model_keeps_between_updates_is_told() -> None:
+    weight = row("parameters", "head", 8, "float32", "aten._to_copy")
+    kept = row("parameters", "head", 16, "float32", "aten.add")
+    assert told(measured(weight), measured(weight, kept)) == [
+        ("parameters", "head", 16, "kept from update to update: aten.add in fp32")
+    ]
+
+
+@pytest.mark.parametrize("op", ["", "aten._to_copy", "aten.add"])
+def test_what_nobody_is_there_for_is_no_parameter(op: str) -> None:
+    """A list of hidden states in the module of the workload."""
+    kept = row("parameters", "", 16, "float32", op, kind="")
+    ((category, _, _, change),) = told(
+        measured(row("parameters", "head", 8)), measured(kept, row("parameters", "head", 8))
+    )
+    made = f": {op} in fp32" if op else ""
+    assert (category, change) == ("parameters", f"kept from update to update{made}, in no module")
+
+
+def test_another_attention_is_told_beside_what_makes_more() -> None:
+    """A module that calls both its attention and its MLP itself."""
+    flash = "aten._scaled_dot_product_flash_attention"
+    gelu = [row("activations", f"blocks.{n}", 32, op="aten.gelu") for n in range(3)]
+    before = [*gelu, *(row("activations", f"blocks.{n}", 2, op=flash) for n in range(3))]
+    now = [*gelu, *(row("activations", f"blocks.{n}", 8, op="aten._softmax") for n in range(3))]
+    assert told(measured(*before), measured(*now)) == [("activations", "blocks.*", 18, "flash attention -> math")]
+
+
+def test_what_is_unused_makes_up_the_difference() -> None:
+    before, now = measured(*blocks(2, mlp=8), unused_mib=4), measured(*blocks(2, mlp=12), unused_mib=10)
+    assert told(before, now) == [("activations", "blocks.*.mlp", 8, ""), ("unused", "", 6, "")]
+
+
+def test_shrinkage_is_told_from_what_shrank_most() -> None:
+    before = [row("activations", "stem", 32), row("activations", "body", 64), row("activations", "head", 64)]
+    now = [row("activations", "stem", 40), row("activations", "body", 16), row("activations", "head", 64)]
+    assert [module for _, module, _, _ in told(measured(*before), measured(*now))] == ["body", "stem"]
+
+
+class TestRenamed:
+    def test_other_names_for_the_same_are_no_growth(self) -> None:
+        before = [
+            row(category, f"h.{n}.mlp.{name}", 4)
+            for n in range(3)
+            for name in ("up", "down")
+            for category in CATEGORIES[:2]
+        ]
+        now = [
+            dataclasses.replace(each, module=each.module.replace("h.", "layers.").replace("up", "w1"))
+            for each in before
+        ]
+        assert told(measured(*before), measured(*now)) == []
+        grown = [dataclasses.replace(each, bytes=3 * each.bytes) if "w1" in each.module else each for each in now]
+        assert {module for _, module, bytes_, _ in told(measured(*before), measured(*grown)) if bytes_ > 0} == {
+            "layers.*.mlp.w1"
+        }
+
+    def test_layers_that_moved_on_are_no_growth(self) -> None:
+        """A Sequential with one more layer in front."""
+        before = [row("parameters", str(number), 8) for number in range(4)]
+        now = [row("parameters", str(number), 8) for number in range(5)]
+        assert told(measured(*before), measured(*now)) == [("parameters", "4", 8, "new")]
+
+    @pytest.mark.parametrize("wrapper", ["0", "net", "model.module"])
+    def test_what_is_wrapped_is_the_same(self, wrapper: str) -> None:
+        plain = [
+            row("parameters", "head", 4, kind="Linear"),
+            row("activations", "", 4, kind="Net"),
+            row("activations", "", 2, kind="", op="aten._log_softmax"),
+            *blocks(3, mlp=8, act=2),
+        ]
+        grown = [*plain[:3], *blocks(3, mlp=16, act=2)]
+        wrapped, wrapped_and_grown = (
+            [
+                dataclasses.replace(each, module=f"{wrapper}.{each.module}".rstrip(".")) if each.kind else each
+                for each in rows
+            ]
+            for rows in (plain, grown)
+        )
+        assert told(measured(*plain), measured(*wrapped)) == []
+        assert told(measured(*wrapped), measured(*plain)) == []
+        assert told(measured(*plain), measured(*wrapped_and_grown)) == [
+            ("activations", f"{wrapper}.blocks.*.mlp", 24, "")
+        ]
+        assert told(measured(*wrapped), measured(*grown)) == [("activations", "blocks.*.mlp", 24, "")]
+
+
+class TestFolded:
+    """A lock keeps no small modules apart."""
+
+    SMALL = tuple(row("activations", f"norms.{n}{letter}", 0.01) for n, letter in enumerate("abcdefgh"))
+
+    def test_what_was_folded_is_not_new(self) -> None:
+        before = measured(*blocks(2, mlp=64), *self.SMALL)
+        assert told(fold(before), before) == []
+
+    def test_what_came_above_the_bound_is_not_called_new(self) -> None:
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.12))
+        now = measured(*blocks(2, mlp=64), row("activations", "norm", 0.14))
+        assert [(module, change) for _, module, _, change in told(fold(before), now)] == [
+            ("norm", "aten.mm in bf16"),
+            ("", "in small modules"),
+        ]
+
+    def test_what_may_have_been_there_is_not_called_new_though_it_is_far_more_now(self) -> None:
+        """Statistics of a norm, in place of which a whole copy in another dtype is kept."""
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.1))
+        now = measured(*blocks(2, mlp=64), row("activations", "norm", 64, "float32", "aten._to_copy"))
+        assert told(fold(before), now)[0] == ("activations", "norm", 64, "aten._to_copy in fp32")
+
+    def test_a_module_with_parameters_of_its_own_is_new_whatever_was_folded(self) -> None:
+        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.1))
+        now = measured(*blocks(2, mlp=64), row("activations", "mix", 64), row("parameters", "mix", 8))
+        found = told(fold(before), now)
+        assert [(module, change) for _, module, _, change in found if module] == [
+            ("mix", "new, aten.mm in bf16"),
+            ("mix", "new"),
+        ]
+
+    def test_what_is_new_is_called_so_beside_what_was_folded(self) -> None:
+        before = measured(*blocks(2, mlp=64), *self.SMALL)
+        now = measured(*before.holdings, row("activations", "head", 4))
+        assert told(fold(before), now) == [("activations", "head", 4, "new, aten.mm in bf16")]
+
+
+class TestMoved:
+    """The peak stands in another phase."""
+
+    FORWARD = (row("activations", "body", 64), row("temporaries", "head", 8))
+    BACKWARD = (row("activations", "body", 64), row("temporaries", "", 16, kind=""))
+
+    def before(self, *, complete: bool) -> Measurement:
+        phases: dict[Phase, tuple[Holding, ...]] = {"forward": self.FORWARD, "backward": self.BACKWARD}
+        moments = tuple(
+            Moment(
+                phase=phase,
+                held_bytes=sum(each.bytes for each in rows),
+                categories={each.category: each.bytes for each in rows},
+                holdings=rows if complete else (),
+            )
+            for phase, rows in phases.items()
+        )
+        return measured(*self.BACKWARD, moments=moments)
+
+    @pytest.mark.parametrize("complete", [True, False])
+    def test_what_grew_in_the_phase_that_decides_now_is_told(self, complete: bool) -> None:
+        now = measured(row("activations", "body", 64), row("temporaries", "head", 32), phase="forward")
+        found = growths(self.before(complete=complete), now)
+        assert sum(growth.bytes for growth in found) == 16 * MIB
+        assert (found[0].category, found[0].module, found[0].bytes) == ("temporaries", "head", 24 * MIB)
+        assert found[-1] == Growth(category="unused", module="", bytes=-8 * MIB)
+
+    def test_without_that_phase_the_peaks_are_compared(self) -> None:
+        now = measured(*self.BACKWARD, row("optimizer_state", "body", 16), phase="update")
+        assert growths(self.before(complete=True), now)[0].category == "optimizer_state"
+
+
+def test_of_real_runs_nobody_knows() -> None:
+    before = measured(*blocks(1, mlp=8))
+    assert growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
+
+
+ROWS = st.lists(
+    st.builds(
+        Holding,
+        category=st.sampled_from(CATEGORIES[:-1]),
+        module=st.sampled_from(["", "stem", "blocks.0", "blocks.0.mlp", "blocks.1.mlp", "blocks.1.mlp.act", "head.3"]),
+        kind=st.sampled_from(["", "Linear", "GELU"]),
+        dtype=st.sampled_from(["", "bfloat16", "float32"]),
+        op=st.sampled_from(["", "aten.mm", "aten._scaled_dot_product_flash_attention"]),
+        bytes=st.integers(0, 50 * MIB),
+    ),
+    max_size=12,
+)
+
+
+@given(ROWS, ROWS, st.booleans(), st.sampled_from(["forward", "backward"]))
+def test_whatever_is_held_what_is_told_adds_up(
+    was: list[Holding], is_now: list[Holding], folded: bool, phase: Phase
+) -> None:
+    held: dict[Category, int] = {"activations": 3 * MIB}
+    before = measured(*was, moments=(Moment(phase="forward", held_bytes=3 * MIB, categories=held),))
+    now = measured(*is_now, unused_mib=3, phase=phase)
+    told(fold(before) if folded else before, now)
+    back = growths(now, before)
+    assert sum(growth.bytes for growth in back) == before.peak_bytes - now.peak_bytes

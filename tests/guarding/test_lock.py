@@ -1,0 +1,256 @@
+"""The lock: read as it was written, made to be read and merged, and refused when it is damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_locks import Lock, a_case, a_lock, a_measurement, cases, holdings, locks
+from small_repository import git, try_git
+
+from autoaccum.devices.explanation import Holding
+from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.errors import LockFileError
+from autoaccum.guarding.cases import Case, case_name
+from autoaccum.guarding.lock import fold, group_of, read_lock, write_lock
+from autoaccum.units import MIB
+
+SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+LOCK = a_lock(a_case(), a_case("other.py"))
+ANEW = "autoaccum guard --update --force"
+WAY_OUT = f": restore it from git, or write it anew by `{ANEW}`"
+
+
+def written(folder: Path, lock: Lock) -> str:
+    write_lock(folder / "autoaccum.lock", lock)
+    return (folder / "autoaccum.lock").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(tmp_path_factory.mktemp("sound"), LOCK)
+
+
+class TestSound:
+    @SHARED_FOLDER
+    @given(lock=locks(), seed=st.integers(0, 1000))
+    def test_any_lock_is_read_as_it_was_and_written_alike_in_any_order(
+        self, tmp_path: Path, lock: Lock, seed: int
+    ) -> None:
+        text = written(tmp_path, lock)
+        again = read_lock(tmp_path / "autoaccum.lock", ANEW)
+        assert again == lock
+        shuffled = list(lock.items())
+        random.Random(seed).shuffle(shuffled)
+        assert written(tmp_path, dict(shuffled)) == text
+        assert written(tmp_path, again) == text
+
+    @settings(deadline=None, max_examples=100)
+    @given(given=st.lists(cases(), unique=True, max_size=8))
+    def test_no_two_cases_are_called_alike(self, given: list[Case]) -> None:
+        assert len({case_name(case) for case in given}) == len(given)
+
+    @settings(deadline=None, max_examples=100)
+    @given(rows=st.lists(holdings(), min_size=1, max_size=12))
+    def test_folding_keeps_the_sum_and_what_matters_and_is_done_once(self, rows: list[Holding]) -> None:
+        whole = a_measurement(*rows)
+        assert fold(whole) == whole
+        assert sum(row.bytes for row in whole.holdings) == sum(row.bytes for row in rows)
+        sizes = {group_of(row): sum(o.bytes for o in rows if group_of(o) == group_of(row)) for row in rows}
+        kept = {group_of(row) for row in whole.holdings}
+        for group, size in sizes.items():
+            assert group in kept or size * 1000 < whole.peak_bytes
+
+    def test_a_locked_group_is_told_however_small_it_came_to_be(self) -> None:
+        small = Holding(category="activations", module="head", kind="Linear", bytes=MIB)
+        large = Holding(category="activations", module="body", kind="Linear", bytes=2000 * MIB)
+        assert [row.module for row in fold(a_measurement(small, large)).holdings] == ["", "body"]
+        whole = a_measurement(large)
+        unfolded = type(whole)(**{**vars(whole), "holdings": (small, large)})
+        assert [row.module for row in fold(unfolded, keep={group_of(small)}).holdings] == ["body", "head"]
+
+    def test_it_is_made_to_be_read(self, tmp_path: Path) -> None:
+        lines = written(tmp_path, {a_case(precision="bf16"): a_measurement()}).splitlines()
+        assert lines[0].startswith("# ")
+        for line in (
+            "autoaccum-lock = 1",
+            '["train.py on rtx3090, target 256, bf16"]',
+            'asked.workload = "train.py"',
+            "micro-batches = [[8, 32]]",
+            "limit-bytes = 23_622_320_128  # 22.00 GiB",
+            "categories.activations = 1_258_291_200  # 1.17 GiB",
+            '  [   4,     314_572_800, "activations", "blocks.{0..3}.mlp.0", "Linear", "bfloat16", "aten.addmm"],'
+            "  # 1.17 GiB",
+            '  ["forward", 1_048_576, { activations = 1_048_576 }],  # 1.0 MiB',
+            'versions.torch = "2.13.0"',
+        ):
+            assert line in lines
+        assert max(map(len, lines)) <= 130
+
+    def test_a_change_of_one_module_is_a_change_of_its_row_and_of_the_sums(self, tmp_path: Path) -> None:
+        before = written(tmp_path, {a_case(): a_measurement()}).splitlines()
+        rows = a_measurement().holdings
+        grown = [Holding(**{**vars(row), "bytes": row.bytes * 2}) if row.module == "head" else row for row in rows]
+        after = written(tmp_path, {a_case(): a_measurement(*grown)}).splitlines()
+        changed = [line.split(" = ")[0] for line, other in zip(before, after, strict=True) if line != other]
+        sums = ["peak-bytes", "held-bytes", "least-bytes", "categories.parameters", "digest"]
+        assert [key for key in changed if not key.startswith("  [")] == sums
+        assert len(changed) == 6
+
+    def test_a_link_stays_one_and_line_ends_of_windows_are_read(self, tmp_path: Path) -> None:
+        link, path = tmp_path / "autoaccum.lock", tmp_path / "real.lock"
+        link.symlink_to(path)
+        assert read_lock(link, ANEW) == {}
+        write_lock(link, a_lock())
+        assert link.is_symlink()
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+        assert read_lock(link, ANEW) == a_lock()
+
+
+class TestDamaged:
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            (b"", f"LOCK is no lock of autoaccum: name another by --lock, or {WAY_OUT[2:]}"),
+            (b'[[package]]\nname = "torch"\n', "LOCK is no lock of autoaccum: name another by --lock"),
+            (b"torch==2.13.0\n", "the lock LOCK cannot be parsed (Invalid value (at line 1"),
+            (b"\x80\x04\x95", "the lock LOCK cannot be parsed ('utf-8' codec"),
+            (b"[" * 100_000, "the lock LOCK cannot be parsed ("),
+        ],
+        ids=["empty", "of something else", "no TOML", "no text", "deep"],
+    )
+    def test_what_is_no_lock(self, tmp_path: Path, content: bytes, told: str) -> None:
+        assert refusal(tmp_path, content).startswith(told)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "told"),
+        [
+            ("largest = 32", "largest = 33", "the entry 'other.py on rtx3090, target 256' of the lock LOCK does not"),
+            ("asked.target-batch = 256", "asked.target-batch = 512", "does not match its digest, as after an edit by"),
+            ('digest = "', 'other = "', "does not match its digest"),
+            ("-lock = 1", "-lock = 1\nextra = 1", "the entry 'extra' of the lock LOCK does not match"),
+            ("largest = 32", "largest 32", "the lock LOCK cannot be parsed (Expected '='"),
+            ("largest = 32\n", "<<<<<<< HEAD\nlargest = 32\n=======\nlargest = 33\n>>>>>>> theirs\n", "be parsed"),
+            (
+                "# The end: a lock that was cut off lacks it.\n",
+                "",
+                "the lock LOCK is cut off: its last line is missing",
+            ),
+        ],
+        ids=["edited", "asked otherwise", "without digest", "no entry", "no TOML", "half merged", "cut off"],
+    )
+    def test_what_was_changed_is_told_with_the_command_that_writes_it_anew(
+        self, tmp_path: Path, text: str, old: str, new: str, told: str
+    ) -> None:
+        assert old in text
+        said = refusal(tmp_path, text.replace(old, new, 1).encode())
+        assert told in said
+        assert said.endswith(WAY_OUT)
+
+    def test_a_newer_format_is_told(self, tmp_path: Path, text: str) -> None:
+        newer = refusal(tmp_path, text.replace("autoaccum-lock = 1", "autoaccum-lock = 2").encode())
+        assert newer == (
+            "LOCK was written by a newer autoaccum (format 2, and this one reads 1): update autoaccum:"
+            " pip install -U autoaccum"
+        )
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+    @given(data=st.data())
+    def test_a_damaged_byte_or_line_never_makes_another_lock(
+        self, tmp_path: Path, text: str, data: st.DataObject
+    ) -> None:
+        content = text.encode()
+        lines = content.splitlines(keepends=True)
+        at, line = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, len(lines) - 1))
+        other = data.draw(st.integers(0, len(lines) - 1))
+        damaged = data.draw(
+            st.sampled_from(
+                [
+                    content[:at] + bytes([data.draw(st.integers(0, 255))]) + content[at + 1 :],
+                    content[:at] + content[at + 1 :],
+                    b"".join(lines[:line] + lines[line + 1 :]),
+                    b"".join([*lines[:line], lines[other], *lines[line + 1 :]]),
+                    b"".join([*lines[:line], lines[other], *lines[line:]]),
+                    content[:at],
+                ]
+            )
+        )
+        path = tmp_path / "autoaccum.lock"
+        path.write_bytes(damaged)
+        with suppress(LockFileError):
+            found = read_lock(path, ANEW)
+            # An entry of which nothing is left is not there, and whoever guards that case is told so.
+            assert found == LOCK or (len(damaged) < len(content) and found.items() <= LOCK.items())
+
+
+def refusal(folder: Path, content: bytes) -> str:
+    path = folder / "autoaccum.lock"
+    path.write_bytes(content)
+    with pytest.raises(LockFileError) as told:
+        read_lock(path, ANEW)
+    assert told.value.exit_code == 2
+    assert "\n" not in str(told.value)
+    return str(told.value).replace(str(path), "LOCK")
+
+
+@pytest.mark.parametrize(("ours", "theirs", "clean"), [("a.py", "z.py", True), ("n.py", "o.py", False)])
+def test_branches_that_each_add_an_entry_merge(tmp_path: Path, ours: str, theirs: str, clean: bool) -> None:
+    path = tmp_path / "autoaccum.lock"
+    known = [a_case("m.py"), a_case("p.py")]
+    git(tmp_path, "init", "-q")
+
+    def commit(*cases: str) -> None:
+        write_lock(path, a_lock(*known, *map(a_case, cases)))
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "-qm", "lock")
+
+    commit()
+    git(tmp_path, "checkout", "-qb", "theirs")
+    commit(theirs)
+    git(tmp_path, "checkout", "-q", "main")
+    commit(ours)
+    assert (try_git(tmp_path, "merge", "-q", "theirs").returncode == 0) == clean
+    if clean:
+        assert read_lock(path, ANEW) == a_lock(*known, a_case(ours), a_case(theirs))
+    else:
+        assert refusal(tmp_path, path.read_bytes()).endswith(WAY_OUT)
+
+
+def test_one_commit_has_one_lock_wherever_it_is_written_and_with_how_many_threads(tmp_path: Path) -> None:
+    found = set()
+    for number in range(3):
+        folder = tmp_path / ("x" * number) / f"clone {number}"
+        below = folder / "below"
+        below.mkdir(parents=True)
+        shutil.copy(PACKAGE_ROOT / "examples" / "docstring_gpt.py", folder)
+        (folder / "pyproject.toml").write_text(
+            '[[tool.autoaccum.guard]]\nworkload = "docstring_gpt.py"\ngpu = "8GiB"\ntarget-batch = 4096\n'
+        )
+        surroundings = {
+            "PYTHONPATH": str(PACKAGE_ROOT),
+            "OMP_NUM_THREADS": str(1 + number),
+            "PYTHONHASHSEED": str(number),
+            "TZ": f"UTC{number - 1:+}",
+            "LC_ALL": "C" if number % 2 else "C.UTF-8",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "autoaccum", "guard", "--update", "-q"],
+            cwd=below if number % 2 else folder,
+            env=os.environ | surroundings,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        found.add((folder / "autoaccum.lock").read_bytes())
+    assert len(found) == 1
+    assert b'["docstring_gpt.py on 8GiB, target 4096"]' in found.pop()
