@@ -13,15 +13,13 @@ from typing import Any
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.emitted.batches import WIDTH, needs, refused_form, type_of
-from autoaccum.reporting.emitted.choices import Choices
-from autoaccum.reporting.emitted.functions import cut_lines, move_lines, own_lines, step_lines, weight_function_lines
+from autoaccum.reporting.emitted_step import LONGEST_LINE, Step, function_lines, refused_form, type_of, whole_names
 from autoaccum.reporting.plan_table import describe_companions
 from autoaccum.units import format_bytes
 
 _DIGITS_OF_DIGEST = 12
 _LONGEST_PARTS = 60
-_LONGEST_LINE = 120
+_WIDTH = 88
 _TAKEN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
 
 
@@ -55,7 +53,7 @@ def check_emittable(
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
     if recipe is not None:
-        Choices(precision, accumulates=True, recipe=recipe)
+        whole_names(Step(precision, accumulates=True, recipe=recipe).form)
 
 
 def module_name(path: str) -> str:
@@ -98,41 +96,38 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
             "the plan does not record how its loss is weighted: an older autoaccum made it",
             hint="plan again with `autoaccum plan`",
         )
-    choices = Choices(
+    step = Step(
         str(plan.workload.get("precision", "fp32")),
         accumulates=plan.iter_size > 1,
         recipe=recipe,
         freezes=batchnorm == "frozen",
         accumulate_in=str(plan.workload.get("accumulate_in") or "fp32"),
+        multiple_of=plan.multiple_of,
     )
-    functions = [own_lines(choices), weight_function_lines(choices)]
-    functions += [cut_lines(choices, multiple_of=plan.multiple_of), move_lines(choices), step_lines(choices)]
-    blocks = [_docstring(plan, choices, module), _imports(choices), _constants(plan, choices)]
+    blocks = [_docstring(plan, step, module), _imports(step), _constants(plan, step)]
     text = "\n\n".join("\n".join(block) for block in blocks)
-    for function in functions:
-        if lines := "\n".join(function):
-            text += f"\n\n\n{lines}"
-    if max(map(len, text.splitlines())) > _LONGEST_LINE:
+    text = "\n\n\n".join([text, *("\n".join(lines) for lines in function_lines(step))])
+    if max(map(len, text.splitlines())) > LONGEST_LINE:
         raise refused_form()
     return text + "\n"
 
 
-def _docstring(plan: Plan, choices: Choices, module: str) -> Iterator[str]:
+def _docstring(plan: Plan, step: Step, module: str) -> Iterator[str]:
     yield f'"""One update from a batch of any size, in micro-batches of at most {plan.micro_batch} samples.'
     yield ""
     yield from _wrapped(_origin(plan))
     yield ""
     yield f"    from {module} import train_step"
     yield ""
-    if choices.precision == "fp16":
+    if step.precision == "fp16":
         yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'
-    if choices.divisor == "class weights":
+    if step.divisor == "class weights":
         yield "    criterion.to(device)  # its class weights are used on the model's device"
     short = "" if plan.target_batch == 1 else "; the last one may be short"
     if plan.multiple_of > 1:
         short = f"; a short last one has a multiple of {plan.multiple_of}, or leave it out by drop_last=True"
     yield f"    for batch in loader:  # of {plan.target_batch} samples{short}"
-    yield f"        value = train_step({', '.join(_arguments(plan, choices))})"
+    yield f"        value = train_step({', '.join(_arguments(plan, step))})"
     if companions := describe_companions(plan):
         yield ""
         yield from _wrapped(f"The plan has room for what stands around the step: {'; '.join(companions)}.")
@@ -170,15 +165,15 @@ def _device_type(plan: Plan) -> str:
     return "cpu" if plan.device.get("kind") == "cpu" else "cuda"
 
 
-def _arguments(plan: Plan, choices: Choices) -> Iterator[str]:
+def _arguments(plan: Plan, step: Step) -> Iterator[str]:
     yield "model"
     yield "optimizer"
-    if choices.own is None:
+    if not step.own:
         yield "criterion" if plan.workload.get("loss") == "criterion" else "loss"
     yield "batch"
-    if choices.takes_weight:
+    if step.takes_weight:
         yield "weight=weight"
-    if choices.precision == "fp16":
+    if step.precision == "fp16":
         yield "scaler=scaler"
 
 
@@ -187,39 +182,40 @@ def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     harmless = "".join(c if c.isprintable() else " " for c in text).replace("\\", "/").replace('"', "'")
     return textwrap.wrap(
         harmless,
-        WIDTH,
+        _WIDTH,
         initial_indent=first,
         subsequent_indent=later,
         break_on_hyphens=False,
     )
 
 
-def _imports(choices: Choices) -> Iterator[str]:
-    takes_callable = choices.takes_weight or (choices.own is None and choices.divisor != "class weights")
-    names = ["Callable"] * takes_callable + ["Mapping"] * choices.has_terms
+def _imports(step: Step) -> Iterator[str]:
+    takes_callable = step.takes_weight or (not step.own and step.divisor != "class weights")
+    names = ["Callable"] * takes_callable + ["Mapping"] * step.has_terms
     yield "import math"
     if names:
         yield f"from collections.abc import {', '.join(names)}"
-    if needs(choices.form, "dataclass"):
-        yield "from dataclasses import replace"
     yield "from itertools import pairwise"
-    if "Any" in type_of(choices.form):
+    if "Any" in type_of(step.form):
         yield "from typing import Any"
     yield ""
     yield "import torch"
     yield "from torch import Tensor, nn"
-    if choices.precision == "fp16":
+    if step.precision == "fp16":
         yield "from torch.amp.grad_scaler import GradScaler"
     yield "from torch.optim import Optimizer"
 
 
-def _constants(plan: Plan, choices: Choices) -> Iterator[str]:
+def _constants(plan: Plan, step: Step) -> Iterator[str]:
     proved = "the most samples at once, which ran" if plan.kind == "measured" else "the most samples at once"
     yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
     if plan.multiple_of > 1:
         yield f"MULTIPLE_OF = {plan.multiple_of}  # every micro-batch is one, as every batch has to be"
-    if choices.ignore_index is not None:
-        yield f"IGNORE_INDEX = {choices.ignore_index}  # of the criterion: its mean is over the other targets"
-    if choices.freezes:
+    if step.counts_targets:
+        yield f"IGNORE_INDEX = {step.recipe['ignore_index']}  # of the criterion: its mean is over the other targets"
+    if step.freezes:
         yield "BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)"
-    yield f"Batch = {type_of(choices.form)}"
+    if names := whole_names(step.form):
+        listed = ", ".join(f'"{name}"' for name in names)
+        yield f"WHOLE = {{{listed}}}  # of the whole batch, not cut"
+    yield f"Batch = {type_of(step.form)}"

@@ -20,8 +20,8 @@ def make_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         is_figure = name.startswith(">")
-        justify = "right" if is_figure else "left"
-        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_figure, overflow="fold")
+        name = name.removeprefix(">")
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold")
     return table
 
 

@@ -1,1 +1,0 @@
-"""The parts of the file that `autoaccum plan --emit` writes."""
