@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.planned import facts_here
 from autoaccum.errors import UsageError

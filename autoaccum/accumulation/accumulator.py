@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.attempt import Attempt
-from autoaccum.accumulation.attributes import batch_versions
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.changes import batch_versions
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.observers import StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.observers import StepResult as StepResult

@@ -12,10 +12,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
 from autoaccum.accumulation.backpropagation import LossRecord, Shares, has_weight, make_shares
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.cautions import BufferVersions, balancing_warning, buffers_warning
+from autoaccum.accumulation.changes import ForwardWatch
 from autoaccum.accumulation.gradients import (
     GradientBuffers,
     clip_gradients,
@@ -26,7 +26,7 @@ from autoaccum.accumulation.gradients import (
 from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult, WeightingWarning, warn_caller
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import HeldInterrupts, is_context_dead
-from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.state import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.workload.batches import split_batch
@@ -136,7 +136,7 @@ class Attempt:
             buffers = GradientBuffers(trained, wide=self._sums_wide)
             if not (self._sums_wide or self._has_accumulated):
                 warn_caller(rounding_warning(trained))
-        before = (Fingerprint(self._model), batch_versions(parts)) if self._is_first else None
+        watch = ForwardWatch(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._knows_buffers else None
         if accumulates and not self._has_accumulated:
             self._has_accumulated = True
@@ -150,11 +150,10 @@ class Attempt:
             self._knows_buffers = True
             if names := versions.written():
                 warn_caller(buffers_warning(names))
-        if before is not None:
-            warning = state_warning(before[0], Fingerprint(self._model), batch_versions(parts) != before[1])
+        if watch is not None:
             self._is_first = False
-            if warning:
-                warn_caller(warning)
+            if text := watch.warning():
+                warn_caller(text)
         return record, buffers
 
     def _measure(

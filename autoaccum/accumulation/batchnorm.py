@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from autoaccum.accumulation.copies import is_plain_tensor
+from autoaccum.accumulation.state import is_plain_tensor
 from autoaccum.errors import UsageError
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

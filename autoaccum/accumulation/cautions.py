@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS, INSTANCENORMS, STATISTICS, listed
-from autoaccum.accumulation.copies import is_plain_tensor
+from autoaccum.accumulation.state import is_plain_tensor
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.nests import tensors
 

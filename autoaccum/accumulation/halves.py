@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.copies import ModuleState
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_calls import calm
+from autoaccum.accumulation.state import ModuleState
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import (

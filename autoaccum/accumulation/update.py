@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.state import Transaction
 from autoaccum.errors import UpdateInterrupted
 
 Block = tuple[torch.device, int]

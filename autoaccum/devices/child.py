@@ -92,7 +92,7 @@ class Child:
 
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One trial under the limit, which is lifted before anything is said about it."""
-        from autoaccum.accumulation.beside import find_beside, placed
+        from autoaccum.accumulation.reach import find_beside, placed
         from autoaccum.devices.reading import Reading, without_stretch
         from autoaccum.devices.rehearsal import Rehearsal
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.accumulation.halves import check_workload
 from autoaccum.accumulation.observers import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
+from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.devices.activations import count_sample_bytes
 from autoaccum.devices.base import Inspection

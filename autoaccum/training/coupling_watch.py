@@ -10,7 +10,7 @@ from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.halves import SAMPLES, check_live
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_held, find_reachable
-from autoaccum.accumulation.torch_state import TorchState
+from autoaccum.accumulation.state import TorchState
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.events import Noted
 from autoaccum.training.subjects.trainee import Trainee

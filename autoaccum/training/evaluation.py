@@ -15,7 +15,7 @@ from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
 from autoaccum.accumulation.schedule import split_evenly
-from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.state import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data.source import is_map_style, is_taken_apart
 from autoaccum.training.events import Evaluated, EvaluationFailed

@@ -16,16 +16,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoaccum.accumulation.attributes import OwnAttributes
-from autoaccum.accumulation.beside import placed
-from autoaccum.accumulation.copies import ModuleState
-from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.changes import OwnAttributes
 from autoaccum.accumulation.draws import of_host
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.randomness import Generator, generator_rewind, own_generators
 from autoaccum.accumulation.ranks import check_unsharded
-from autoaccum.accumulation.reach import find_methods, find_reachable
-from autoaccum.accumulation.torch_state import TorchState
+from autoaccum.accumulation.reach import find_methods, find_reachable, placed, tensor_hooks
+from autoaccum.accumulation.state import ModuleState, TorchState
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import move_batch

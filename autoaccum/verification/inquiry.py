@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.coupling import ITSELF, listed, modules
-from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.reach import tensor_hooks
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import Tolerances, compare, is_finite

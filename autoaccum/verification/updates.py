@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.attributes import OwnAttributes
 from autoaccum.accumulation.backpropagation import autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.cautions import leave_out_balancing
-from autoaccum.accumulation.copies import ModuleState
-from autoaccum.accumulation.digest import tensor_hooks
+from autoaccum.accumulation.changes import OwnAttributes
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.accumulation.randomness import Generator, own_generators
+from autoaccum.accumulation.reach import tensor_hooks
 from autoaccum.accumulation.recovery import find_shortage
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.state import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.verification.fixture import Fixture, Trained
 from autoaccum.workload import nests

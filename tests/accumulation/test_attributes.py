@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.attributes import Fingerprint, batch_versions, state_warning
+from autoaccum.accumulation.changes import ForwardWatch, OwnAttributes, batch_versions
 
 
 class Holder(nn.Module):
@@ -47,16 +47,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_names_the_attribute_that_changed(name: str) -> None:
     inner = Holder()
     model = nn.Sequential(inner)
-    before = Fingerprint(model)
+    before = OwnAttributes({"": model})
     CHANGES[name](inner)
-    assert before.changed_attributes(Fingerprint(model)) == [f"0.{name}"]
+    assert before.changed() == [f"0.{name}"]
 
 
 def test_names_one_that_went() -> None:
     model = Holder()
-    before = Fingerprint(model)
+    before = OwnAttributes({"": model})
     del model.calls
-    assert before.changed_attributes(Fingerprint(model)) == ["calls"]
+    assert before.changed() == ["calls"]
 
 
 class Extended(Holder, ABC):
@@ -68,45 +68,43 @@ class Extended(Holder, ABC):
 
 def test_of_a_librarys_class_nothing_is_named() -> None:
     layer: Any = nn.Linear(2, 2)
-    before = Fingerprint(layer)
+    before = OwnAttributes({"": layer})
     layer.installed = True
-    assert before.changed_attributes(Fingerprint(layer)) == []
+    assert before.changed() == []
     model: Any = Extended()
-    before = Fingerprint(model)
+    before = OwnAttributes({"": model})
     model._hooks_installed = True
     model.count()
-    assert before.changed_attributes(Fingerprint(model)) == ["counted_here"]
+    assert before.changed() == ["counted_here"]
 
 
 def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
     model = Holder()
-    before = Fingerprint(model)
+    before = ForwardWatch(model, [])
     assert isinstance(model.counted, torch.Tensor)
     model.counted += 1
     model.eval()
     torch.rand(1, generator=model.generator)
-    after = Fingerprint(model)
-    assert before.changed_attributes(after) == []
-    assert state_warning(before, after, is_batch_changed=False) is None
+    assert before.warning() is None
 
 
 def test_names_parameters_that_changed() -> None:
     model = Holder()
-    before = Fingerprint(model)
+    batch = torch.zeros(2)
+    before = ForwardWatch(model, [batch])
     model.layer.weight.data.clamp_(0, 0)
-    after = Fingerprint(model)
-    assert before.changed_parameters(after) == ["layer.weight"]
-    text = state_warning(before, after, is_batch_changed=True)
+    batch.add_(1)
+    text = before.warning()
     assert text is not None
     assert "parameters (layer.weight) and the batch it is given" in text
 
 
 def test_a_long_list_of_names_is_cut() -> None:
     model = Holder()
-    before = Fingerprint(model)
+    before = ForwardWatch(model, [])
     for index in range(20):
         setattr(model, f"extra{index}", index)
-    text = state_warning(before, Fingerprint(model), is_batch_changed=False)
+    text = before.warning()
     assert text is not None
     assert "extra7, ...)" in text
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.workload.modes import MODES

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
 

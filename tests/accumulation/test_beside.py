@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import Plan, Workload, fit, plan, verify
-from autoaccum.accumulation.beside import find_beside, find_named
+from autoaccum.accumulation.reach import find_beside, find_named
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.weights import resolve_objective

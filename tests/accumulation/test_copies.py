@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.copies import StateCopy, TensorCopy
+from autoaccum.accumulation.state import StateCopy, TensorCopy
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -28,7 +28,7 @@ def test_what_nothing_can_write_to_is_left_alone() -> None:
     with torch.inference_mode():
         inference = torch.ones(2)
     for tensor in (inference, torch.ones(1).expand(5)):
-        assert torch.equal(TensorCopy(tensor, on_host=True).restore(), torch.ones_like(tensor))
+        assert torch.equal(TensorCopy(tensor).restore(), torch.ones_like(tensor))
 
 
 def test_a_nest_comes_back_in_place() -> None:
@@ -36,7 +36,7 @@ def test_a_nest_comes_back_in_place() -> None:
     inner: dict[str, Any] = {"step": 1, "moment": tensor}
     nest = {"a": [1, inner, (tensor,)], "b": deque([1, 2]), "c": {3}, "d": "x"}
     nest["self"] = nest
-    copy = StateCopy(nest, on_host=True)
+    copy = StateCopy(nest)
     tensor += 1
     inner["step"] = 2
     inner["moment"] = torch.ones(5)
@@ -76,7 +76,7 @@ def test_an_optimizer_around_another_comes_back() -> None:
     outer = Lookahead(inner)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     slow = [tensor.clone() for tensor in outer.slow]
-    copy = StateCopy([outer, None], on_host=True)
+    copy = StateCopy([outer, None])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     outer.step()
@@ -90,7 +90,7 @@ def test_an_optimizer_around_another_comes_back() -> None:
 
 def test_the_order_of_keys_comes_back() -> None:
     nest: dict[str, int] = {"a": 1, "b": 2}
-    copy = StateCopy(nest, on_host=True)
+    copy = StateCopy(nest)
     nest["a"] = nest.pop("a")
     copy.restore()
     assert list(nest.items()) == [("a", 1), ("b", 2)]
@@ -98,7 +98,7 @@ def test_the_order_of_keys_comes_back() -> None:
 
 def test_a_sparse_tensor_comes_back_in_place() -> None:
     sparse = torch.eye(2).to_sparse()
-    copy = StateCopy([sparse], on_host=True)
+    copy = StateCopy([sparse])
     sparse.zero_()
     copy.restore()
     assert torch.equal(sparse.to_dense(), torch.eye(2))
@@ -131,4 +131,4 @@ def test_a_nest_of_any_depth_is_copied() -> None:
     nest: list[Any] = []
     for _ in range(5000):
         nest = [nest]
-    StateCopy(nest, on_host=True).restore()
+    StateCopy(nest).restore()

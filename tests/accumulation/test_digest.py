@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.digest import state_digest, state_entries
+from autoaccum.accumulation.changes import state_digest, state_entries
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:

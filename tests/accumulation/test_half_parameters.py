@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.gradients import HALF_DTYPES
 from autoaccum.accumulation.update import TemporariesRecorder
 

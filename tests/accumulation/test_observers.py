@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.errors import NonFiniteError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import UpdateInterrupted
 
 Setup = tuple[nn.Module, torch.optim.Optimizer, Any]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.randomness import RandomState, own_generators
 from autoaccum.accumulation.schedule import windows
 from autoaccum.devices.base import Phase

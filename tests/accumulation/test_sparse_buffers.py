@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.copies import TensorCopy, tensor_bytes
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state import TensorCopy, tensor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse ")
 
@@ -69,7 +69,8 @@ def test_a_shortage_leaves_nothing_of_a_step(shortage_at: Any, layout: str) -> N
 def test_a_sparse_tensor_comes_back_in_place(layout: str, on_host: bool) -> None:
     tensor = LAYOUTS[layout](torch.eye(4))
     dense = tensor.to_dense()
-    for change in (Tensor.zero_, lambda sparse: sparse.mul_(3)):
+    # torch gives a compressed tensor no way back from another number of elements in place.
+    for change in (Tensor.zero_, _triple) if tensor.layout is torch.sparse_coo else (_triple,):
         copy = TensorCopy(tensor, on_host=on_host)
         change(tensor)
         for _ in range(2):
@@ -82,3 +83,7 @@ def test_the_indices_of_a_sparse_tensor_are_counted() -> None:
     assert tensor_bytes(dense) == 64
     assert tensor_bytes(dense.to_sparse()) == 4 * 2 * 8 + 4 * 4
     assert tensor_bytes(dense.to_sparse_csr()) == (5 + 4) * 8 + 4 * 4
+
+
+def _triple(sparse: Tensor) -> Tensor:
+    return sparse.mul_(3)

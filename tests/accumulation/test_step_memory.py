@@ -10,7 +10,7 @@ from small_training import CRITERION, batch_of, net, sgd
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.update import TemporariesRecorder
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.accumulation.digest import Hasher
+from autoaccum.accumulation.changes import Hasher
 
 TARGET, SAMPLES = 16, 150
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.companions import Averages, KeptOutputs, evaluate, naming
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.errors import WorkloadError

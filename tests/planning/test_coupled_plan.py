@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.coupling import ITSELF, Coupling
-from autoaccum.accumulation.digest import state_digest
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
+from autoaccum.accumulation.changes import Hasher
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.accumulation.digest import Hasher
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.events import FitResult, Noted, Updated
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.training.events import EpochEnded, Evaluated, Started, Updated
 
 SAMPLES, TARGET, EPOCHS = 155, 16, 3

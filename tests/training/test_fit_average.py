@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.digest import Hasher
+from autoaccum.accumulation.changes import Hasher
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.events import Evaluated, Updated

@@ -14,7 +14,7 @@ import dataclasses, json, sys
 import torch
 from torch import nn
 import autoaccum
-from autoaccum.accumulation.digest import Hasher
+from autoaccum.accumulation.changes import Hasher
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.events import Noted, Planning, Started
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import autoaccum
-from autoaccum.accumulation.digest import Hasher
+from autoaccum.accumulation.changes import Hasher
 from autoaccum.errors import CheckpointError, UsageError
 from autoaccum.training.events import CheckpointWritten, Noted, Updated
 

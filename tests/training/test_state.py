@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
 from autoaccum.training.state import capture_settings, capture_training, restore_training

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.training.stopping import StopAsked, Stopping
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.verification.records import Begun, Compared, Diagnosing, Verification
 from autoaccum.verification.verifying import verify

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.beside import find_beside, placed
+from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.diagnosis import describe_failure

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.copies import dense_parts, tensor_bytes
+from autoaccum.accumulation.state import dense_parts, tensor_bytes
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, format_bytes

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from autoaccum.accumulation.attributes import listed_names
+from autoaccum.accumulation.changes import listed_names
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.devices.in_place.live_state import LiveState
 from autoaccum.devices.in_place.subjects import Tried

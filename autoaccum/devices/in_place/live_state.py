@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.attributes import OwnAttributes, changed_names
-from autoaccum.accumulation.digest import state_entries
+from autoaccum.accumulation.changes import OwnAttributes, changed_names, state_entries
 from autoaccum.accumulation.randomness import Generator
-from autoaccum.accumulation.torch_state import TorchState
+from autoaccum.accumulation.state import TorchState
 from autoaccum.devices.in_place.flags import Flags
 
 

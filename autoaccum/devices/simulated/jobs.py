@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.beside import find_beside, placed
 from autoaccum.accumulation.observers import StepResult
+from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import (

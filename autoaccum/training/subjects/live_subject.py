@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.beside import find_named
 from autoaccum.accumulation.planned import choose_accumulation, choose_objective
+from autoaccum.accumulation.reach import find_named
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan

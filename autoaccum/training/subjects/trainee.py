@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.beside import find_named
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.planned import unwrapped
+from autoaccum.accumulation.reach import find_named
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.devices.companions import EMA_DECAY, Averages

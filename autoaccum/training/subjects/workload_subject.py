@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from autoaccum.accumulation.beside import find_beside
+from autoaccum.accumulation.reach import find_beside
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.planner import plan

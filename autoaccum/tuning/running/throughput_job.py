@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.beside import find_beside
 from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.reach import find_beside
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.subjects.trainee import find_device

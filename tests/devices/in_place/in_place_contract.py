@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.base import Device, Trial
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.errors import UsageError, WorkloadError

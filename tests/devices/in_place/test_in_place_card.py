@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.units import GIB, MIB, MemorySize
 from autoaccum.workload.spec import Workload

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import device as device_module
 from autoaccum.devices.rehearsal import Rehearsal
 
@@ -174,7 +174,7 @@ import json, sys
 import torch
 from torch import nn
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.weights import resolve_objective

@@ -16,7 +16,7 @@ SCRIPT = """
 import json
 import torch
 from torch import nn
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.planning.search import search
 from autoaccum.units import MIB, MemorySize

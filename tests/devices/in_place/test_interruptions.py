@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.digest import state_digest
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place.live_state import LiveState
 from autoaccum.devices.interruptions import Interruptions
 
