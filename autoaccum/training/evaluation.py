@@ -18,9 +18,10 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.state import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data.source import is_map_style, is_taken_apart
+from autoaccum.training.data.workers import Reader
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.progress import Progress
-from autoaccum.training.scores import LossScore, OwnScore, Score
+from autoaccum.training.scores import LossScore, OwnScore
 from autoaccum.training.seeds import seed_generators
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.nests import kind, type_name
@@ -67,7 +68,7 @@ class EvaluationData:
     def batches(self, size: int, seed: int) -> Iterator[Any]:
         """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
         if not self._has_samples:
-            return iter(self._data)
+            return iter(Reader(self._data))
         loader: DataLoader[Any] = DataLoader(
             self._data,
             batch_size=size,
@@ -75,7 +76,7 @@ class EvaluationData:
             num_workers=self._workers if is_map_style(self._data) else 0,
             generator=torch.Generator().manual_seed(seed),
         )
-        return iter(loader)
+        return iter(Reader(loader))
 
 
 def _check_shared(data: Any, trained_on: Any) -> None:
@@ -166,13 +167,13 @@ class Evaluation:
         release_memory(model_device(model))
         return failed
 
-    def _pass_over(self, model: nn.Module, score: Score) -> None:
+    def _pass_over(self, model: nn.Module, score: LossScore | OwnScore) -> None:
         for batch in self._data.batches(self.micro_batch, self._seed):
             self._run_batch(model, batch, score)
         if score.samples == 0:
             raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
 
-    def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
+    def _run_batch(self, model: nn.Module, batch: Any, score: LossScore | OwnScore) -> None:
         """Part by part; one that does not fit is cut further, those before it are not repeated."""
         waiting, retries = [self._objective.counted(batch)], 0
         while waiting:
@@ -192,7 +193,7 @@ class Evaluation:
             retries += 1
             waiting.insert(0, part)
 
-    def _attempt(self, model: nn.Module, part: Any, score: Score) -> Exception | None:
+    def _attempt(self, model: nn.Module, part: Any, score: LossScore | OwnScore) -> Exception | None:
         """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
         device = model_device(model)
         try:
@@ -204,7 +205,7 @@ class Evaluation:
             return error
         return None
 
-    def _new_score(self) -> Score:
+    def _new_score(self) -> LossScore | OwnScore:
         if self._evaluate is None:
             return LossScore(self._objective)
         return OwnScore(self._evaluate, lambda text: self._notes.setdefault(text, False))

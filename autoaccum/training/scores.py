@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -12,18 +12,6 @@ from torch import Tensor, nn
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.nests import held_batch, kind
 from autoaccum.workload.weights import Objective, match_weights
-
-
-class Score(Protocol):
-    """Sums over the parts of the evaluation data."""
-
-    samples: int
-
-    def add(self, model: nn.Module, part: Any, held: Any) -> None:
-        """Evaluate `part`, on the model's device; `held` is the same on the CPU. Nothing is added if it raises."""
-
-    def values(self) -> dict[str, float]:
-        """By name, over all that was added."""
 
 
 class LossScore:
@@ -39,7 +27,10 @@ class LossScore:
         self._weights: dict[str, float] = {}
 
     def add(self, model: nn.Module, part: Any, held: Any) -> None:
-        """See `Score`. Terms without weight are left out: they may be 0/0."""
+        """Evaluate `part`, on the model's device; `held` is the same on the CPU. Nothing is added if it raises.
+
+        Terms without weight are left out: they may be 0/0.
+        """
         weights = self._objective.weight(held)
         terms = self._objective.terms(model, part)
         losses = {name: float(term) for name, term in terms.items()}
@@ -51,7 +42,7 @@ class LossScore:
         self.samples += batch_size(held)
 
     def values(self) -> dict[str, float]:
-        """See `Score`; NaN for a term without weight anywhere, which does not count in `loss`."""
+        """The loss and its terms by name; NaN for a term without weight anywhere, which does not count in `loss`."""
         terms = {name: self._value(name) for name in self._sums}
         weighty = [terms[name] for name, weight in self._weights.items() if weight > 0]
         total = sum(weighty) if weighty else math.nan
@@ -80,7 +71,7 @@ class OwnScore:
         self._counts: dict[str, int] = {}
 
     def add(self, model: nn.Module, part: Any, held: Any) -> None:
-        """See `Score`."""
+        """As of a `LossScore`."""
         returned = self._evaluate(model, held_batch(part))
         size = batch_size(held)
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
@@ -93,7 +84,7 @@ class OwnScore:
         self._note_ignored(returned)
 
     def values(self) -> dict[str, float]:
-        """See `Score`."""
+        """The averages by name."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
     def _note_ignored(self, returned: Any) -> None:

@@ -6,15 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _ONE_PRESS_SECONDS = 0.5
-
-_Handler = Callable[[int, FrameType | None], Any]
 
 
 class StopAsked(BaseException):
@@ -33,15 +31,14 @@ class Stopping:
     """Within it SIGINT, SIGTERM and SIGHUP ask the run to stop; one that was ignored before (nohup) stays ignored.
 
     A first signal is noted, nothing more: `check` raises where the run can be left. Within `interruptible` it raises
-    at once. Outside of that nothing is raised by a signal, so neither an update nor a checkpoint is ever cut in two;
-    what torch raises when a worker of a DataLoader dies waits for the next wait for data as well. A second signal
-    acts at once: KeyboardInterrupt or SystemExit, after which nothing should be written. One that follows within half
-    a second is no second one: timeout(1), a closed terminal and wrappers of all kinds send it to the process and to
-    its group.
+    at once. Outside of that nothing is raised by a signal, so neither an update nor a checkpoint is ever cut in two. A
+    second signal acts at once: KeyboardInterrupt or SystemExit, after which nothing should be written. One that follows
+    within half a second is no second one: timeout(1), a closed terminal and wrappers of all kinds send it to the
+    process and to its group.
 
     Forked children inherit handlers: there SIGTERM ends the process as ever, and of the others, which a terminal sends
-    to the whole group, the first is left to the parent, which ends its workers. End them within this, so that torch
-    misses none of them later. Signals are the main thread's: in others nothing is taken.
+    to the whole group, the first is left to the parent, which ends its workers. Signals are the main thread's: in
+    others nothing is taken.
 
     Leaving it puts the handlers back and, where the run was asked to stop, calls `leave`.
 
@@ -60,20 +57,16 @@ class Stopping:
         self._asked_at = 0.0
         self._one_press_seconds = one_press_seconds
         self._process = os.getpid()
-        self._is_taken = self._is_open = False
+        self._is_open = False
         self._previous: dict[int, Any] = {}
-        self._on_child: _Handler | None = None
-        self._child_ended = False
 
     def __enter__(self) -> Stopping:
-        self._is_taken = threading.current_thread() is threading.main_thread()
-        if self._is_taken:
+        if threading.current_thread() is threading.main_thread():
             numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
             handlers = {int(number): signal.getsignal(number) for number in numbers}
             self._previous = {number: it for number, it in handlers.items() if it not in (None, signal.SIG_IGN)}
             for number in self._previous:
                 signal.signal(number, self)
-            self._hold_children()
         return self
 
     def __exit__(
@@ -82,8 +75,6 @@ class Stopping:
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self:
                 signal.signal(number, handler)
-        if self._on_child is not None and signal.getsignal(signal.SIGCHLD) == self._child:
-            signal.signal(signal.SIGCHLD, self._on_child)
         if error is None or isinstance(error, StopAsked):
             self.leave()
 
@@ -134,40 +125,15 @@ class Stopping:
         """
         self.check()
         try:
-            self._open()
+            self._is_open = True
             yield
         except Exception as error:
             if self.asked is not None:
                 raise StopAsked(self.asked) from error
             raise
         finally:
-            self._close()
+            self._is_open = False
         self.check()
-
-    def _open(self) -> None:
-        self._is_open = True
-        if self._child_ended and self._on_child is not None:
-            self._child_ended = False
-            self._on_child(int(signal.SIGCHLD), None)
-
-    def _close(self) -> None:
-        self._is_open = False
-        if self._is_taken:
-            self._hold_children()
-
-    def _hold_children(self) -> None:
-        """Stand in front of the handler of SIGCHLD: torch's raises wherever the main thread happens to be."""
-        if hasattr(signal, "SIGCHLD"):
-            handler = signal.getsignal(signal.SIGCHLD)
-            if callable(handler) and handler != self._child:
-                self._on_child = handler
-                signal.signal(signal.SIGCHLD, self._child)
-
-    def _child(self, number: int, frame: FrameType | None) -> None:
-        if self._on_child is not None and (self._is_open or os.getpid() != self._process):
-            self._on_child(number, frame)
-        else:
-            self._child_ended = True
 
     def _end_child(self, number: int) -> None:
         if number != signal.SIGTERM and self.asked is None:

@@ -30,7 +30,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Each test leaves the handlers as they were."""
-    before = {number: signal.getsignal(number) for number in (*NUMBERS, signal.SIGCHLD)}
+    before = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     after = {number: signal.getsignal(number) for number in before}
     for number, handler in before.items():
@@ -199,30 +199,6 @@ def test_other_threads_take_nothing() -> None:
     assert seen == [before]
 
 
-def test_the_end_of_a_worker_is_told_where_data_is_waited_for() -> None:
-    """Torch's handler of SIGCHLD raises; not within an update."""
-
-    def tell(number: int, frame: FrameType | None) -> None:
-        raise RuntimeError("a worker is killed")
-
-    def wait(stopping: Stopping) -> None:
-        with stopping.interruptible():
-            pytest.fail("told too late")
-
-    before = signal.getsignal(signal.SIGCHLD)
-    with Stopping() as stopping:
-        with stopping.interruptible():
-            signal.signal(signal.SIGCHLD, tell)  # As the first iterator with workers does.
-        signal.raise_signal(signal.SIGCHLD)
-        with pytest.raises(RuntimeError, match="killed"):
-            wait(stopping)
-        with stopping.interruptible(), pytest.raises(RuntimeError, match="killed"):
-            signal.raise_signal(signal.SIGCHLD)
-        signal.raise_signal(signal.SIGCHLD)
-    assert signal.getsignal(signal.SIGCHLD) is tell
-    signal.signal(signal.SIGCHLD, before)
-
-
 class Watching(StepObserver):
     """Leaves a step where the run is asked to stop, as the loop does."""
 
@@ -350,6 +326,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
+from autoaccum.training.data.workers import Reader
 from autoaccum.training.stopping import StopAsked, Stopping
 
 class Slow(Dataset):
@@ -363,10 +340,10 @@ if __name__ == "__main__":
     seen = 0
     with Stopping() as stopping:
         try:
-            batches = iter(DataLoader(Slow(), batch_size=2, num_workers=2, collate_fn=list))
+            batches = Reader(DataLoader(Slow(), batch_size=2, num_workers=2, collate_fn=list))
             while True:
                 with stopping.interruptible():
-                    next(batches)
+                    batches.read()
                 seen += 1
                 if seen == 3:
                     print("ready", flush=True)
@@ -378,12 +355,11 @@ if __name__ == "__main__":
         except StopAsked as stop:
             print("checkpoint", stop.number, flush=True)
         finally:
-            del batches
+            batches.close()
 """
 
 
-@pytest.mark.parametrize("doing", ["waiting", "busy"])
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("number", "doing"), [(signal.SIGINT, "waiting"), (signal.SIGTERM, "busy")])
 def test_a_signal_to_the_whole_group_leaves_one_checkpoint_and_no_worker(
     tmp_path: Path, number: signal.Signals, doing: str
 ) -> None:
