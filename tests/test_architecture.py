@@ -16,7 +16,7 @@ import autoaccum
 PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
-    {"units", "checks"},
+    {"units", "checks", "records"},
     {"options"},
     {"workload"},
     {"accumulation"},

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
 from autoaccum.devices.recording import record_death, record_reply
 from autoaccum.devices.spare import start_child, where_to_import
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
+from autoaccum.records import read_record
 
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
@@ -90,17 +90,7 @@ class Worker:
             self._request("inspect"), "building the model and checking an update of it", self._seconds(limit_seconds)
         )
         self.kept_bytes = reply.get("kept_bytes", 0)
-        fields = dict(reply["inspection"])
-        told = fields.pop("coupling", None)
-        coupling = (
-            None
-            if told is None
-            else Coupling(tuple(told["modules"]), told["loss"], told["reason"], tuple(told["pairs"]))
-        )
-        listed = {
-            name: tuple(fields[name]) for name in ("keeps", "warnings", "accumulation_warnings", "cautions", "notes")
-        }
-        return Inspection(**{**fields, **listed}, coupling=coupling)
+        return read_record(reply["inspection"], Inspection)
 
     def ask(self, job: str, limit_seconds: float | None = None, **asked: Any) -> Mapping[str, Any]:
         """The reply to a job of a simulated card (`simulated.jobs`): its records are read there.

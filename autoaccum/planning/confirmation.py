@@ -1,4 +1,4 @@
-"""From the largest size that ran to a schedule that was proved from a clean state."""
+"""From the largest size that ran to a schedule that was proved from a clean state, and where its memory goes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
-from autoaccum.planning.events import Listener, Scheduled
+from autoaccum.devices.explanation import Explaining, Explanation
+from autoaccum.devices.prediction import Predicting
+from autoaccum.errors import (
+    AutoaccumError,
+    DoesNotFitError,
+    NotMeasuredError,
+    UsageError,
+    WorkloadError,
+    first_line,
+)
+from autoaccum.planning.events import Explained, ExplanationStarted, Listener, Scheduled
 from autoaccum.planning.request import Request
-from autoaccum.planning.runner import Runner
-from autoaccum.planning.search import SearchResult
+from autoaccum.planning.runner import Allowance, Runner
+from autoaccum.planning.search import SearchResult, SearchStopped
+from autoaccum.planning.subjects import Subject
 from autoaccum.planning.verdicts import Need, does_not_fit, trial_error
 
 
@@ -116,3 +126,52 @@ def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: Search
     if ceiling == result.largest_fit and result.capped:
         return UsageError(message, hint=f"{hint}, or allow larger ones")
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
+
+
+def check_explaining(subject: Subject, request: Request) -> None:
+    """Refuse now what could not be explained at the end.
+
+    Raises:
+        UsageError: An explanation is asked for, and the device has none.
+    """
+    device = subject.device
+    if not request.explain or isinstance(device, Explaining):
+        return
+    if subject.isolated or isinstance(device, Predicting):
+        raise UsageError(
+            f"explain (--explain) tells where the memory of a card goes, and trials run on the {device.name.upper()}",
+            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
+        )
+    raise UsageError(
+        "explain tells where the memory of a card goes, and that of live objects is not told apart",
+        hint="predict for a card, which need not be here: gpu=NAME",
+    )
+
+
+def explain_proof(
+    subject: Subject, request: Request, parts: tuple[int, ...], allowance: Allowance, tell: Listener
+) -> tuple[Explanation | None, tuple[str, ...]]:
+    """What the plan keeps of where the memory of `parts` goes, and sentences where that is not all; listeners get all.
+
+    Args:
+        subject: What was tried, and where.
+        request: What is asked for.
+        parts: Of the trial that proved the schedule.
+        allowance: What is left of a limit on time.
+        tell: Is told the whole account, for pictures.
+    """
+    device = subject.device
+    if not (request.explain or request.picture) or not isinstance(device, Explaining):
+        return None, ()
+    tell(ExplanationStarted())
+    try:
+        left = allowance.seconds_left(None, 0.0)
+        account = device.explain(parts, changes=request.explain, curve=request.picture, limit_seconds=left)
+    except SearchStopped as stopped:
+        return None, (f"where the memory goes was not asked: {stopped} was over",)
+    except KeyboardInterrupt:  # What was proved is worth more; pressed again, it ends that too.
+        return None, ("where the memory goes is not known (it was interrupted)",)
+    except (WorkloadError, UsageError, NotMeasuredError) as error:
+        return None, (f"where the memory goes is not known ({first_line(error.message)})",)
+    tell(Explained(account))
+    return (account.explanation, account.notes) if request.explain else (None, ())

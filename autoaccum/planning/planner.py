@@ -6,24 +6,27 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Device, Trial, TrialSettings
-from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
+from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting, Prediction
 from autoaccum.options import OptionArguments, Options
-from autoaccum.planning.allowance import Allowance
-from autoaccum.planning.confirmation import Refuted, confirm, inspection_need
+from autoaccum.planning.confirmation import (
+    Confirmation,
+    Refuted,
+    check_explaining,
+    confirm,
+    explain_proof,
+    inspection_need,
+)
 from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
-from autoaccum.planning.explained import check_explaining, explain_proof, told_of_plans_only
-from autoaccum.planning.least import find_least
-from autoaccum.planning.notes import all_notes, all_warnings, describe_workload
+from autoaccum.planning.extrapolation import Predict
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
-from autoaccum.planning.runner import Runner
-from autoaccum.planning.search import search
+from autoaccum.planning.runner import Allowance, Runner, find_least
+from autoaccum.planning.search import SearchResult, search
 from autoaccum.planning.subjects import Subject, find_subject
-from autoaccum.planning.verdicts import peak_bytes
+from autoaccum.planning.verdicts import all_notes, all_warnings, describe_workload, peak_bytes
 
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 _FORESIGHT_SHARE = 0.25
@@ -130,7 +133,7 @@ def plan(
         share=request.share, options=asked, load_limit_seconds=request.check_limit, on_output=on_output
     )
     subject = find_subject(workload, parts, settings)
-    with subject.device, told_of_plans_only(request):
+    with subject.device:
         return plan_on(subject, request, on_event=on_event, began=began)
 
 
@@ -149,94 +152,129 @@ def plan_on(
         UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As in `plan`.
     """
     check_explaining(subject, request)
-    device, tell = subject.device, on_event or (lambda event: None)
-    allowance = Allowance(request.max_trials, request.options.time_limit, began=began)
-    tell(Loading(subject.reference))
-    asked = time.monotonic()
-    inspection = device.inspect(limit_seconds=request.check_limit)
-    if inspection.multiple_of != request.each:
-        options = dataclasses.replace(request.options, multiple_of=inspection.multiple_of)
-        request = dataclasses.replace(request, options=options)
-    predicts = isinstance(device, Predicting)
-    runner = Runner(device, request, tell, allowance)
-    if not predicts:  # One that predicts starts no process for its confirmation.
-        runner.proof_seconds = time.monotonic() - asked
-    tell(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
-    foresight = _foresee(device, request, tell)
-    look = partial(
-        search,
-        runner.try_size,
-        request.cap,
-        limit_bytes=device.limit_bytes,
-        need=inspection_need(inspection, predicts),
-        least_size=inspection.least_size,
-        multiple_of=inspection.multiple_of,
-        fresh_trial=partial(runner.try_size, fresh=True) if subject.isolated else None,
-    )
-    prove = partial(confirm, runner, request, inspection=inspection, limit_bytes=device.limit_bytes, tell=tell)
-    result, refuted = look(predict=foresight.peak_bytes), tuple[str, ...]()
-    try:
-        # Sizes that followed from others are traced from now on; there is no limit that could end that too early.
-        found = prove(result, predicted=predicts, search_again=predicts and not request.limited)
-    except Refuted as doubt:
-        result, refuted = look(), (str(doubt),)
-        found = prove(result, predicted=predicts)
-    prediction = device.predict(found.proof.parts) if isinstance(device, Predicting) else None
-    least_bytes = None if prediction is None else prediction.least_bytes
-    further: tuple[str, ...] = ()
-    if prediction is None and request.least:
-        least_bytes, further = _find_least(runner, device, found.proof)
-    explanation, said = explain_proof(subject, request, found.proof.parts, allowance, tell)
-    of_sizes = (*found.doubts, *refuted, *result.warnings)
-    return Plan(
-        kind="measured" if prediction is None else "predicted",
-        target_batch=found.schedule.target_batch,
-        micro_batch=found.schedule.micro_batch,
-        iter_size=found.schedule.iter_size,
-        micro_batches=found.schedule.micro_batches,
-        multiple_of=inspection.multiple_of,
-        world_size=found.schedule.world_size,
-        ranks=found.schedule.ranks if found.schedule.world_size > 1 else None,
-        largest_fit=found.largest_fit,
-        capped=result.capped and not found.doubts,
-        stopped=result.stopped,
-        limit_bytes=device.limit_bytes,
-        peak_bytes=peak_bytes(found.proof),
-        least_bytes=least_bytes,
-        band_bytes=None if prediction is None else prediction.band_bytes,
-        device=device.describe(),
-        environment=inspection.environment,
-        workload=describe_workload(inspection, subject.reference),
-        trials=tuple(runner.trials),
-        warnings=all_warnings(inspection, found.schedule, of_sizes, prediction),
-        notes=all_notes(
-            inspection, found.schedule, request, found.largest_fit, prediction, (*foresight.notes, *further, *said)
-        ),
-        coupling=inspection.coupling,
-        explanation=explanation,
-    )
+    return _Planner(subject, request, on_event or (lambda event: None), began).plan()
 
 
-def _foresee(device: Device, request: Request, tell: Listener) -> Foresight:
-    """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much.
+class _Planner:
+    """Inspects the workload, searches, proves the schedule, and tells all of it in a plan."""
 
-    Where trials are predicted too, they need the same traces, so that few of them are no reason to do without.
-    """
-    few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
-    if (
-        (few_trials and not isinstance(device, Predicting))
-        or request.cap < _SIZES_FOR_FORESIGHT
-        or not isinstance(device, Foreseeing)
-    ):
-        return Foresight()
-    tell(Tracing())
-    limit = request.options.time_limit
-    return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
+    def __init__(self, subject: Subject, request: Request, tell: Listener, began: float | None) -> None:
+        self._subject, self._device, self._tell = subject, subject.device, tell
+        self._predicts = isinstance(subject.device, Predicting)
+        self._allowance = Allowance(request.max_trials, request.options.time_limit, began=began)
+        self._inspection, seconds = self._inspect(request)
+        multiple_of = self._inspection.multiple_of
+        if multiple_of != request.each:
+            options = dataclasses.replace(request.options, multiple_of=multiple_of)
+            request = dataclasses.replace(request, options=options)
+        self._request = request
+        self._runner = Runner(self._device, request, tell, self._allowance)
+        if not self._predicts:  # One that predicts starts no process for its confirmation.
+            self._runner.proof_seconds = seconds
 
+    def plan(self) -> Plan:
+        """The plan."""
+        inspection, device = self._inspection, self._device
+        limit_bytes = device.limit_bytes
+        self._tell(Inspected(inspection, device.name, limit_bytes, self._request.cap, self._predicts))
+        foresight = self._foresee()
+        result, found, refuted = self._search_and_prove(foresight)
+        schedule, proof = found.schedule, found.proof
+        prediction = device.predict(proof.parts) if isinstance(device, Predicting) else None
+        least_bytes, ended = self._least(prediction, proof)
+        explanation, said = explain_proof(self._subject, self._request, proof.parts, self._allowance, self._tell)
+        of_sizes = (*found.doubts, *refuted, *result.warnings)
+        further = (*foresight.notes, *ended, *said)
+        return Plan.of_schedule(
+            schedule,
+            kind="measured" if prediction is None else "predicted",
+            multiple_of=inspection.multiple_of,
+            largest_fit=found.largest_fit,
+            capped=result.capped and not found.doubts,
+            stopped=result.stopped,
+            limit_bytes=limit_bytes,
+            peak_bytes=peak_bytes(proof),
+            least_bytes=least_bytes,
+            band_bytes=None if prediction is None else prediction.band_bytes,
+            device=device.describe(),
+            environment=inspection.environment,
+            workload=describe_workload(inspection, self._subject.reference),
+            trials=tuple(self._runner.trials),
+            warnings=all_warnings(inspection, schedule, of_sizes, prediction),
+            notes=all_notes(inspection, schedule, self._request, found.largest_fit, prediction, further),
+            coupling=inspection.coupling,
+            explanation=explanation,
+        )
 
-def _find_least(runner: Runner, device: Device, proof: Trial) -> tuple[int, tuple[str, ...]]:
-    """The least budget, and a sentence if the search for it ended early."""
-    found, ended = find_least(
-        partial(runner.try_budget, proof.parts), limit_bytes=device.limit_bytes, peak_bytes=peak_bytes(proof)
-    )
-    return found, () if ended is None else (ended,)
+    def _inspect(self, request: Request) -> tuple[Inspection, float]:
+        """What is known before any trial, and the seconds it took, most of which are the start of a process."""
+        self._tell(Loading(self._subject.reference))
+        asked = time.monotonic()
+        inspection = self._device.inspect(limit_seconds=request.check_limit)
+        return inspection, time.monotonic() - asked
+
+    def _foresee(self) -> Foresight:
+        """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much.
+
+        Where trials are predicted too, they need the same traces, so that few of them are no reason to do without.
+        """
+        device, request = self._device, self._request
+        few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
+        if few_trials and not self._predicts:
+            return Foresight()
+        if request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
+            return Foresight()
+        self._tell(Tracing())
+        limit = request.options.time_limit
+        return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
+
+    def _search_and_prove(self, foresight: Foresight) -> tuple[SearchResult, Confirmation, tuple[str, ...]]:
+        """The largest size, its proved schedule, and what a first proof refuted.
+
+        Where a trace of the schedule refutes what followed from traces of other sizes, it is searched once more; there
+        is no limit on time that could end that too early.
+        """
+        again = self._predicts and not self._request.limited
+        result = self._search(foresight.peak_bytes)
+        try:
+            return result, self._prove(result, search_again=again), ()
+        except Refuted as doubt:
+            result = self._search(None)
+            return result, self._prove(result), (str(doubt),)
+
+    def _search(self, predict: Predict | None) -> SearchResult:
+        return search(
+            self._runner.try_size,
+            self._request.cap,
+            limit_bytes=self._device.limit_bytes,
+            need=inspection_need(self._inspection, self._predicts),
+            least_size=self._inspection.least_size,
+            multiple_of=self._inspection.multiple_of,
+            fresh_trial=self._runner.try_afresh if self._subject.isolated else None,
+            predict=predict,
+        )
+
+    def _prove(self, result: SearchResult, *, search_again: bool = False) -> Confirmation:
+        return confirm(
+            self._runner,
+            self._request,
+            result,
+            self._inspection,
+            self._device.limit_bytes,
+            self._tell,
+            predicted=self._predicts,
+            search_again=search_again,
+        )
+
+    def _least(self, prediction: Prediction | None, proof: Trial) -> tuple[int | None, tuple[str, ...]]:
+        """The least budget where it is known or asked for, and a sentence if the search for it ended early."""
+        if prediction is not None:
+            return prediction.least_bytes, ()
+        if not self._request.least:
+            return None, ()
+        found, ended = find_least(
+            lambda budget: self._runner.try_budget(proof.parts, budget),
+            limit_bytes=self._device.limit_bytes,
+            peak_bytes=peak_bytes(proof),
+        )
+        return found, () if ended is None else (ended,)

@@ -6,18 +6,20 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import CATEGORIES, Explanation
 from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.options import MODES
 from autoaccum.planning.files import read_text, write_text
-from autoaccum.planning.shapes import ShapeError, freeze, shape, thaw
-from autoaccum.workload.modes import MODES
+from autoaccum.records import RecordError, freeze, read_record, to_plain
 
 SCHEMA = 1
 _AGAIN = "plan again with `autoaccum plan`"
@@ -95,6 +97,19 @@ class Plan:
         for text in self._contradictions():
             raise UsageError(f"a plan that contradicts itself: {text}")
 
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, **fields: Any) -> Plan:
+        """The plan of a schedule, which tells all fields on parts and ranks."""
+        return cls(
+            target_batch=schedule.target_batch,
+            micro_batch=schedule.micro_batch,
+            iter_size=schedule.iter_size,
+            micro_batches=schedule.micro_batches,
+            world_size=schedule.world_size,
+            ranks=schedule.ranks if schedule.world_size > 1 else None,
+            **fields,
+        )
+
     def __hash__(self) -> int:
         return hash(self.digest())
 
@@ -141,18 +156,18 @@ class Plan:
                 it in the message.
         """
         try:
-            record = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
+            plain = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanFileError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
-        if not isinstance(record, dict) or not {"schema", "kind", "target_batch"} <= record.keys():
+        if not isinstance(plain, dict) or not {"schema", "kind", "target_batch"} <= plain.keys():
             raise PlanFileError(
                 f"{source} is not a plan: it has no schema, kind and target_batch", hint="give a file of `plan -o FILE`"
             )
-        _check_schema(record["schema"], source)
-        _check_mode(record.get("workload"), source)
+        _check_schema(plain["schema"], source)
+        _check_mode(plain.get("workload"), source)
         try:
-            return cls(**shape(record, cls))
-        except ShapeError as error:
+            return read_record(plain, cls)
+        except RecordError as error:
             raise PlanFileError(f"{source} is damaged: {error}", hint=_AGAIN) from None
         except UsageError as error:
             raise PlanFileError(f"{source} is {error.message}", hint=_AGAIN) from None
@@ -245,8 +260,7 @@ def _unexplained(explanation: Explanation) -> list[str]:
 
 def _record(plan: Plan) -> dict[str, Any]:
     """The plan as what JSON knows, the schema first."""
-    names = ["schema", *(field.name for field in fields(plan) if field.name != "schema")]
-    return {name: thaw(getattr(plan, name)) for name in names}
+    return {"schema": plan.schema, **to_plain(plan)}
 
 
 def _check_schema(schema: object, source: str) -> None:
@@ -263,12 +277,3 @@ def _check_mode(workload: object, source: str) -> None:
     mode = workload.get("batchnorm") if isinstance(workload, dict) else None
     if mode is not None and mode not in MODES:
         raise PlanFileError(f"{source} is damaged: its batchnorm is {mode!r}", hint=_AGAIN)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse_constant(text)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number of JSON")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.planning.allowance import Allowance
+from autoaccum.planning.runner import Allowance
 from autoaccum.planning.search import SearchStopped
 
 

@@ -19,9 +19,9 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.planning.notes import all_notes
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
+from autoaccum.planning.verdicts import all_notes
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 

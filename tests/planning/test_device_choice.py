@@ -76,17 +76,6 @@ def test_under_wsl_a_gpu_is_seen_by_its_driver(tmp_path: Path, monkeypatch: pyte
     assert has_nvidia_gpu(tmp_path, driver)
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "mps", "cpu:0", "cuda:1\n"])
-def test_unknown_devices(name: str) -> None:
-    with pytest.raises(UsageError, match="there is no device"):
-        check_device(name)
-
-
-@pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_known_devices(name: str) -> None:
-    check_device(name)
-
-
 @pytest.mark.parametrize(
     ("build", "is_there", "index"), [(CUDA_BUILD, True, 0), (CUDA_BUILD, False, None), (CPU_BUILD, True, None)]
 )

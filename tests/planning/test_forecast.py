@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.errors import DoesNotFitError, NotMeasuredError
-from autoaccum.planning.forecast import Forecast
-from autoaccum.planning.search import SearchResult, SearchStopped, search
+from autoaccum.errors import DoesNotFitError
+from autoaccum.planning.extrapolation import Forecast
+from autoaccum.planning.search import SearchResult, search
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB
@@ -96,11 +96,6 @@ def test_a_forecast_that_is_right_needs_the_size_and_the_next(ceiling: int, tria
     assert len(run(card, lambda size: round(card.peak(size))).trials) <= trials
 
 
-def test_all_that_is_asked_for_is_tried_at_once() -> None:
-    card = Card(1000, 0.3)
-    assert [t.micro_batch for t in run(card, lambda size: round(card.peak(size)), cap=256).trials] == [256]
-
-
 def test_the_failure_that_ends_a_search_runs_in_a_fresh_process_once() -> None:
     card = Card(6, 0.3)
     assert [(t.micro_batch, t.fresh) for t in run(card, lambda size: round(card.peak(size))).trials] == [
@@ -130,40 +125,9 @@ def test_a_line_that_is_far_off_costs_few_trials(ceiling: int, share: float, bas
     assert len(told.trials) <= len(run(card, None).trials) + 9
 
 
-def test_what_is_predicted_for_a_single_sample_is_not_asked() -> None:
-    asked: set[int] = set()
-
-    def predict(size: int) -> int:
-        asked.add(size)
-        return size * LIMIT
-
-    run(Card(1, 0.9), predict)
-    assert min(asked) > 1
-
-
 def test_a_model_that_does_not_fit_is_the_least_that_was_tried() -> None:
     with pytest.raises(DoesNotFitError, match="micro-batch 1 needs"):
         search(lambda size: trial(size, "oom", 0, fresh=True), 64, limit_bytes=LIMIT, predict=lambda size: size * MIB)
-
-
-def test_a_search_stopped_before_anything_ran_is_no_answer() -> None:
-    def stopping(size: int) -> Trial:
-        if size == 1:
-            raise SearchStopped("trials", "the limit of 2 trials")
-        return trial(size, "oom", 0, fresh=True)
-
-    with pytest.raises(NotMeasuredError, match="the limit of 2 trials ended the search before a micro-batch of 1 had"):
-        search(stopping, 64, limit_bytes=LIMIT, predict=lambda size: size * MIB)
-
-
-def test_a_doubtful_failure_of_the_first_guess_is_settled() -> None:
-    def doubtful(size: int) -> Trial:
-        if size > 5:
-            return Trial(parts=(size, size), outcome="oom", certain=False, message="CUBLAS_STATUS_NOT_INITIALIZED")
-        return trial(size, "ok", size * LIMIT // 6, fresh=True)
-
-    result = search(doubtful, 64, limit_bytes=LIMIT, fresh_trial=doubtful, predict=lambda size: size * LIMIT // 9)
-    assert result.largest_fit == 5
 
 
 def test_peaks_that_have_nothing_to_do_with_it_end_the_forecast() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import NotMeasuredError
-from autoaccum.planning.least import find_least
+from autoaccum.planning.runner import find_least
 from autoaccum.planning.search import SearchStopped
 from autoaccum.units import GIB, MIB
 

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_settings
 from torch import nn
 
 import autoaccum
-from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
-from autoaccum.planning.subjects import find_subject
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.modes import MODES
 
-LIVE = dict.fromkeys(("model", "batch", "loss", "criterion", "weight", "evaluate"))
 LIMIT = MemorySize(bytes=256 * MIB)
 
 
@@ -31,18 +27,6 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def workload(**fields: Any) -> autoaccum.Workload:
     return autoaccum.Workload(model=model, batch=batch, criterion=nn.CrossEntropyLoss(), **fields)
-
-
-def test_trials_in_processes_of_their_own_are_told_of_it() -> None:
-    with find_subject("model.py", LIVE, make_settings("", 4, device="cpu", batchnorm="running")).device as device:
-        assert isinstance(device, ChildDevice)
-        assert device._settings.to_request()["options"]["batchnorm"] == "running"
-
-
-def test_an_unknown_mode_is_refused_before_anything_starts() -> None:
-    for subject in ("model.py", workload()):
-        with pytest.raises(UsageError, match='no batchnorm mode \'exact\': take one of "micro", "running", "frozen"'):
-            autoaccum.plan(subject, target_batch=8, batchnorm="exact")
 
 
 @pytest.mark.parametrize("mode", MODES)

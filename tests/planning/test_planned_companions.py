@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import make_settings
 
 import autoaccum
 from autoaccum.devices.base import Trial
-from autoaccum.devices.child_device import ChildDevice
-from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.planning.subjects import find_subject
+from autoaccum.errors import DoesNotFitError
 from autoaccum.planning.verdicts import Need, does_not_fit
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -24,44 +21,12 @@ def model(): return nn.Linear(8, 1000)
 def batch(size): return torch.randn(size, 8), torch.randint(0, 1000, (size,))
 criterion = nn.CrossEntropyLoss()
 """
-LIVE = dict.fromkeys(("model", "batch", "loss", "criterion", "weight", "evaluate"))
 
 
 @pytest.fixture(scope="module")
 def reference(write_workload: Any) -> str:
     written: str = write_workload(WORKLOAD)
     return written
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"keeps": "logs"}, 'nothing is known to be kept as \'logs\': take "outputs" or "ema"'),
-        ({"keeps": ("ema", "gradients")}, "nothing is known to be kept as 'gradients'"),
-        ({"keeps": 3}, "keeps is 3"),
-        ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
-        ({"evaluation_batch": "many"}, "evaluation_batch is 'many'"),
-        ({"worst_of": -2}, "worst_of is -2"),
-        ({"worst_of": True}, "worst_of is True"),
-        ({"evaluate": print}, "a workload is given, and evaluate too"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_before_anything_starts(
-    reference: str, asked: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        autoaccum.plan(reference, target_batch=8, **asked)
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"), [(None, None), ("ema", ("ema",)), (iter(["ema", "outputs"]), ("outputs", "ema")), ((), ())]
-)
-def test_trials_are_told_what_was_asked_for(reference: str, given: Any, kept: Any) -> None:
-    asked = make_settings("", 4, device="cpu", keeps=given, evaluation_batch=6, worst_of=7)
-    with find_subject(reference, LIVE, asked).device as device:
-        assert isinstance(device, ChildDevice)
-        options = device._settings.options
-    assert (options.keeps, options.evaluation_batch, options.worst_of) == (kept, 6, 7)
 
 
 def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> None:

@@ -241,13 +241,6 @@ def test_the_longest_share_decides() -> None:
     assert run(ScriptedDevice(), 3, world_size=4).notes[0].startswith("1 of 4 ranks have no samples")
 
 
-def test_a_cap_of_the_user() -> None:
-    device = ScriptedDevice()
-    found = run(device, max_micro_batch=32)
-    assert (found.micro_batch, found.iter_size, found.capped) == (32, 8, True)
-    assert max(max(parts) for parts, _ in device.asked) == 32
-
-
 def test_equal_parts_and_their_cost() -> None:
     found = run(ScriptedDevice(), 254, equal=True)
     assert found.micro_batches == (2,) * 127
@@ -271,10 +264,6 @@ def test_batchnorm_is_no_concern_of_a_single_micro_batch() -> None:
     device = ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",))
     assert run(device).warnings == ("BatchNorm in bn1",)
     assert run(ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",)), 64).warnings == ()
-
-
-def test_warnings_of_the_inspection_reach_the_plan() -> None:
-    assert run(ScriptedDevice(warnings=("BatchNorm in bn1", "BatchNorm in bn1"))).warnings == ("BatchNorm in bn1",)
 
 
 def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
@@ -313,12 +302,6 @@ def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
     assert "the limit of 3 trials ended the search" in found.warnings[0]
 
 
-def test_a_limit_that_does_not_bind_leaves_no_mark() -> None:
-    found, free = run(ScriptedDevice(), max_trials=50, time_limit=3600.0), run(ScriptedDevice())
-    assert found.stopped is None
-    assert found.digest() == free.digest()
-
-
 def test_time_is_kept_for_the_confirmation() -> None:
     """The clock is real; a device that takes long over each trial meets a limit that only a few of them fit into."""
     device = ScriptedDevice(seconds=0.2)
@@ -343,11 +326,6 @@ def test_a_trial_that_its_own_limit_ends_is_an_error() -> None:
         run(ScriptedDevice(hangs_from=8))
 
 
-def test_nothing_ran_in_time() -> None:
-    with pytest.raises(NotMeasuredError, match=r"the time limit of 0.05 s ended the search before a micro-batch of 1"):
-        run(ScriptedDevice(hangs_from=1), time_limit=0.05)
-
-
 def test_the_least_budget_is_measured_with_the_schedule_itself() -> None:
     device = ScriptedDevice()
     found = run(device, least=True)
@@ -358,10 +336,6 @@ def test_the_least_budget_is_measured_with_the_schedule_itself() -> None:
     assert found.trials[: -len(tried)] == run(ScriptedDevice()).trials
     assert all(fresh for (_, fresh), (limit_bytes, _) in zip(device.asked, device.limits, strict=True) if limit_bytes)
     assert Plan.from_json(found.to_json()) == found
-
-
-def test_the_least_budget_is_not_measured_unasked() -> None:
-    assert run(ScriptedDevice()).least_bytes is None
 
 
 def test_equal_trials_give_equal_plans() -> None:
@@ -403,14 +377,6 @@ def test_a_failure_closes_the_device(use_device: Any, error: AutoaccumError) -> 
     use_device(device)
     with pytest.raises(type(error)):
         plan("model.py", target_batch=8)
-    assert device.closed
-
-
-def test_ctrl_c_closes_the_device(use_device: Any) -> None:
-    device = ScriptedDevice(interrupt_at=3)
-    use_device(device)
-    with pytest.raises(KeyboardInterrupt):
-        plan("model.py", target_batch=256)
     assert device.closed
 
 

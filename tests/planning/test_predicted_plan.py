@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,12 +13,12 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.planned import planned_facts
 from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting
+from autoaccum.devices.prediction import Foresight
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.replay import least_capacity, replay
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.events import Event, Inspected, TrialStarted
 from autoaccum.planning.planner import plan_on
 from autoaccum.planning.records import Plan
@@ -84,19 +82,6 @@ def test_at_most_four_traces(target: int, gib: float) -> None:
     assert len(set(tracer.asked)) == len(tracer.asked)
 
 
-@pytest.mark.parametrize("target", [1, 2, 3, 4, 5, 6, 7])
-@pytest.mark.parametrize("cap", [None, 1, 2, 3, 6])
-@pytest.mark.parametrize("gib", [0.6, 1.0, 20.0])
-def test_few_samples(target: int, cap: int | None, gib: float) -> None:
-    tracer = SyntheticTracer()
-    plan = predict(tracer, target, gib=gib, max_micro_batch=cap)
-    assert sum(plan.micro_batches) == target
-    assert plan.micro_batch <= (cap or target)
-    assert max(max(parts) for parts in tracer.asked) <= target
-    assert len(tracer.asked) <= 5
-    assert plan.trials[-1].fresh
-
-
 def test_the_whole_share_in_one_micro_batch_is_one_trace_more() -> None:
     tracer = SyntheticTracer()
     plan = predict(tracer, 64, gib=20.0)
@@ -154,12 +139,6 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
     assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
 
 
-def test_a_limit_keeps_what_was_found_in_place_of_a_second_search() -> None:
-    plan = predict(SyntheticTracer(change=lambda parts: linear(12 * MIB) if max(parts) > 20 else None), max_trials=40)
-    assert plan.trials[-1].outcome == "ok"
-    assert plan.stopped is None
-
-
 def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
     with pytest.raises(DoesNotFitError) as seen:
         predict(gib=0.3)
@@ -168,18 +147,6 @@ def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
         "smaller model, --precision bf16, activation checkpointing, or more memory",
         str(seen.value),
     )
-
-
-def test_a_batchnorm_begins_at_two() -> None:
-    plan = predict(SyntheticTracer(inspection=replace(INSPECTION, least_size=2)), 9)
-    assert min(plan.micro_batches) >= 2
-
-
-def test_an_error_of_the_users_is_theirs() -> None:
-    error = WorkloadError("micro-batch 1 on the simulated card raised ValueError: no", user_traceback="line 3")
-    with pytest.raises(WorkloadError, match=r"^micro-batch 1 on the simulated card raised ValueError: no") as seen:
-        predict(SyntheticTracer(change=lambda parts: error))
-    assert seen.value.user_traceback == "line 3"
 
 
 def test_several_ranks_and_limits() -> None:
@@ -196,20 +163,6 @@ def test_few_trials_begin_where_the_peaks_of_small_sizes_point(trials: int) -> N
     assert 0.9 * predict().largest_fit < predict(max_trials=trials).largest_fit <= predict().largest_fit
 
 
-def test_no_time_is_kept_for_a_process_that_is_not_started() -> None:
-    class Slow(SyntheticTracer):
-        def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-            time.sleep(1.1)
-            return super().inspect(limit_seconds=limit_seconds)
-
-    assert predict(Slow(), time_limit=2.0).stopped is None
-
-
-def test_least_is_there_without_being_asked_for() -> None:
-    assert predict().least_bytes == predict(least=True).least_bytes
-    assert all(trial.limit_bytes is None for trial in predict(least=True).trials)
-
-
 def test_listeners_are_told_that_nothing_runs() -> None:
     events: list[Event] = []
     device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
@@ -221,11 +174,6 @@ def test_the_accumulator_takes_it_for_that_card() -> None:
     facts = planned_facts(predict())
     assert (facts.kind, facts.card) == ("cuda", "NVIDIA GeForce RTX 3090")
     assert facts.total_bytes == find_card("rtx3090").total_bytes
-
-
-def test_one_decision_from_one_model() -> None:
-    assert predict().digest() == predict().digest()
-    assert json.loads(predict().to_json())["band_bytes"] > 0
 
 
 # --- a measured plan that a forecast guides -------------------------------------------------------------------------
@@ -315,22 +263,6 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
 
     _, trials = measure(Foresight(peak_bytes=never), target, **request_)
     assert trials[0].parts[0] == 1
-
-
-def test_a_limit_on_time_is_one_on_the_simulation_too() -> None:
-    card = RealCard(Foresight())
-    plan_on(Subject(card, "model.py"), make_request(256, time_limit=40.0))
-    assert card.limit_seconds == 10.0
-    plan_on(Subject(card, "model.py"), make_request(256))
-    assert card.limit_seconds is None
-
-
-def test_devices_say_what_they_can() -> None:
-    card = RealCard(Foresight())
-    assert isinstance(card, Foreseeing)
-    assert not isinstance(card, Predicting)
-    assert issubclass(SimulatedDevice, Predicting)
-    assert issubclass(SimulatedDevice, Foreseeing)
 
 
 def test_a_tracer_that_hangs_is_no_answer() -> None:

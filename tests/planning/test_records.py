@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -89,15 +87,6 @@ def test_is_frozen(a_plan: Plan) -> None:
         a_plan.environment["nested"]["a"] = 3
 
 
-def test_pickles(a_plan: Plan) -> None:
-    assert pickle.loads(pickle.dumps(a_plan)) == a_plan
-
-
-def test_headroom(a_plan: Plan) -> None:
-    assert a_plan.headroom_bytes == GIB - 900 * MIB
-    assert replace(a_plan, peak_bytes=None).headroom_bytes is None
-
-
 def test_times_and_what_they_decide_do_not_enter_the_digest(a_plan: Plan) -> None:
     later = replace(a_plan, trials=tuple(replace(trial, seconds=99.0) for trial in a_plan.trials))
     assert later != a_plan
@@ -181,30 +170,16 @@ def changed(plan: Plan, **changes: Any) -> str:
         ({"schema": "1"}, "is damaged: its schema is '1'"),
         ({"schema": 0}, "is damaged: its schema is 0"),
         ({"schema": True}, "is damaged: its schema is True"),
-        ({"target_batch": "256"}, "is damaged: target_batch is '256', not a whole number"),
-        ({"target_batch": 256.0}, "is damaged: target_batch is 256.0, not a whole number"),
-        ({"capped": 0}, "is damaged: capped is 0, not true or false"),
-        ({"peak_bytes": True}, "is damaged: peak_bytes is True, not a whole number"),
-        ({"kind": "guessed"}, "is damaged: kind is 'guessed', not one of measured, predicted"),
-        ({"kind": ["measured"]}, "is damaged: kind is ['measured'], not one of"),
-        ({"stopped": "x"}, "is damaged: stopped is 'x', not one of time, trials"),
-        ({"stopped": False}, "is damaged: stopped is False, not one of time, trials"),
-        ({"least_bytes": 1.5}, "is damaged: least_bytes is 1.5, not a whole number"),
+        ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
+        ({"peak_bytes": True}, "is damaged: peak_bytes: Expected `int | null`, got `bool`"),
+        ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),
         ({"least_bytes": 10**15}, "contradicts itself: least_bytes is 1000000000000000, limit_bytes"),
-        ({"learning_rate": "0.1"}, "is damaged: learning_rate is '0.1', not a number"),
-        ({"learning_rate": True}, "is damaged: learning_rate is True, not a number"),
         ({"learning_rate": -1}, "contradicts itself: learning_rate is -1.0"),
-        ({"micro_batches": 3}, "is damaged: micro_batches is 3, not a list"),
-        ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1] is '85', not a whole number"),
-        ({"ranks": [[256], 1]}, "is damaged: ranks[1] is 1, not a list"),
+        ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1]: Expected `int`, got `str`"),
         ({"workload": {"batchnorm": "bogus"}}, "is damaged: its batchnorm is 'bogus'"),
-        ({"workload": {"batchnorm": 3}}, "is damaged: its batchnorm is 3"),
-        ({"device": []}, "is damaged: device is [], not an object"),
-        ({"warnings": "none"}, "is damaged: warnings is 'none', not a list"),
-        ({"trials": [7]}, "is damaged: trials[0] is 7, not an object"),
-        ({"trials": [{"parts": [1]}]}, "is damaged: in trials[0], 'outcome' is missing"),
-        ({"trials": [{"parts": [1], "outcome": "fine"}]}, "is damaged: in trials[0], outcome is 'fine', not one of"),
-        ({"trials": [{"parts": [1], "outcome": "ok", "seconds": 10**400}]}, "in trials[0], seconds is 1000"),
+        ({"device": []}, "is damaged: device: Expected `object`, got `array`"),
+        ({"trials": [{"parts": [1]}]}, "is damaged: trials[0]: Object missing required field `outcome`"),
+        ({"trials": [{"parts": [1], "outcome": "ok", "seconds": 10**400}]}, "trials[0].seconds: Number out of range"),
         ({"trials": [{"parts": [], "outcome": "ok"}]}, "contradicts itself: a trial has no parts"),
         ({"target_batch": 255}, "contradicts itself: target_batch is 255, its parts give 256"),
     ],
@@ -252,41 +227,8 @@ def test_a_least_budget_is_proved_by_its_own_trial(a_plan: Plan) -> None:
         replace(plan, trials=tuple(replace(trial, limit_bytes=900 * MIB) for trial in a_plan.trials))
 
 
-def test_missing_field(a_plan: Plan) -> None:
-    record = json.loads(a_plan.to_json())
-    del record["limit_bytes"]
-    with pytest.raises(PlanFileError, match="is damaged: 'limit_bytes' is missing"):
-        Plan.from_json(json.dumps(record))
-
-
 def test_added_fields_are_passed_over(a_plan: Plan) -> None:
     assert Plan.from_json(changed(a_plan, noise_scale=3.5)) == a_plan
-
-
-@settings(deadline=None)
-@given(cut=st.integers(0, 4000))
-def test_a_cut_file_never_reads(cut: int) -> None:
-    plan = Plan(
-        kind="predicted",
-        target_batch=1,
-        micro_batch=1,
-        iter_size=1,
-        micro_batches=(1,),
-        world_size=1,
-        largest_fit=1,
-        capped=True,
-        limit_bytes=1,
-        peak_bytes=1,
-        least_bytes=1,
-        band_bytes=0,
-        device={},
-        environment={},
-        workload={},
-        trials=(Trial(parts=(1,), outcome="ok"),),
-    )
-    text = plan.to_json().rstrip()
-    with pytest.raises(PlanFileError):
-        Plan.from_json(text[: min(cut, len(text) - 1)])
 
 
 def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
@@ -336,16 +278,6 @@ def test_never_overwrites_without_force(tmp_path: Path, a_plan: Plan) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_force_needs_no_file(tmp_path: Path, a_plan: Plan) -> None:
-    a_plan.save(tmp_path / "plan.json", force=True)
-    assert Plan.load(tmp_path / "plan.json") == a_plan
-
-
-def test_checking_leaves_nothing(tmp_path: Path) -> None:
-    check_output(tmp_path / "plan.json")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(
     ("name", "text"),
@@ -372,16 +304,6 @@ def test_a_name_that_is_no_file(name: str) -> None:
         check_output(name)
 
 
-def test_a_pipe_behind_a_link_has_no_name(tmp_path: Path, a_plan: Plan) -> None:
-    reader, writer = os.pipe()
-    try:
-        with pytest.raises(UsageError, match="is not a plain file: for the plan on stdout, use --json"):
-            a_plan.save(f"/proc/self/fd/{writer}")
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
 def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("old")
@@ -389,17 +311,3 @@ def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
     a_plan.save(link, force=True)
     assert link.is_symlink()
     assert Plan.load(target) == a_plan
-
-
-def test_a_name_that_no_file_can_have() -> None:
-    with pytest.raises(PlanFileError, match="cannot be read"):
-        Plan.load("a\0b")
-
-
-def test_respects_the_umask(tmp_path: Path, a_plan: Plan) -> None:
-    previous = os.umask(0o022)
-    try:
-        a_plan.save(tmp_path / "plan.json")
-    finally:
-        os.umask(previous)
-    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o644

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.verdicts import Need, does_not_fit, trial_error
+from autoaccum.planning.verdicts import Need, does_not_fit
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB
@@ -111,13 +111,6 @@ def test_few_trials(kind: str, record_property: Callable[[str, object], None]) -
     assert max(worst for _, worst in table.values()) <= 25
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5])
-def test_at_most_eight_trials_for_a_ceiling_of_a_thousand(share: float) -> None:
-    result = search(linear(1000, share), NO_CAP, limit_bytes=LIMIT)
-    assert result.largest_fit == 1000
-    assert len(result.trials) <= 8
-
-
 @pytest.mark.parametrize("ceiling", [5, 20, 37, 100, 300, 1000])
 @pytest.mark.parametrize("floor", [0.2, 0.5])
 @pytest.mark.parametrize("beside", [0.05, 0.2, 0.35])
@@ -187,13 +180,6 @@ def test_works_without_peaks(ceiling: int) -> None:
     assert len(result.trials) <= 3 + 2 * math.log2(ceiling + 1)
 
 
-@settings(deadline=None)
-@given(ceiling=st.integers(1, 2000), seed=st.integers(0, 99))
-def test_tries_no_size_twice(ceiling: int, seed: int) -> None:
-    trials = search(simulated("1 % noise", ceiling, 0.3, random.Random(seed)), NO_CAP, limit_bytes=LIMIT).trials
-    assert len({t.micro_batch for t in trials}) == len(trials)
-
-
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,15 +187,6 @@ def test_the_cap_is_said() -> None:
     result = search(linear(1000), 256, limit_bytes=LIMIT)
     assert (result.largest_fit, result.first_fail, result.capped) == (256, None, True)
     assert len(result.trials) <= 4
-
-
-def test_only_one_runs() -> None:
-    result = search(linear(1), 64, limit_bytes=LIMIT)
-    assert (result.largest_fit, result.first_fail, result.capped) == (1, 2, False)
-
-
-def test_a_cap_of_one_takes_one_trial() -> None:
-    assert len(search(linear(9), 1, limit_bytes=LIMIT).trials) == 1
 
 
 def test_a_cap_below_one_is_refused() -> None:
@@ -353,11 +330,6 @@ def test_a_stopped_search_gives_the_largest_that_ran(ceiling: int, after: int, s
     assert result.first_fail is None or result.first_fail > ceiling
 
 
-def test_a_search_stopped_at_the_cap_knows_all_it_was_asked() -> None:
-    result = search(stopping(linear(1000), 3), 8, limit_bytes=LIMIT)
-    assert (result.largest_fit, result.capped, result.stopped, result.warnings) == (8, True, None, ())
-
-
 def test_a_search_stopped_before_anything_ran_is_no_answer() -> None:
     with pytest.raises(NotMeasuredError, match="the limit of 0 trials ended the search before a micro-batch of 1 had"):
         search(stopping(linear(8), 0), 8, limit_bytes=LIMIT)
@@ -415,26 +387,7 @@ def test_an_error_stops_at_once(
         assert seen.value.user_traceback == "File model.py, line 3"
 
 
-def test_a_message_that_names_the_micro_batch_is_not_told_twice() -> None:
-    for message in ("micro-batch 7: the trial's process was ended after 6 s", "micro-batch 7, forward raised KeyError"):
-        trial = Trial(parts=(7, 7), outcome="error", phase="forward", message=message, blames="user")
-        assert str(trial_error(trial)) == message
-    other = Trial(parts=(7, 7), outcome="error", phase="forward", message="micro-batch 70 is no good")
-    assert str(trial_error(other)) == "micro-batch 7 failed in forward: micro-batch 70 is no good"
-
-
 # --- memory that is not monotone ------------------------------------------------------------------------------------
-
-
-def test_warns_of_a_falling_peak() -> None:
-    trial = scripted(lambda n: "ok" if n <= 40 else "oom", lambda n: GIB if n < 4 else GIB // 2 + n * MIB)
-    (warning,) = search(trial, 64, limit_bytes=LIMIT).warnings
-    assert "memory is not monotone here: the peak falls from 1.0 GiB at size 1" in warning
-
-
-def test_small_ripples_are_no_warning() -> None:
-    rng = random.Random(0)
-    assert not search(simulated("1 % noise", 300, 0.9, rng), NO_CAP, limit_bytes=LIMIT).warnings
 
 
 @given(

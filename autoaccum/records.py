@@ -1,0 +1,64 @@
+"""Frozen records from and to what JSON knows, by msgspec: the records' own annotations say what belongs where."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from autoaccum.errors import first_line
+
+_Record = TypeVar("_Record")
+
+
+class RecordError(Exception):
+    """A value is not of its field's type, or a field is missing; the text tells which."""
+
+
+def read_record(plain: Any, kind: type[_Record]) -> _Record:
+    """A record of `kind` out of what JSON knows; fields that it does not have are passed over.
+
+    Raises:
+        RecordError: A field without a default is missing, or a value is not of its type.
+    """
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        said, _, where = first_line(error).partition(" - at `$.")
+        raise RecordError(f"{where.rstrip('`')}: {said}" if where else said) from None
+
+
+def to_plain(value: Any) -> Any:
+    """Records, mappings and tuples as what JSON knows, all the way down.
+
+    By hand: `msgspec.to_builtins` passes over fields of a record that it has read and that were left at their default.
+
+    >>> to_plain((1, {"a": (2,)}))
+    [1, {'a': [2]}]
+    """
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def freeze(value: Any) -> Any:
+    """Mappings as read-only ones and sequences as tuples, all the way down, in records too.
+
+    >>> freeze({"sizes": [1, 2]})["sizes"]
+    (1, 2)
+    """
+    if isinstance(value, Mapping):
+        return types.MappingProxyType({str(key): freeze(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: freeze(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **items)
+    return value
