@@ -20,11 +20,6 @@ ROW = {
 }
 
 
-def test_a_setting_is_a_case_of_one_batch() -> None:
-    (case,) = bert_large_v100.read([ROW])
-    assert (case.batches, case.kind) == ((1,), "BERTs")
-
-
 def test_the_whole_process_is_judged() -> None:
     (case,) = bert_large_v100.read([ROW])
     run = Predicted(

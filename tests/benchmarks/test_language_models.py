@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +39,3 @@ def test_attention_is_that_of_the_release_that_was_measured(name: str, attention
     architecture = find_architecture(name)
     assert architecture is not None
     assert (architecture.attention, architecture.translates) == (attention, translates)
-
-
-def test_models_are_known_without_a_library() -> None:
-    source = Path(__file__).with_name("truths") / "language_models.py"
-    assert "import torch" not in source.read_text(encoding="utf-8")

@@ -182,40 +182,10 @@ def test_autocast_goes_on_through_the_backward_pass_with_its_copies_of_the_weigh
     assert peak_bytes(loop) == MOMENT + WEIGHTS + BATCH + half + losses * LOSS
 
 
-def test_an_optimizer_made_before_a_move_has_the_same_parameters_and_no_state_yet() -> None:
-    """What `Loop` takes for granted of PyTorch, which a simulated card does not show: it exchanges parameters."""
-    model = layers()
-    made = torch.optim.Adam(model.parameters())
-    model.to(torch.float64)
-    assert all(one is other for one, other in zip(made.param_groups[0]["params"], model.parameters(), strict=True))
-    assert not made.state
-
-
 def test_state_of_the_optimizer_is_there_from_the_second_update_on() -> None:
     momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     one, more = (peak_bytes(make_loop(optimizer=momentum, keeps=False, updates=updates)) for updates in (1, 2))
     assert (one, more) == (MOMENT + WEIGHTS + BATCH, MOMENT + 2 * WEIGHTS + BATCH)
-
-
-def test_benchmark_is_on_for_the_loop_alone() -> None:
-    seen = []
-
-    def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(torch.backends.cudnn.benchmark)
-        return at_first(model, batch)
-
-    trace_loop(make_loop(forward=forward, benchmark=True), CARD, SIZE)
-    assert seen == [True] * 3
-    assert not torch.backends.cudnn.benchmark
-
-
-def test_what_reads_its_own_values_is_built_with_them() -> None:
-    def build() -> nn.Module:
-        model = layers()
-        assert float(next(model.parameters()).detach().sum()) != 0
-        return model
-
-    assert peak_bytes(make_loop(model=build)) == peak_bytes(make_loop())
 
 
 @pytest.mark.parametrize(("gib", "outcome"), [(8, "ok"), (24, "oom")])

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accuracy import TABLES, choose
+from accuracy import TABLES
 from truths import timm_a100_40gb, timm_rtx3090, xmem_rtx4060
 from truths.cases import Case, Predicted, Scored, Verdict, scored_from_record
 from truths.crew import predict_all
 from truths.model_classes import class_of
-from truths.report import format_misses, format_scores, format_table
-from truths.scores import percentile, score, score_classes
+from truths.report import format_misses, format_scores
+from truths.scores import percentile, score
 from truths.worker import read_case, write_case
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -117,11 +117,6 @@ def test_the_smallest_and_the_largest_batch_of_a_model_tell_its_growth() -> None
     assert verdict.per_sample_error == pytest.approx(2910 / 2400 - 1)
 
 
-def test_one_batch_alone_tells_no_growth() -> None:
-    (case,) = timm_a100_40gb.read([{"model": "resnet50", "batch": "8", "process_mib": "4000"}])
-    assert timm_a100_40gb.judge(case, [predicted(8)]).per_sample_error is None
-
-
 @pytest.mark.parametrize(
     ("kind", "models"),
     [
@@ -194,15 +189,6 @@ def test_a_report_has_classes_by_name_then_all_and_names_what_was_skipped() -> N
     assert [line.split(" (")[0] for line in format_misses(done)] == ["timm_rtx3090 resnet50 224 1 64 96"]
 
 
-def test_a_table_without_brackets_has_no_columns_for_them() -> None:
-    scores = [score("T5", [Verdict(peak_error=0.01, error_bytes=MIB)])]
-    assert format_table(scores).splitlines()[0].split("|")[1:3] == [" class ", " peaks "]
-
-
-def test_classes_without_a_prediction_have_no_score() -> None:
-    assert [one.kind for one in score_classes([make_scored({}, unknown=True)])] == ["all"]
-
-
 def test_a_case_survives_the_way_to_a_worker() -> None:
     (case,) = timm_rtx3090.read([BRACKET])
     assert read_case(write_case(case)) == case
@@ -243,13 +229,6 @@ def test_missing_tables_are_said_and_skipped(tmp_path: Path) -> None:
     assert done.stdout.startswith("`python ")
 
 
-def test_rows_that_cannot_be_predicted_are_no_score(tmp_path: Path) -> None:
-    (tmp_path / "timm_rtx3090.csv").write_text("model,img_size,channels_last,fits,fails\nno_such_model,224,1,64,96\n")
-    done = ask_accuracy(tmp_path)
-    assert done.returncode == 3
-    assert done.stderr.splitlines()[-1] == "nothing was scored: none of 1 rows could be predicted"
-
-
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = ask_accuracy(tmp_path / "gone")
     assert done.returncode == 2
@@ -258,15 +237,3 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def ask_accuracy(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(ACCURACY), str(folder)], capture_output=True, text=True, check=False)
-
-
-def test_rows_are_chosen_alike_whatever_their_order() -> None:
-    cases = timm_rtx3090.read([{**BRACKET, "fits": str(fits)} for fits in range(20)])
-    few = choose(cases, None, 5)
-    assert len(few) == 5
-    assert {case.label for case in choose(cases[::-1], None, 5)} == {case.label for case in few}
-    assert set(batches(few)) < set(batches(choose(cases, None, 6)))
-
-
-def batches(cases: list[Case]) -> list[tuple[int, ...]]:
-    return [case.batches for case in cases]

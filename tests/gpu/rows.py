@@ -18,7 +18,6 @@ from autoaccum.units import GIB, MemorySize
 from tests.gpu.cases import CASES, Case
 from tests.gpu.comparison import measure, predict, trace_case
 from tests.gpu.constants import compare_operation, measure_operation
-from tests.gpu.histories import RUNS, Recorded, name_differences, replay_run
 from tests.gpu.operation import Operation
 from tests.gpu.operations import all_operations
 from tests.gpu.probes import measure_context, measure_growth, measure_plan, measure_trials
@@ -53,9 +52,6 @@ class Bench:
             yield "probes", "growth", partial(measure_growth, self.place)
         for operation in all_operations():
             yield "constants", operation.title, partial(self._constant, operation)
-        if self.place is not None:
-            for run in RUNS:
-                yield "history", run.title, partial(self._history, run)
         for case in CASES:
             yield "comparison", case.title, partial(self._compare, case)
         self.close()
@@ -74,15 +70,6 @@ class Bench:
             self._simulated = ask_simulation(self.card)
         measured = None if self.place is None else measure_operation(operation, self.place)
         return compare_operation(self._simulated[operation.title], measured)
-
-    def _history(self, run: Recorded) -> Row:
-        run = replace(run, case=self._sized(run.case))
-        trace, place = trace_case(run.case, self.card), str(self.place)
-        predicted = predict(trace, self.card)
-        if run.tight:
-            return {"simulated": predicted, **replay_run(run, place, _tight_limit(predicted))}
-        replayed, told = replay_run(run, place, None), name_differences(run.case, place, trace, self.card)
-        return {"simulated": predicted, **replayed, **told}
 
     def _compare(self, case: Case) -> Row:
         case = self._sized(case)
@@ -108,9 +95,3 @@ def _make_device(place: torch.device | None, settings: TrialSettings) -> Device:
     if place is not None and place.type == "cuda":
         return CudaDevice(settings, index=place.index)
     return make_device(replace(settings, options=Options(device="cpu", memory=MemorySize(bytes=4 * GIB))))
-
-
-def _tight_limit(predicted: Row) -> int:
-    """Between what is least and what is taken where nothing limits it: the card must give back what it cached."""
-    least, peak = predicted["least_bytes"], predicted["peak_reserved_bytes"]
-    return int(least + (peak - least) // 4)

@@ -11,7 +11,6 @@ from typing import Any
 from tests.gpu.table import read_table
 
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
-_SHOWN = 12
 
 
 def main() -> None:
@@ -28,7 +27,6 @@ def summarise(record: Mapping[str, Any]) -> list[str]:
     ]
     lines += _sum_up_constants(_good(record["constants"]))
     lines += _sum_up_comparison(_good(record["comparison"]))
-    lines += _sum_up_history(_good(record["history"]))
     failed = [
         f"{name}: {title}"
         for name, rows in record.items()
@@ -97,18 +95,6 @@ def _worst(wrong: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _miss(block: Mapping[str, Any]) -> int:
     return abs(int(block["measured_bytes"]) - int(block["predicted_bytes"]))
-
-
-def _sum_up_history(rows: Mapping[str, Any]) -> Iterator[str]:
-    rows = {title: row for title, row in rows.items() if row["recorded"]}
-    exact = sum(row["exact"] for row in rows.values())
-    requests = sum(row["requests"] for row in rows.values())
-    yield f"allocator replay: {exact} of {len(rows)} recorded runs exact, {requests:,} requests"
-    for title, row in list(rows.items())[:_SHOWN]:
-        if row["difference"] is not None or not row["exact"]:
-            yield f"  {title}: {row['difference'] or row['statistics']}"
-        if "blocks" in row:
-            yield f"  {title}: {row['agreeing']:,} of {row['blocks']:,} blocks foreseen"
 
 
 def _good(rows: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-SECTIONS = ("machine", "probes", "constants", "comparison", "history")
+SECTIONS = ("machine", "probes", "constants", "comparison")
 DATA = Path(__file__).parent / "data"
 
 

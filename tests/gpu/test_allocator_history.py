@@ -71,16 +71,6 @@ def test_translation() -> None:
     assert number_blocks(entries) == ([0, 1, ~0], [700, 21 * MIB])
 
 
-def test_a_cache_emptied_by_hand_is_no_retry() -> None:
-    entries = [entry("segment_free", 5, 20 * MIB), entry("segment_alloc", 6, 2 * MIB), entry("alloc", 6, 512)]
-    assert [request.kind for request in translate(entries)] == ["alloc"]
-    assert translate(entries, retried=False) == [
-        Request("empty", moved=(-20 * MIB,)),
-        Request("alloc", 6, 512, (2 * MIB,), (6,)),
-    ]
-    assert translate([entries[0], entries[2]])[0].kind == "empty"
-
-
 @pytest.mark.parametrize("settings", [PLAIN, SHARE])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_card_that_does_the_same_is_exact(settings: AllocatorSettings, seed: int) -> None:
@@ -95,16 +85,6 @@ def test_addresses_that_are_out_of_order_are_followed() -> None:
     recorded = record(PLAIN, place=lambda n: START + FAR * ((n * 37) % 101))
     row = compare_history(recorded, PLAIN)
     assert row["exact"]
-
-
-def test_a_share_of_the_card_makes_it_retry() -> None:
-    recorded = record(SHARE)
-    assert recorded["statistics"]["num_alloc_retries"] > 0
-    assert any(entry["action"] == "oom" for entry in recorded["entries"])
-    assert compare_history(recorded, SHARE)["exact"]
-    row = compare_history(recorded, PLAIN)
-    assert not row["exact"]
-    assert row["difference"]["what"] in ("granted", "moved_bytes")
 
 
 @pytest.mark.parametrize(
@@ -122,16 +102,6 @@ def test_a_planted_difference_is_found_where_it_is(action: str, change: dict[str
     difference = replay_requests(translate(recorded["entries"]), PLAIN, placed=True).difference
     assert difference is not None
     assert (difference["index"], difference["what"]) == (before, what)
-
-
-def test_an_end_that_is_another_is_told() -> None:
-    recorded = record(PLAIN)
-    recorded["statistics"]["allocated_bytes.all.peak"] += 512
-    row = compare_history(recorded, PLAIN)
-    assert (row["exact"], row["difference"]) == (False, None)
-    recorded = record(PLAIN)
-    recorded["segments"][0]["blocks"] = []
-    assert not compare_history(recorded, PLAIN)["same_blocks_at_the_end"]
 
 
 def test_a_record_that_begins_too_late_is_refused() -> None:

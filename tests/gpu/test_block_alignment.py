@@ -22,16 +22,6 @@ def test_what_agrees_is_paired_first() -> None:
     assert [pair.agrees for pair in pairs] == [True, False, False, True]
 
 
-def test_a_rule_that_asks_for_nothing_goes_without() -> None:
-    assert align([FLAGS, SCRATCH], [7000]) == [Pair(SCRATCH, 7000, 0), Pair(FLAGS, None, 1)]
-    assert Pair(FLAGS, None, 0).agrees
-    assert not Pair(SCRATCH, None, 0).agrees
-
-
-def test_what_nobody_expected_is_left_over() -> None:
-    assert align([WEIGHT], [4096, 77]) == [Pair(WEIGHT, 4096, 0), Pair(None, 77, 1)]
-
-
 sizes = st.lists(st.sampled_from([0, 512, 1024, 4096]), max_size=12)
 
 

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.base import Trial, TrialSettings
+from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.devices.torch_release import read_torch_release
-from autoaccum.errors import NotMeasuredError
 from autoaccum.units import GIB, MIB
 from tests.gpu.cases import CASES, Case
 from tests.gpu.comparison import GRAIN_BYTES, MOST_TRIALS, TOLERANCE, find_least, measure, predict, trace_case
@@ -43,10 +42,6 @@ def test_the_least_lies_between_what_failed_and_what_ran(needed: int, slack: flo
         assert least.ran_bytes - least.failed_bytes <= max(2 * GRAIN_BYTES, guess * TOLERANCE + GRAIN_BYTES)
 
 
-def test_a_guess_that_is_right_takes_two_trials() -> None:
-    assert find_least(lambda limit: limit >= 1001 * MIB, 1001 * MIB, 1200 * MIB).trials == 2
-
-
 def test_cases_have_names_of_their_own_and_cover_what_they_should() -> None:
     titles = [case.title for case in CASES]
     assert len(set(titles)) == len(titles)
@@ -70,17 +65,3 @@ def test_the_same_card_once_more_is_measured_as_predicted(case: Case) -> None:
     assert least["failed_bytes"] < predicted["least_bytes"] <= least["ran_bytes"]
     assert least["trials"] <= 3
     assert least_errors(rows) == {case.title: 0.0}
-
-
-class Refusing:
-    """A device on which no trial gets through."""
-
-    limit_bytes = GIB
-
-    def trial(self, parts: tuple[int, ...], **_: object) -> Trial:
-        return Trial(parts=parts, outcome="oom", phase="backward", message="too large")
-
-
-def test_a_case_that_does_not_run_is_an_error() -> None:
-    with pytest.raises(NotMeasuredError, match="oom in backward: too large"):
-        measure(CASES[0], Refusing(), {"least_bytes": GIB})  # type: ignore[arg-type]

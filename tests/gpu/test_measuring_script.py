@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from autoaccum.devices.process import PACKAGE_ROOT
-from tests.gpu.measure import attempt, measure_rows
+from tests.gpu.measure import measure_rows
 from tests.gpu.table import Table, read_table
 
 OPERATION = "constants: reduction: sum(0) of 1024 x 768 fp32"
@@ -38,7 +37,7 @@ def test_predictions_need_no_card(tmp_path: Path) -> None:
 
 def test_each_section_has_rows(place: torch.device, tmp_path: Path) -> None:
     output = tmp_path / "table.json"
-    rows = (OPERATION, "probes: ", "history: lstm", "comparison: lstm fp32_sgd 64")
+    rows = (OPERATION, "probes: ", "comparison: lstm fp32_sgd 64")
     told = run_script(output, "--device", str(place), "--size", "2", "--match", "|".join(rows).replace("(0)", ".0."))
     assert "rows that failed: none" in told
     record = read_table(output)
@@ -49,7 +48,6 @@ def test_each_section_has_rows(place: torch.device, tmp_path: Path) -> None:
     assert block["rule"] == "reduction"
     on_card = place.type == "cuda"
     assert (block["measured_bytes"] is not None) == on_card
-    assert record["history"]["lstm fp32_sgd 64"]["recorded"] == on_card
     assert record["about"]["place"] == place.type
 
 
@@ -75,7 +73,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, capsys: pytest.Capt
         made.append(title)
         return {"value": 1}
 
-    jobs = [("constants", "one", lambda: make("one")), ("constants", "two", fail), ("history", "three", fail)]
+    jobs = [("constants", "one", lambda: make("one")), ("constants", "two", fail), ("comparison", "three", fail)]
     measure_rows(jobs, table(tmp_path), 60)
     measure_rows(jobs, table(tmp_path), 60)
     assert made == ["one"]
@@ -89,8 +87,8 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_no_row_is_begun_when_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measure_rows([("history", "one", fail)], table(tmp_path), -1)
-    assert "go on from history: one" in capsys.readouterr().out
+    measure_rows([("comparison", "one", fail)], table(tmp_path), -1)
+    assert "go on from comparison: one" in capsys.readouterr().out
     assert not (tmp_path / "table.json").exists()
 
 
@@ -99,20 +97,5 @@ def test_a_dead_context_ends_the_process(tmp_path: Path) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with pytest.raises(SystemExit, match="fresh process"):
-        measure_rows([("history", "one", die), ("history", "two", fail)], table(tmp_path), 60)
-    assert set(read_table(tmp_path / "table.json")["history"]) == {"one"}
-
-
-def test_a_table_of_another_machine_is_refused(tmp_path: Path) -> None:
-    table(tmp_path).write("probes", "one", {"value": 1})
-    assert table(tmp_path, total_bytes=6).has("probes", "one")
-    with pytest.raises(ValueError, match="take another file"):
-        table(tmp_path, "another card")
-    (tmp_path / "table.json").write_text(json.dumps({"schema": 1, "about": {}}))
-    with pytest.raises(ValueError, match="has no machine, probes"):
-        read_table(tmp_path / "table.json")
-
-
-def test_an_error_keeps_its_kind() -> None:
-    assert attempt(fail)["error"] == "RuntimeError: no kernel"
-    assert attempt(dict)["row_seconds"] >= 0
+        measure_rows([("comparison", "one", die), ("comparison", "two", fail)], table(tmp_path), 60)
+    assert set(read_table(tmp_path / "table.json")["comparison"]) == {"one"}

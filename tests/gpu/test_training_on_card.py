@@ -75,15 +75,6 @@ def test_a_stopped_run_goes_on_with_its_generators(place: torch.device, tmp_path
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0 if place.type == "cpu" else 1e-9)
 
 
-def test_workers_that_pin_give_the_same(place: torch.device) -> None:
-    data = make_data()
-    alone, helped = build(place), build(place)
-    fit(alone, data, steps=6)
-    fit(helped, data, steps=6, workers=2)
-    for mine, theirs in zip(weights(alone), weights(helped), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0 if place.type == "cpu" else 1e-9)
-
-
 def test_fp16_trains_and_the_peak_is_the_allocator_s(place: torch.device) -> None:
     peaks: list[int | None] = []
     model = build(place, dtype=torch.float32)

@@ -83,29 +83,6 @@ def another_process() -> Iterator[int]:
             holder.kill()
 
 
-def test_a_device_is_described_as_it_is(place: torch.device, reference: str) -> None:
-    with make_device(place, reference) as device:
-        inspection = device.inspect()
-        described = device.describe()
-    assert described["name"] == str(place)
-    assert 0 < described["limit_bytes"] <= described["free_bytes"] <= described["total_bytes"]
-    assert inspection.update_bytes is not None
-    if place.type == "cuda":
-        check_card(described, inspection.environment)
-
-
-def check_card(described: Any, environment: Any) -> None:
-    card = read_card(0)
-    assert (described["card"], described["uuid"]) == (card.name, card.uuid)
-    assert described["capability"] == list(card.capability)
-    assert described["total_bytes"] == card.total_bytes
-    assert environment["cuda"] == torch.version.cuda
-    assert environment["cudnn"] > 0
-    if described["nvml_missing"] is None:
-        assert described["driver"]
-        assert described["context_bytes"] is None or 50 * MIB < described["context_bytes"] < 3 * GIB
-
-
 def test_a_trial_in_half_precision_tells_its_peaks(place: torch.device, reference: str) -> None:
     with make_device(place, reference) as device:
         trial = device.trial((16, 16))
@@ -214,14 +191,6 @@ def test_an_index_beyond_the_cards_says_which_there_are(reference: str) -> None:
     with device, pytest.raises(UsageError, match="there is no cuda:99: ") as seen:
         device.inspect()
     assert f"cuda:0 ({torch.cuda.get_device_name(0)})" in str(seen.value)
-
-
-@pytest.mark.gpu
-def test_the_last_card_is_taken_by_its_index(reference: str) -> None:
-    index = torch.cuda.device_count() - 1
-    with make_device(torch.device("cuda", index), reference) as device:
-        assert device.trial((4, 4)).outcome == "ok"
-        assert device.describe()["uuid"] == str(torch.cuda.get_device_properties(index).uuid)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from autoaccum.devices.simulated.jobs import SimulatedChild
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.devices.torch_release import read_torch_release
+from autoaccum.options import Options
 
 HEAD = """
 import copy
@@ -42,14 +43,14 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
     """From the lines of a workload file to a function that asks a simulated RTX 3090 for a job, in this process."""
     children = [SimulatedChild()]
 
-    def load(lines: str, precision: str | None = None, **asked: Any) -> Answer:
+    def load(lines: str, precision: Any = None, **asked: Any) -> Answer:
         children[-1].close()
         children.append(child := SimulatedChild())
         path = tmp_path / "model.py"
         path.write_text(HEAD + lines)
         where = {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
-        card = dataclasses.asdict(find_card("rtx3090"))
-        request = {"job": "load", "card": card, "reference": str(path), "precision": precision, **asked, **where}
+        card, options = dataclasses.asdict(find_card("rtx3090")), Options(precision=precision, **asked)
+        request = {"job": "load", "card": card, "reference": str(path), "options": options.to_record(), **where}
         loaded = child.answer(request)
 
         def ask(job: str, **request: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import suppress
 from typing import Any
 
@@ -390,11 +389,3 @@ def test_a_slow_model_does_the_same(
     steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
 ) -> None:
     compare(steps, capacity, kind)
-
-
-@pytest.mark.parametrize("number", range(len(ALL_SETTINGS)))
-def test_a_slow_model_does_the_same_for_long(number: int) -> None:
-    dice = random.Random(number)
-    for capacity in (None, 120 * MIB, 180 * MIB):
-        steps = [(dice.random() < 0.55, dice.choice(SIZES), dice.randrange(1000)) for _ in range(500)]
-        compare(steps, capacity, AllocatorSettings(**ALL_SETTINGS[number]))

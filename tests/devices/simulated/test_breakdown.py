@@ -1,18 +1,300 @@
-"""The peak in parts: they add up to it, to the byte, and what is planted in a model is found where it was planted."""
+"""Where the peak of a trace goes: purposes of blocks, categories, modules, and all that is held."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, get_args
 
 import pytest
+import torch
 from held_bytes import most_held
-from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
-from autoaccum.devices.explanation import CATEGORIES
-from autoaccum.devices.simulated.breakdown import break_down, largest, module_shares
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.simulated.breakdown import (
+    Ledger,
+    MicroBatch,
+    break_down,
+    holdings_at,
+    largest,
+    micro_batches,
+    module_shares,
+    moments,
+    purposes,
+)
+from autoaccum.devices.simulated.card_mode import CardMode
+from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.explaining import draw_timeline
+from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.units import MIB
+
+Phases = list[tuple[int, Phase]]
+
+
+def labelled(
+    events: list[int],
+    phases: Phases,
+    roles: dict[int, Role] | None = None,
+    claims: dict[int, Claim] | None = None,
+    last_update: int = 0,
+) -> LabelledTrace:
+    """A trace whose blocks take 1, 2, 4 and so on bytes."""
+    blocks = sum(event >= 0 for event in events)
+    trace = Trace(
+        parts=(2, 2),
+        events=tuple(events),
+        sizes=tuple(1 << block for block in range(blocks)),
+        phases=tuple(phases),
+        last_update=last_update,
+    )
+    origins = tuple(Origin("aten.add", 1, (roles or {}).get(block, "plain")) for block in range(blocks))
+    return LabelledTrace(
+        trace=trace, modules=(NO_MODULE, ModuleName("layer", "Linear")), origins=origins, claims=claims or {}
+    )
+
+
+def ledger_of(found: LabelledTrace) -> Ledger:
+    sizes = tuple(size for size in found.trace.sizes if isinstance(size, int))
+    return Ledger(found, Demand(found.trace, sizes, 0, ()))
+
+
+def categories(found: LabelledTrace) -> list[str]:
+    return [purpose.category for purpose in purposes(found)]
+
+
+def test_what_outlives_its_forward_is_an_activation() -> None:
+    # Blocks 0 and 1 go within forward and when backward has begun, 2 is of backward.
+    found = labelled([0, 1, ~0, 2, ~1, ~2], [(0, "forward"), (3, "backward")])
+    assert categories(found) == ["temporaries", "activations", "temporaries"]
+
+
+def test_what_is_left_of_a_micro_batch_stays_an_activation() -> None:
+    found = labelled([0, 1, 2, 3, ~0, ~2], [(0, "forward"), (1, "backward"), (2, "batch"), (3, "backward")])
+    ledger = ledger_of(found)
+    assert categories(found) == ["activations", "temporaries", "activations", "temporaries"]
+    assert list(ledger.totals["activations"]) == [1, 1, 5, 5, 4, 0]
+    assert (0, "activations") in ledger.alive(2)
+
+
+def test_outputs_that_are_claimed_are_outputs_from_the_start() -> None:
+    found = labelled([0, 1, 2, ~0], [(0, "forward"), (1, "backward")], claims={0: Claim("outputs", 1)})
+    assert list(ledger_of(found).totals["outputs"]) == [1, 1, 1, 0]
+
+
+def test_a_forward_within_backward_has_activations_of_its_own() -> None:
+    roles: dict[int, Role] = {2: "recomputed", 3: "workspace", 4: "recomputed", 6: "recomputed"}
+    events = [0, 1, 2, 3, ~3, 4, ~2, 5, ~4, 6, 7, ~6]
+    found = labelled(events, [(0, "forward"), (1, "backward")], roles)
+    assert categories(found)[2:] == [
+        "temporaries",
+        "workspace",
+        "activations",
+        "temporaries",
+        "activations",
+        "temporaries",
+    ]
+
+
+def test_sums_of_gradients_outlive_their_micro_batch() -> None:
+    roles: dict[int, Role] = {1: "summed", 2: "summed"}
+    found = labelled([0, 1, 2, ~1, 3, ~2], [(0, "forward"), (1, "backward"), (4, "update")], roles)
+    assert categories(found)[1:3] == ["temporaries", "gradients"]
+
+
+def test_who_claims_a_block_has_it() -> None:
+    claims = {0: Claim("optimizer_state", 1), 1: Claim("gradients", 0)}
+    found = labelled([0, 1], [(0, "forward"), (1, "backward")], claims=claims)
+    assert [(purpose.category, purpose.module) for purpose in purposes(found)] == [
+        ("optimizer_state", 1),
+        ("gradients", 0),
+    ]
+
+
+def test_micro_batches_are_told_by_their_phases() -> None:
+    phases: Phases = [
+        (0, "model"), (1, "batch"), (2, "forward"), (3, "backward"), (4, "batch"), (5, "forward"), (6, "backward"),
+        (7, "clip"), (8, "update"), (9, "evaluation"), (10, "forward"), (11, "backward"),
+    ]  # fmt: skip
+    assert micro_batches(labelled(list(range(12)), phases).trace) == [
+        MicroBatch(1, 3, 4),
+        MicroBatch(4, 6, 7),
+        MicroBatch(10, 11, 12),
+    ]
+    # One that needs no gradient has no backward.
+    assert micro_batches(labelled([0, 1, 2], [(0, "forward"), (1, "batch"), (2, "forward")]).trace) == [
+        MicroBatch(0, 1, 1),
+        MicroBatch(1, 3, 3),
+    ]
+
+
+def test_the_peak_is_that_of_the_last_update_unless_more_was_held_before() -> None:
+    phases: Phases = [(0, "forward")]
+    assert ledger_of(labelled([0, 1, ~0, ~1, 2, ~2, 3], phases, last_update=4)).peak_at == 6
+    assert ledger_of(labelled([0, 1, 2, ~2, ~1, ~0], phases, last_update=5)).peak_at == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [((10_000, 10, 10_000), 2), ((10_000, 11, 10_000), 6), ((0, 10_001, 10_000), 6)],
+    ids=["as high", "lower", "of something else"],
+)
+def test_a_last_update_that_is_like_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
+    claims = {block: Claim("outputs" if block == 1 else "averages", 0) for block in range(3)}
+    found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], claims=claims, last_update=4)
+    ledger = ledger_of(replace(found, trace=replace(found.trace, sizes=sizes)))
+    timeline = draw_timeline(ledger, list(range(6)))
+    assert ledger.peak_at == 1
+    assert len(timeline.reserved_bytes) == shown
+    assert timeline.peak_at == (0 if shown == 2 else 1)
+
+
+@st.composite
+def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
+    events: list[int] = []
+    alive: list[int] = []
+    count = 0
+    for _ in range(draw(st.integers(1, 40))):
+        if draw(st.booleans()) and alive:
+            events.append(~alive.pop(draw(st.integers(0, len(alive) - 1))))
+        else:
+            events.append(count)
+            alive.append(count)
+            count += 1
+    starts = sorted({0, *draw(st.sets(st.integers(0, len(events) - 1), max_size=8))})
+    names: st.SearchStrategy[Any] = st.sampled_from(
+        ["model", "batch", "forward", "backward", "clip", "update", "evaluation"]
+    )
+    trace = Trace(
+        parts=(2, 2),
+        events=tuple(events),
+        sizes=tuple(draw(st.lists(st.integers(0, 1 << 22), min_size=count, max_size=count))),
+        phases=tuple((start, draw(names)) for start in starts),
+        last_update=draw(st.integers(0, len(events) - 1)),
+    )
+    roles: st.SearchStrategy[Any] = st.sampled_from(["plain", "recomputed", "summed", "workspace"])
+    origins = tuple(Origin(draw(st.sampled_from("ab")), draw(st.integers(0, 4)), draw(roles)) for _ in range(count))
+    kinds: Any = st.sampled_from(CATEGORIES[:-1])
+    claims = draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.builds(Claim, kinds, st.integers(0, 4))))
+    modules = (NO_MODULE, *(ModuleName(f"layers.{layer}", "Linear") for layer in range(4)))
+    return LabelledTrace(trace=trace, modules=modules, origins=origins, claims=claims)
+
+
+@settings(max_examples=200)
+@given(labelled_traces(), st.integers(1, 50))
+def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> None:
+    sizes = [size for size in found.trace.sizes if isinstance(size, int)]
+    held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
+    ledger = ledger_of(found)
+    assert list(ledger.held_bytes) == held
+    assert all(min(total) >= 0 for total in ledger.totals.values())
+    assert held[ledger.peak_at] == max(held)
+    for event in (ledger.peak_at, len(held) - 1):
+        of_blocks = dict.fromkeys(CATEGORIES[:-1], 0)
+        for block, category in ledger.alive(event):
+            of_blocks[category] += sizes[block]
+        assert of_blocks == {category: total[event] for category, total in ledger.totals.items()}
+        assert sum(share.bytes for share in module_shares(ledger, event)) == held[event]
+    timeline = draw_timeline(ledger, list(range(len(held))), points)
+    drawn = [sum(column) for column in zip(*timeline.categories.values(), strict=True)]
+    assert len(drawn) == len(timeline.reserved_bytes) <= points
+    assert drawn[timeline.peak_at] == max(drawn)
+    assert max(held) * 0.999 <= max(drawn) <= max(held)
+    indices = [index for index, _ in timeline.phases]
+    assert indices == sorted(set(indices))
+    assert all(index < len(drawn) for index in indices)
+
+
+@given(labelled_traces())
+def test_a_record_tells_all(found: LabelledTrace) -> None:
+    assert LabelledTrace.from_record(json.loads(json.dumps(found.to_record()))) == found
+
+
+def ledger(events: tuple[int, ...], sizes: tuple[int, ...]) -> Ledger:
+    trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
+    origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
+    return Ledger(
+        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, claims={}), Demand(trace, sizes, 0, ())
+    )
+
+
+def test_the_peak_stands_where_memory_is_asked_for() -> None:
+    """A block of no bytes that is freed right after leaves as much held, and asks for nothing."""
+    known = ledger((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
+    assert known.peak_at == 1
+    assert break_down(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
+
+
+def test_of_equal_moments_it_is_the_last() -> None:
+    assert ledger((0, ~0, 1, ~1, 2), (MIB, MIB, MIB // 2)).peak_at == 2
+    assert ledger((0, ~0), (0,)).peak_at == 0, "nothing is ever held"
+
+
+def ledger_module(holds: dict[str, tuple[str, int]]) -> Ledger:
+    """Of modules whose parameters take so many bytes, by their names and kinds."""
+    sizes = tuple(size for _, size in holds.values())
+    blocks = range(len(sizes))
+    trace = Trace(parts=(1,), events=tuple(blocks), sizes=sizes, phases=((0, "model"),), last_update=0)
+    labelled = LabelledTrace(
+        trace=trace,
+        modules=(NO_MODULE, *(ModuleName(name, kind) for name, (kind, _) in holds.items())),
+        origins=tuple(Origin("aten.empty", 0) for _ in blocks),
+        claims={block: Claim("parameters", block + 1) for block in blocks},
+    )
+    return Ledger(labelled, Demand(trace, sizes, 0, ()))
+
+
+def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    return {share.name: (share.count, share.bytes) for share in shares}
+
+
+def test_modules_that_differ_by_a_number_are_one() -> None:
+    found = names({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
+    assert found == {"h.*.attn": (12, 96)}
+
+
+def test_others_are_not() -> None:
+    assert names({"a.0": ("Linear", 8), "b.0": ("Linear", 8)}) == {"a.0": (1, 8), "b.0": (1, 8)}
+    assert names({"a.0": ("Linear", 8), "a.1": ("Conv2d", 8)}) == {"a.0": (1, 8), "a.1": (1, 8)}
+    assert names({"a.0": ("Linear", 8), "a.1": ("Linear", 9)}) == {"a.0": (1, 8), "a.1": (1, 9)}
+
+
+def test_stages_of_equal_blocks_are_told_apart() -> None:
+    stages = {4: (4, 5, 6), 8: (8, 9), 16: (11,)}
+    holds = {f"{block}.up.0": ("Conv2d", size) for size, blocks in stages.items() for block in blocks}
+    assert names(holds) == {"{4..6}.up.0": (3, 12), "{8,9}.up.0": (2, 16), "11.up.0": (1, 16)}
+
+
+HOLDS = st.dictionaries(
+    st.builds("layer{}.{}.conv{}".format, st.integers(1, 4), st.integers(0, 3), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["Conv2d", "Linear"]), st.integers(1, 3)),
+    min_size=1,
+)
+
+
+@given(HOLDS)
+def test_names_are_unique_and_nothing_is_lost(holds: dict[str, tuple[str, int]]) -> None:
+    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    assert len({share.name for share in shares}) == len(shares)
+    assert sum(share.count for share in shares) == len(holds)
+    assert sum(share.bytes for share in shares) == sum(size for _, size in holds.values())
+
+
+def test_the_largest_are_told_first_and_no_more_than_ten() -> None:
+    shares = module_shares(
+        ledger_module({letter: ("Linear", 1 + index) for index, letter in enumerate("abcdefghijkl")}), 11
+    )
+    assert [share.name for share in largest(shares)] == list("lkjihgfedc")
+
 
 CONVOLUTIONAL = """
 class Block(nn.Module):
@@ -138,22 +420,6 @@ def changing(what: str) -> str:
     return f"def model():\n    net = Net()\n    {what}\n    return net\n"
 
 
-def test_one_more_buffer_is_its_module_s_parameter(explained: Callable[..., Any]) -> None:
-    buffer = changing(f"net.deep[2].register_buffer('table', torch.zeros({5 * MIB}))")
-    assert moved(explained, buffer) == {("deep.2", "parameters"): 20 * MIB}
-    plain, changed = explained(NET, size=SAMPLES), explained(NET + buffer, size=SAMPLES)
-    assert changed.explanation.peak_bytes - plain.explanation.peak_bytes == 20 * MIB  # A segment of its own.
-
-
-def test_another_optimizer_adds_state_to_who_has_parameters(explained: Callable[..., Any]) -> None:
-    momentum = "def optimizer(params):\n    return torch.optim.SGD(params, lr=0.1, momentum=0.9)\n"
-    found = moved(explained, momentum)
-    assert sum(found.values()) == PARAMETERS
-    layers = {(f"deep.{layer}.0", "optimizer_state"): WEIGHT for layer in range(DEPTH)}
-    ends = {("first", "optimizer_state"): 4 * 9 * WIDTH, ("last", "optimizer_state"): 4 * (4 * WIDTH + 4)}
-    assert found == {**layers, **ends}
-
-
 def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Callable[..., Any]) -> None:
     wide = 64
 
@@ -169,16 +435,6 @@ def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Call
     given = {("deep.1.1", "activations"): 4 * SAMPLES * wide}
     assert {key: held for key, held in found.items() if held and key[0].startswith("deep.1.")} == {**weights, **given}
     assert {key: held for key, held in found.items() if held and not key[0].startswith("deep.1.")} == {}
-
-
-def test_one_more_saved_activation_is_found_in_the_module_that_made_it(explained: Callable[..., Any]) -> None:
-    saved = "class Saves(nn.Module):\n    def forward(self, x): return torch.sigmoid(x)\n"
-    planted = saved + changing("net.deep[3].append(Saves())")
-    assert moved(explained, planted) == {("deep.3.2", "activations"): ACTIVATION}
-
-
-def test_a_module_without_memory_of_its_own_holds_nothing(explained: Callable[..., Any]) -> None:
-    assert moved(explained, changing("net.deep[3].append(nn.Identity())")) == {}
 
 
 def test_the_moment_is_told_with_its_operator_and_module(explained: Callable[..., Any]) -> None:
@@ -215,3 +471,141 @@ def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: l
     held = found.before("clip")
     assert held["gradients"] == held["parameters"] * (1 if len(parts) == 1 else 2)
     assert found.before("backward")["outputs"] == 0
+
+
+HEAD_WIDTH, HEADS, TOKENS, HOLDINGS_SAMPLES = 64, 4, 256, 4
+ATTENTION = f"""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear({HEAD_WIDTH}, {3 * HEAD_WIDTH}), nn.Linear({HEAD_WIDTH}, {HEAD_WIDTH})
+    def forward(self, x):
+        n, t, c = x.shape
+        q, k, v = (each.view(n, t, {HEADS}, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(n, t, c))
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, {HEAD_WIDTH}), nn.Linear({HEAD_WIDTH}, 32, bias=False)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers: x = x + layer(x)
+        return self.head(x)
+model = Net
+def batch(n): return torch.randint(0, 32, (n, {TOKENS}))
+def loss(model, tokens): return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+del globals()["criterion"]
+"""
+MATH = """
+def attend(layer, q, k, v):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+Attention.attend = attend
+"""
+WIDENED = "Attention.attend = lambda layer, q, k, v: F.gelu(q.float()) * k.float() + v.float()\n"
+NARROW = "Attention.attend = lambda layer, q, k, v: F.gelu(q) * k + v\n"
+
+
+@pytest.mark.parametrize("after", ["", "keeps = ['ema', 'outputs']\nevaluation_batch = 2\n"], ids=["plain", "more"])
+def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], after: str) -> None:
+    found = explained(ATTENTION + after, "bf16", size=HOLDINGS_SAMPLES)
+    held = holdings_at(found.ledger, found.ledger.peak_at)
+    assert by_category(held) == {
+        category: count for category, count in found.explanation.categories.items() if count and category != "unused"
+    }
+    keys = [(row.module, row.kind, row.category, row.dtype, row.op) for row in held]
+    assert len(set(keys)) == len(keys)
+    order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
+    assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
+    told = moments(found.ledger)
+    phases = [moment.phase for moment in told]
+    assert phases == [phase for phase in get_args(Phase) if phase in phases]
+    assert {"forward", "backward", "update"} <= set(phases)
+    assert ("evaluation" in phases) == bool(after)
+    for moment in told:
+        assert sum(moment.categories.values()) == moment.held_bytes == sum(row.bytes for row in moment.holdings)
+        assert by_category(moment.holdings) == moment.categories
+    highest = max(told, key=lambda moment: moment.held_bytes)
+    assert (highest.phase, highest.holdings) == (found.explanation.phase, held)
+    assert highest.held_bytes == found.explanation.peak_bytes - found.explanation.categories["unused"]
+
+
+def by_category(rows: tuple[Holding, ...]) -> dict[Category, int]:
+    totals = {category: sum(row.bytes for row in rows if row.category == category) for category in CATEGORIES}
+    return {category: total for category, total in totals.items() if total}
+
+
+def at_the_end_of_forward(found: Any) -> dict[tuple[str, Category, str], Holding]:
+    at = [index for index, name in found.labelled.trace.phases if name == "backward"][-1] - 1
+    return {(row.module, row.category, row.dtype): row for row in holdings_at(found.ledger, at)}
+
+
+@pytest.mark.parametrize("attention", ["aten._scaled_dot_product_flash_attention", "aten._softmax"])
+def test_how_attention_is_computed_shows_beside_what_makes_more(attention: str) -> None:
+    """In a module that calls both its attention and its MLP itself."""
+    sizes, ops = (10, 100, 20), (attention, "aten.gelu", attention)
+    trace = Trace(parts=(1,), events=(0, 1, 2), sizes=sizes, phases=((0, "forward"),), last_update=0)
+    origins = tuple(Origin(op, 1, dtype="bfloat16") for op in ops)
+    labelled = LabelledTrace(trace=trace, modules=(NO_MODULE, ModuleName("0", "Block")), origins=origins, claims={})
+    rows = holdings_at(Ledger(labelled, Demand(trace, sizes, 0, ())), 2)
+    assert {row.op: row.bytes for row in rows} == {attention: 30, "aten.gelu": 100}
+
+
+def test_a_row_names_the_operator_that_made_most_of_it() -> None:
+    sizes = (10, 30, 25, 0, 7, 7)
+    ops = ("aten.a", "aten.b", "aten.a", "aten.c", "aten.d", "aten.e")
+    dtypes = ("float32",) * 4 + ("int64",) * 2
+    trace = Trace(parts=(1,), events=tuple(range(6)), sizes=sizes, phases=((0, "forward"),), last_update=0)
+    origins = tuple(Origin(op, 1, dtype=dtype) for op, dtype in zip(ops, dtypes, strict=True))
+    labelled = LabelledTrace(trace=trace, modules=(NO_MODULE, ModuleName("", "Net")), origins=origins, claims={})
+    assert LabelledTrace.from_record(labelled.to_record()) == labelled
+    ledger = Ledger(labelled, Demand(trace, sizes, 0, ()))
+    rows = holdings_at(ledger, 5)
+    assert [(row.kind, row.dtype, row.op, row.bytes) for row in rows] == [
+        ("Net", "float32", "aten.a", 65),
+        ("Net", "int64", "aten.d", 14),
+    ]
+    (moment,) = moments(ledger)
+    assert dataclasses.replace(moment, holdings=()) == moment
+
+
+class Seen:
+    """A witness that remembers dtypes."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[torch.dtype | None] = []
+
+    def see(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
+        self.dtypes.append(dtype)
+
+
+@pytest.fixture
+def mode() -> Any:
+    with simulate(find_card("rtx3090")) as mode:
+        yield mode
+
+
+def test_the_first_tensor_of_a_storage_tells_its_dtype(mode: CardMode) -> None:
+    older, seen = torch.empty(2, device="cuda", dtype=torch.int16), Seen()
+    mode.recorder.begin(lambda: "forward", seen.see)
+    first = torch.empty(8, device="cuda", dtype=torch.bfloat16)
+    seen_as_bytes = first.view(torch.uint8)
+    seen_as_bytes.add_(1)
+    seen_as_bytes.resize_(64)  # Memory of its own again, of a tensor that is known.
+    product = torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")
+    del older, first, seen_as_bytes, product
+    assert seen.dtypes[:3] == [torch.int16, torch.bfloat16, torch.bfloat16]
+    assert seen.dtypes[3:5] == [torch.float32, torch.float32]
+    assert set(seen.dtypes[5:]) == {None, torch.float32}
+
+
+def test_memory_that_a_storage_gives_up_goes_once(mode: CardMode) -> None:
+    mode.recorder.begin(lambda: "forward")
+    tensor = torch.empty(8, device="cuda")
+    tensor.untyped_storage().resize_(0)
+    mode.recorder.see(tensor)
+    del tensor
+    assert (mode.recorder.events, mode.recorder.alive_bytes) == ([0, ~0], 0)

@@ -1,3 +1,5 @@
+"""Cards by the names people type, and what a process takes of them beside its tensors."""
+
 from __future__ import annotations
 
 import re
@@ -5,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.card import CardMemory
 from autoaccum.devices.simulated.catalog import Card, all_cards, card_at_hand, cards_like, find_card
+from autoaccum.devices.simulated.context import REPORTED, context_bytes
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB
 
@@ -76,12 +80,6 @@ def test_every_spelling_finds_its_card_or_names_it_among_those_that_share_it(car
             assert find_card(spelling) is card
         else:
             assert f"{card.name} (" in refusal(spelling)
-
-
-def test_names_and_titles_differ_but_for_cards_sold_with_two_sizes() -> None:
-    assert max(Counter(card.name for card in CARDS).values()) == 1
-    twice = {title for title, count in Counter(card.title for card in CARDS).items() if count > 1}
-    assert twice == {f"NVIDIA GeForce RTX {name}" for name in ("3080", "3080 Laptop GPU", "4060 Ti", "5060 Ti")}
 
 
 @pytest.mark.parametrize(
@@ -203,25 +201,6 @@ def test_a_slice_is_less_than_its_card_and_more_slices_are_more() -> None:
                 assert other.multiprocessors <= card.multiprocessors
 
 
-def test_torch_sees_less_than_the_card_is_sold_with() -> None:
-    for card in CARDS:
-        if card.sold_as_gb is not None:
-            assert 0.9 < card.total_bytes / GIB / card.sold_as_gb < 1, card.name
-
-
-@pytest.mark.parametrize(
-    ("name", "threads"), [("v100-16gb", 2048), ("t4", 1024), ("a100-40gb", 2048), ("rtx3090", 1536), ("l4", 1536)]
-)
-def test_threads_per_multiprocessor(name: str, threads: int) -> None:
-    assert find_card(name).threads_per_multiprocessor == threads
-
-
-def test_known_figures() -> None:
-    card = find_card("rtx3090")
-    assert (card.total_bytes, card.capability, card.multiprocessors) == (24124 * MIB, (8, 6), 82)
-    assert (find_card("t4").architecture, find_card("l4").architecture) == ("Turing", "Ada")
-
-
 def test_cards_come_by_generation_and_memory() -> None:
     order = ["Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
     places = [(order.index(card.architecture), "MIG" in card.title, card.total_bytes) for card in CARDS]
@@ -256,3 +235,31 @@ def test_the_catalogue_loads_nothing_heavy() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'click', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("title", REPORTED)
+def test_the_rule_gives_what_was_reported(title: str) -> None:
+    reported, source = REPORTED[title]
+    card = find_card(title)
+    seen, ruled = context_bytes(card), context_bytes(replace(card, title="one like it"))
+    assert (seen.start_bytes, seen.measured, ruled.measured) == (reported, True, False)
+    assert source in seen.source
+    assert abs(ruled.start_bytes - reported) <= ruled.band_bytes - seen.band_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"), [("t4", 80), ("v100-16gb", 320), ("a100-80gb", 432), ("h100", 528), ("rtx5090", 510)]
+)
+def test_two_kib_for_each_resident_thread(name: str, mib: int) -> None:
+    outside = context_bytes(find_card(name))
+    assert outside.start_bytes == mib * MIB
+    assert outside.bytes == (mib + mib / 4) * MIB
+    assert outside.band_bytes == (mib / 8 + min(64, mib / 2) + mib / 8) * MIB
+
+
+def test_the_band_covers_modules_that_load_late() -> None:
+    for card in all_cards():
+        outside = context_bytes(card)
+        assert outside.bytes - outside.band_bytes <= outside.start_bytes, card.name
+        assert outside.band_bytes < outside.bytes < card.total_bytes
+    assert context_bytes(find_card("h100-1g.10gb")).bytes < context_bytes(find_card("h100")).bytes

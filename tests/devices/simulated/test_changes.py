@@ -1,4 +1,4 @@
-"""What would change the memory of a step: simulated as if the workload's file had been changed by hand."""
+"""What could be changed, and losses in chunks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+from held_bytes import most_held
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.changes import offer_changes, with_change
+from autoaccum.devices.simulated.changes import offer_changes
+from autoaccum.devices.simulated.chunked_loss import CHUNKS, ChunkedLoss
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.traces import ChangeFailed, Tracer
-from autoaccum.errors import UsageError
 from autoaccum.workload.spec import Workload
 
 CARD = find_card("rtx3090")
@@ -76,21 +78,6 @@ def test_a_change_is_what_it_is_by_hand(simulated: Any, change: str) -> None:
     by_hand = read(simulated(BLOCKS + OWN + BY_HAND[change])("trace", parts=PARTS))
     assert changed == by_hand
     assert peak_bytes(changed) == peak_bytes(by_hand)
-
-
-def test_momentum_is_left_away(simulated: Any) -> None:
-    own = "def optimizer(params):\n    return torch.optim.SGD(params, lr=0.1, momentum=0.9)\n"
-    changed = read(simulated(BLOCKS + own)("changed", parts=PARTS, change="SGD"))
-    assert changed == read(simulated(BLOCKS + 'optimizer = "SGD"\n')("trace", parts=PARTS))
-
-
-@pytest.mark.parametrize("change", ["checkpoint", "foreach=False", "fused=True", "SGD"])
-def test_it_is_one_of_the_workload_as_the_plan_has_it(simulated: Any, change: str) -> None:
-    asked = {"parts": PARTS, "optimizer": "Adam"}
-    changed = read(simulated(BLOCKS + OWN, "bf16")("changed", change=change, **asked))
-    hand = BY_HAND[change].replace("AdamW(params, lr=0.1", "Adam(params")
-    own = hand if change != "checkpoint" else f'{hand}optimizer = "Adam"\n'
-    assert changed == read(simulated(f'{BLOCKS}{own}precision = "bf16"\n')("trace", parts=PARTS))
 
 
 def test_the_options_of_groups_stay_as_they_are(simulated: Any) -> None:
@@ -198,12 +185,6 @@ def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[
         tracer.close()
 
 
-def test_a_name_that_is_no_change_s_is_refused() -> None:
-    workload = Workload(model=nn.Linear(2, 2), batch=lambda size: None, criterion=nn.MSELoss())
-    with pytest.raises(UsageError, match="no change is named 'fp8'"):
-        with_change(workload, None, "fp8")
-
-
 # --- what is offered -------------------------------------------------------------------------------------------------
 
 
@@ -254,10 +235,6 @@ def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: 
     assert [name for name in found if name in ("bf16", "fp16")] == half
 
 
-def test_a_model_that_is_in_half_already_is_not_cast() -> None:
-    assert "bf16" not in offers(nn.Linear(2, 2).bfloat16())
-
-
 def test_frozen_blocks_are_not_checkpointed() -> None:
     model = nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))
     for block in (model[0], model[1]):
@@ -285,7 +262,146 @@ def test_what_is_so_already_is_not_offered(optimizer: Callable[..., Any], names:
     assert [name for name in offers(nn.Linear(2, 2), optimizer) if name != "bf16"] == names
 
 
-def test_offers_are_of_the_workload_as_the_plan_has_it(simulated: Any) -> None:
-    found = simulated(BLOCKS + OWN, "bf16")("changes", optimizer="SGD")["changes"]
-    assert [offer["name"] for offer in found] == ["checkpoint", "foreach=False"]
-    assert found[0]["what"] == "run the 4 blocks blocks.* again in backward (torch.utils.checkpoint)"
+CLASSES, WIDTH, LENGTH = 1500, 16, 9
+IDS = torch.randint(0, CLASSES, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+X, Y = IDS[:, :-1], IDS[:, 1:]
+IGNORED = torch.where(Y % 3 == 0, -100, Y)
+WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def shifted(logits: Any) -> Tensor:
+    """As transformers has it for causal models."""
+    rows = logits.float()[..., :-1, :].contiguous().view(-1, CLASSES)
+    return F.cross_entropy(rows, X[:, 1:].reshape(-1), ignore_index=-100, reduction="mean")
+
+
+LOSSES: dict[str, Callable[[Any], Tensor]] = {
+    "flattened": lambda logits: F.cross_entropy(logits.flatten(0, 1), Y.flatten()),
+    "by a function": lambda logits: F.cross_entropy(torch.flatten(logits, 0, 1), Y.flatten()),
+    "viewed": lambda logits: F.cross_entropy(logits.view(-1, logits.size(-1)), Y.reshape(-1)),
+    "shifted": shifted,
+    "by positions": lambda logits: F.cross_entropy(logits.transpose(1, 2), Y),
+    "permuted": lambda logits: F.cross_entropy(logits.permute(0, 2, 1), Y, reduction="sum"),
+    "ignored": lambda logits: nn.CrossEntropyLoss()(logits.flatten(0, 1), IGNORED.flatten()),
+    "weighted": lambda logits: F.cross_entropy(logits.flatten(0, -2), IGNORED.flatten(), WEIGHTS),
+    "smoothed": lambda logits: F.cross_entropy(logits.flatten(0, 1), Y.flatten(), label_smoothing=0.1),
+    "of each": lambda logits: (F.cross_entropy(logits.transpose(1, 2), Y, reduction="none") * (Y > 7)).mean(),
+    "capped": lambda logits: F.cross_entropy((torch.tanh(logits / 30.0) * 30.0).flatten(0, 1), Y.flatten()),
+}
+READ: dict[str, Callable[[Any], Tensor]] = {
+    "a penalty": lambda logits: logits.logsumexp(-1).square().mean(),
+    "a maximum": lambda logits: torch.amax(logits, -1).mean() + (logits + Y[..., None]).mean(),
+    "soft targets": lambda logits: F.cross_entropy(logits.flatten(0, 1), F.one_hot(Y.flatten(), CLASSES).double()),
+    "likelihood": lambda logits: F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), Y.flatten()),
+}
+
+
+class Head(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.table(x)
+        return hidden @ self.table.weight.T if self.tied else self.head(hidden)
+
+
+def results(loss: Callable[[Any], Tensor], *, tied: bool) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(2)
+    model = Head(tied=tied).double()
+    found = loss(model(X)).double()
+    torch.autograd.backward(found)
+    return found, [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["a module", "a product"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_chunks_is_the_same(name: str, tied: bool) -> None:
+    whole = LOSSES[name] if name != "shifted" else lambda logits: shifted(logits.double())
+    expected, gradients = results(whole, tied=tied)
+    with ChunkedLoss() as chunked:
+        found, others = results(LOSSES[name], tied=tied)
+    assert chunked.losses == 1
+    rtol, atol = (1e-5, 1e-6) if name == "shifted" else (1e-10, 1e-12)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    for other, gradient in zip(others, gradients, strict=True):
+        torch.testing.assert_close(other, gradient, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_who_reads_logits_gets_all_of_them(name: str) -> None:
+    expected, gradients = results(READ[name], tied=False)
+    with ChunkedLoss() as chunked:
+        found, others = results(READ[name], tied=False)
+    assert chunked.losses == 0
+    torch.testing.assert_close(found, expected)
+    for other, gradient in zip(others, gradients, strict=True):
+        torch.testing.assert_close(other, gradient)
+
+
+# --- simulated --------------------------------------------------------------------------------------------------------
+
+VOCABULARY = 20_000
+LANGUAGE = f"""
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Embedding({VOCABULARY}, 32), nn.Sequential(nn.Linear(32, 2048), nn.GELU())
+        self.back, self.head = nn.Linear(2048, 32), nn.Linear(32, {VOCABULARY})
+
+    def forward(self, x):
+        x = self.table(x)
+        return self.head(x + self.back(self.inner(x)))
+
+model = Language
+
+def batch(n):
+    return torch.randint(0, {VOCABULARY}, (n, 65))
+
+def loss(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+def optimizer(params):
+    return torch.optim.SGD(params, foreach=False)
+"""
+
+
+def most_bytes(trace: Trace) -> int:
+    """What blocks hold at most."""
+    replays = Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+    return most_held(trace.events, replays.weigh(trace).sizes)
+
+
+def test_a_loss_in_chunks_holds_one_chunk_of_logits(simulated: Callable[..., Any]) -> None:
+    ask = simulated(LANGUAGE.replace("def loss", "del criterion\ndef loss", 1))
+    offers = {offer["name"]: offer["what"] for offer in ask("changes")["changes"]}
+    assert "torch.utils.checkpoint around head and cross_entropy" in offers["chunked loss"]
+    plain, chunked = (
+        Trace.from_record(reply["trace"])
+        for reply in (ask("trace", parts=[8, 8]), ask("changed", parts=[8, 8], change="chunked loss"))
+    )
+    logits = 8 * 64 * VOCABULARY * 4
+    assert most_bytes(plain) > 3 * logits
+    assert most_bytes(plain) - most_bytes(chunked) > 2 * logits
+    assert sum(size == logits for size in plain.sizes) >= 3
+    assert max(size for size in chunked.sizes if isinstance(size, int)) <= logits // CHUNKS
+
+
+LIKELIHOOD = """
+def loss(model, ids):
+    return F.nll_loss(F.log_softmax(model(ids[:, :-1]), -1).flatten(0, 1), ids[:, 1:].flatten())
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "offered"),
+    [(LANGUAGE + LIKELIHOOD, True), ("model = lambda: nn.Linear(8, 4)", False)],
+    ids=["logits that somebody else reads", "no table of many classes"],
+)
+def test_what_has_no_such_loss_is_not_changed(lines: str, offered: bool, simulated: Callable[..., Any]) -> None:
+    ask = simulated(lines.replace("def loss", "del criterion\ndef loss", 1))
+    assert ("chunked loss" in [offer["name"] for offer in ask("changes")["changes"]]) == offered
+    reply = ask("changed", parts=[3, 3], change="chunked loss")
+    assert "no cross entropy is computed of a head's logits" in reply["failed"]
+    assert "failure" not in ask("trace", parts=[3, 3])

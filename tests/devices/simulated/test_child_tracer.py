@@ -48,11 +48,6 @@ def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
     assert tracer.trace((2, 2)) == small
 
 
-def test_a_repeated_trace_is_the_same_in_another_process(make: Make) -> None:
-    first, second = (make(EXAMPLES / "docstring_gpt.py", precision="bf16").trace((3, 2)) for _ in range(2))
-    assert first == second
-
-
 def test_a_labelled_trace_is_the_plain_one_with_labels(make: Make) -> None:
     tracer = make(EXAMPLES / "docstring_gpt.py", precision="bf16")
     plain = tracer.trace((3, 2))

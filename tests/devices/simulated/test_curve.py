@@ -1,18 +1,136 @@
-"""The curve over the micro-batch, from traces made by hand."""
+"""Memory over the micro-batch: families of traces, and points of the curve."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from synthetic_traces import make_trace
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_traces import linear, make_trace
 
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.explaining import curve_points
+from autoaccum.devices.simulated.family import NotAffineError, grow_squarely, make_family
 from autoaccum.devices.simulated.replays import Replays
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import GIB, MIB
+
+Size = Callable[[int], int | Scratch]
+
+
+def trace(size: int, *blocks: Size, parts: int = 2, events: tuple[int, ...] | None = None) -> Trace:
+    return Trace(
+        parts=(size,) * parts,
+        events=tuple(range(len(blocks))) if events is None else events,
+        sizes=tuple(block(size) for block in blocks),
+        phases=((0, "model"),),
+        last_update=0,
+    )
+
+
+def weight(size: int) -> int:
+    return 4096
+
+
+def row(size: int) -> int:
+    return 100 + 64 * size
+
+
+def scores(size: int) -> Scratch:
+    return Scratch("scores", (7, size * 12, 3 * size - 1))
+
+
+@given(st.integers(2, 10**6), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**9)), max_size=5))
+def test_what_follows_is_what_is_so(size: int, lines: list[tuple[int, int]]) -> None:
+    blocks = [lambda size, base=base, slope=slope: base + slope * size for base, slope in lines]
+    family = make_family([trace(each, *blocks, scores) for each in (2, 5, 3)])
+    assert family.at(size) == trace(size, *blocks, scores)
+    assert (family.sizes, family.checked) == ((2, 3, 5), True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 9, 500])
+def test_a_whole_step_follows(size: int) -> None:
+    family = make_family([make_trace((each, each), linear()) for each in (2, 5, 3)])
+    assert family.at(size) == make_trace((size, size), linear())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((weight, lambda n: 16 * n * n), "block 1 takes 64, 256 and 1024 bytes at 2, 4 and 8 samples"),
+        ((lambda n: -(-n // 3) * 512,), "block 0 takes 512, 1024 and 1536 bytes at 2, 4 and 8 samples"),
+        ((lambda n: 3 * n // 2,), "block 0 takes 3, 6 and 12 bytes at 2, 4 and 8 samples"),
+        (
+            (lambda n: Scratch("rows", (5, n * n)),),
+            "block 0 takes 4, 16 and 64 as number 1 of 'rows' at 2, 4 and 8 samples",
+        ),
+        (
+            (lambda n: Scratch("one" if n < 8 else "other", (n,)),),
+            "block 0 is scratch of 'one' by 1 numbers and scratch of 'other' by 1 numbers at 2 and 8 samples",
+        ),
+        ((lambda n: n if n < 8 else Scratch("one", (n,)),), "block 0 is a tensor's and scratch of 'one' by 1 numbers"),
+    ],
+)
+def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
+    with pytest.raises(NotAffineError, match=re.escape(message)):
+        make_family([trace(size, *blocks) for size in (2, 4, 8)])
+
+
+def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
+    others = weight, row, lambda n: -(-n // 3) * 512, lambda n: n * n + n, lambda n: Scratch("rows", (n * n,))
+    assert not grow_squarely([trace(size, *others) for size in (2, 5, 3)])
+    assert grow_squarely([trace(size, *others, lambda n: 2 * n * n) for size in (2, 5, 3)])
+    assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
+
+
+def test_two_sizes_do_not_tell_what_a_third_would() -> None:
+    family = make_family([trace(size, lambda n: n * n) for size in (2, 4)])
+    assert family.at(8).sizes == (40,)
+    assert not family.checked
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ((0, ~0, 1), "event 1 allocates block 1 and frees block 0 at 2 and 3 samples"),
+        ((0, 1, ~1), "event 2 is missing and frees block 1 at 2 and 3 samples"),
+    ],
+)
+def test_other_events_are_named(other: tuple[int, ...], message: str) -> None:
+    with pytest.raises(NotAffineError, match=message):
+        make_family([trace(2, weight, row), trace(3, weight, row, events=other)])
+
+
+def test_other_phases_and_other_parts_make_no_family() -> None:
+    one, other = trace(2, weight), trace(3, weight)
+    with pytest.raises(NotAffineError, match="phases of the step are not in the same places at 2 and 3 samples"):
+        make_family([one, dataclasses.replace(other, phases=((0, "forward"),))])
+    with pytest.raises(NotAffineError, match="2 parts and 1 parts make no family"):
+        make_family([one, trace(3, weight, parts=1)])
+
+
+def test_smaller_than_any_traced_is_not_told() -> None:
+    family = make_family([trace(size, row) for size in (2, 5, 3)])
+    with pytest.raises(NotAffineError, match="1 sample are fewer than the 2 from which traces follow: trace that size"):
+        family.at(1)
+
+
+def test_nothing_takes_less_than_nothing() -> None:
+    family = make_family([trace(size, lambda n: 100 - 10 * n) for size in (2, 3)])
+    with pytest.raises(NotAffineError, match="block 0 would take"):
+        family.at(11)
+
+
+def test_a_family_needs_two_sizes_of_equal_parts() -> None:
+    with pytest.raises(ValueError, match="equal parts at two sizes"):
+        make_family([trace(2, weight), trace(2, weight)])
+    with pytest.raises(ValueError, match="equal parts at two sizes"):
+        make_family([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
 
 
 def replays() -> Replays:
@@ -42,13 +160,6 @@ def test_goes_on_to_where_the_budget_is_crossed() -> None:
     assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
 
 
-def test_no_size_is_larger_than_what_makes_sense() -> None:
-    points = curve_points(follow, replays(), size=20, most=24, limit_bytes=80 * GIB)
-    assert [points[0].size, points[-1].size] == [2, 24]
-    points = curve_points(follow, replays(), size=20, most=20, limit_bytes=GIB // 4)
-    assert points[-1].size == 20
-
-
 def test_memory_that_hardly_grows_is_not_followed_for_ever() -> None:
     flat = curve_points(
         lambda size: make_trace((size, size), lambda n: 90 * MIB + n),
@@ -58,19 +169,6 @@ def test_memory_that_hardly_grows_is_not_followed_for_ever() -> None:
         limit_bytes=80 * GIB,
     )
     assert flat[-1].size < 10_000
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_small_micro_batches(size: int) -> None:
-    points = curve_points(follow, replays(), size=size, most=5, limit_bytes=80 * GIB)
-    assert [point.size for point in points] == [2, 3, 4, 5]
-
-
-def test_sizes_that_do_not_follow_have_no_curve() -> None:
-    assert curve_points(lambda size: None, replays(), size=8, most=64, limit_bytes=GIB) == ()
-    assert (
-        curve_points(lambda size: follow(size) if size < 9 else None, replays(), size=8, most=64, limit_bytes=GIB) == ()
-    )
 
 
 def test_long_traces_have_no_least_budgets() -> None:

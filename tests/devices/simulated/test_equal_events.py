@@ -192,13 +192,3 @@ def test_a_fake_step_has_the_events_of_a_real_one(name: str, optimizer: str) -> 
         found = record(name, optimizer, fake, "cuda")
     assert found == expected
     assert len(found) > 100
-
-
-def test_nothing_stays_behind() -> None:
-    before = {name: vars(torch.cuda).get(name) for name in dir(torch.cuda)}
-    with simulate(CARD):
-        assert torch.cuda.is_available()
-        assert torch.ones(2, device="cuda").is_cuda
-    assert {name: vars(torch.cuda).get(name) for name in dir(torch.cuda)} == before
-    assert not {"to", "cuda", "pin_memory"} & vars(torch.Tensor).keys()
-    assert torch.ones(2).to("cpu").tolist() == [1.0, 1.0]

@@ -1,15 +1,20 @@
-"""What is known on a simulated card is what a real run computes."""
+"""Values that stay known on the card, and what is said of those that do not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import indent
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
 
+import autoaccum
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.simulation import simulate
@@ -90,12 +95,6 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_nobody_computed_is_not_known(name: str, mode: CardMode) -> None:
-    with pytest.raises(UnknownValue):
-        UNKNOWN[name](IDS.to("cuda")).tolist()
-
-
 def test_the_gradient_comes_back_through_a_known_mask(mode: CardMode) -> None:
     x = torch.randn(3, 4, 5, device="cuda", requires_grad=True)
     chosen = x[IDS.to("cuda") > 1]
@@ -125,3 +124,179 @@ def loss(m, b):
     ask = simulated(lines)
     traces = [ask("trace", parts=[n, n])["trace"] for n in (2, 3, 5)]
     assert traces[0]["events"] == traces[1]["events"] == traces[2]["events"]
+
+
+SOURCE = """
+def leaves_away(mask):
+    return bool((mask == 1).all())
+"""
+
+
+def ask(name: str, mask: Callable[[], torch.Tensor]) -> Any:
+    """A mask on the card is shown to a module of that name, which would leave it away if it is all ones."""
+    module = ModuleType(name)
+    exec(SOURCE, vars(module))
+    with simulate(find_card("rtx3090")):
+        return module.leaves_away(mask())
+
+
+def drawn() -> torch.Tensor:
+    return torch.rand(2, 5, device="cuda") > 0.1
+
+
+def test_masks_that_are_not_known_are_taken_to_have_padding() -> None:
+    assert ask("transformers.modeling_attn_mask_utils", drawn) is False
+
+
+@pytest.mark.parametrize("name", ["model", "transformers.modeling_attn_mask_utilsx"])
+def test_others_are_told_nothing(name: str) -> None:
+    with pytest.raises(UnknownValue, match="a value is read"):
+        ask(name, drawn)
+
+
+@pytest.mark.parametrize("name", ["model", "transformers.modeling_attn_mask_utils"])
+def test_everybody_is_told_what_is_known(name: str) -> None:
+    assert ask(name, lambda: torch.ones(2, 5, dtype=torch.long).to("cuda")) is True
+    assert ask(name, lambda: torch.tensor([[1, 1], [1, 0]]).to("cuda")) is False
+
+
+HEAD = """
+import math
+def model(): return nn.Linear(8, 4)
+del criterion
+def loss(m, b):
+    x, y = m(b[0].requires_grad_()), b[1]
+"""
+PASSED = {
+    "not finite": "if not torch.isfinite(x).all(): raise ValueError",
+    "any nan": "if x.isnan().any().item() or torch.isinf(x).any():\n    raise ValueError(f'{x}')",
+    "a count of nan": "bad = torch.isnan(x).sum().item()\nif bad > 0:\n    print(bad)",
+    "finite, not to be raised for": "if not torch.isfinite(x).all():\n    x = x.clamp(-1, 1)",
+    "finite as a number": "if not math.isfinite(x.sum().item()):\n    raise ValueError",
+    "assert": "assert (x.abs() < 1e6).all(), 'large'",
+    "assert of a number": "assert x.max().item() < 1e6 and 0 < x.std()",
+    "assert of a chain": "assert -9 < x.min() <= 9",
+    "comparison": "if x.max() >= 3 or not (x > -3).all(): raise ValueError",
+    "comparison with a name": "n = 5\nif int(x.argmax()) >= n:\n    message = 'x'\n    raise ValueError(message)",
+    "constant on the left": "if 0 > x.sum().item(): raise ValueError",
+    "equal to a constant": "if x.argmax().item() != 3: raise ValueError",
+    "else": "if (x < 9).all():\n    pass\nelse:\n    raise ValueError",
+    "of torch": "torch._check_tensor_all(x < 9)\ntorch._assert((x < 9).all(), 'large')",
+    "allclose": "assert torch.allclose(x, x + 1) and not torch.equal(x, x + 1)",
+    "all of some": "if any(each.sum() > 9 for each in x): raise ValueError",
+    "validated arguments": "x = torch.distributions.Categorical(logits=x).probs",
+    "a policy": "policy = torch.distributions.Normal(x, x.exp())\nx = policy.log_prob(policy.sample())",
+    "an action": "policy = torch.distributions.Categorical(logits=x)\nx = policy.log_prob(policy.sample())",
+}
+REFUSED = {
+    "a branch": ("if x.mean() > 0:\n    x = x * 2", "model.py:18 (`if x.mean() > 0:`)"),
+    "a branch beside a check": (
+        "if x.mean() > 0:\n    x = x * 2\nelse:\n    assert x.sum() < 9",
+        "model.py:18 (`if x.mean() > 0:`)",
+    ),
+    "what is raised for": ("if abs(x.sum().item() - 1) > 3:\n    raise ValueError", "model.py:18"),
+    "equal to something": ("if x.sum().item() != y.numel():\n    raise ValueError", "model.py:18"),
+    "a loop": ("while x.sum() > 9:\n    raise ValueError", "model.py:18"),
+    "a number": ("x = x * x.sum().item()", "model.py:18"),
+}
+
+
+def workload(lines: str) -> str:
+    return HEAD + indent(lines, "    ") + "\n    return F.cross_entropy(x, y) if x.dim() > 1 else x.mean()\n"
+
+
+@pytest.fixture(autouse=True)
+def validated() -> Iterator[None]:
+    """Have distributions check their arguments, as in a new process: torch.compile in an earlier test ends that."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_check_is_taken_as_passed(name: str, simulated: Callable[[str], Any]) -> None:
+    reply = simulated(workload(PASSED[name]))("inspect")
+    assert "failure" not in reply, reply["failure"]
+    notes = reply["inspection"]["notes"]
+    assert notes
+    assert all("model.py:1" in note and note.endswith(" was taken as passed") for note in notes)
+    assert len(set(notes)) == len(notes)
+
+
+def test_a_note_names_the_line_of_the_library_and_the_users(simulated: Callable[[str], Any]) -> None:
+    notes = simulated(workload(PASSED["validated arguments"]))("inspect")["inspection"]["notes"]
+    assert len(notes) == 1
+    assert "a check at torch/distributions/distribution.py:" in notes[0]
+    assert ", for model.py:18 was taken as passed" in notes[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_decides_more_is_refused(name: str, simulated: Callable[[str], Any]) -> None:
+    lines, where = REFUSED[name]
+    failure = simulated(workload(lines))("inspect")["failure"]
+    for words in ("a value is read of a tensor of shape ()", where, "a simulated card computes no values"):
+        assert words in failure["message"]
+
+
+def test_checks_of_what_is_known_are_not_passed(simulated: Callable[[str], Any]) -> None:
+    failure = simulated(workload("if y.max() >= 2 or y.min() < 9:\n    raise ValueError('labels')"))("inspect")
+    assert "ValueError: labels" in failure["failure"]["message"]
+
+
+LAYERS = "nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))"
+TABLE = "table = torch.tensor([1.0, 2.0, 0.5, 3.0])\n"
+ATTRIBUTE = f"""
+del criterion
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.criterion = {LAYERS}, nn.CrossEntropyLoss(weight=table.clone())
+    def forward(self, x, y):
+        return self.criterion(self.layers(x), y)
+model = M
+def loss(model, batch):
+    return model(*batch) + F.cross_entropy(model.layers(batch[0]), batch[1], weight=table.to(batch[0].device))
+def weight(batch): return table[batch[1]].sum()
+"""
+WEIGHTED = {
+    "a table": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table)",
+    "a table on the card": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table.cuda())",
+    "a moved criterion, smoothed": f"model = {LAYERS}\n"
+    "criterion = nn.CrossEntropyLoss(weight=table, label_smoothing=0.1, ignore_index=2).to('cuda')",
+    "ignored targets": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(ignore_index=2)",
+    "a criterion of the model": ATTRIBUTE,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_are_counted_and_no_trace_leaves_a_criterion_on_the_card(
+    simulated: Callable[..., Any], name: str
+) -> None:
+    ask = simulated(TABLE + WEIGHTED[name])
+    assert "failure" not in (seen := ask("inspect")), seen
+    two, five = ask("trace", parts=(2, 2))["trace"], ask("trace", parts=(5, 5))["trace"]
+    assert two["events"] == five["events"]
+    assert two["phases"] == five["phases"]
+
+
+def test_a_card_gives_back_what_it_was_given_until_that_is_written_to() -> None:
+    with simulate(find_card("rtx3090")):
+        table = torch.tensor([1.0, 2.0])
+        moved = table.cuda()
+        table.zero_()
+        assert moved.cpu().tolist() == [1.0, 2.0]
+        assert moved.to("cpu", torch.float64).dtype == torch.float64
+        moved.mul_(2)
+        with pytest.raises(Exception, match="a value is read"):
+            moved.cpu().tolist()
+
+
+def test_a_plan_of_a_loss_with_class_weights(tmp_path: Path) -> None:
+    file = tmp_path / "weighted.py"
+    head = "import torch\nfrom torch import nn\ndef batch(n): return torch.randn(n, 8), torch.randint(0, 4, (n,))\n"
+    file.write_text(head + TABLE + WEIGHTED["a table"])
+    plan = autoaccum.plan(file, target_batch=64, gpu="rtx3090", max_micro_batch=16)
+    assert plan.micro_batches == (16, 16, 16, 16)
+    assert plan.workload["weight"] == "class weights of the targets != -100 (CrossEntropyLoss)"
+    assert not [note for note in plan.notes if "traced by itself" in note]

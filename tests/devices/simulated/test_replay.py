@@ -1,4 +1,4 @@
-"""Replays: peaks, steady states, where memory ran out, and the least capacity."""
+"""Replays of a trace in one allocator, as a trial and event by event."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_allocator import NoRoom, Reference
-from synthetic_traces import linear, make_trace
 
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
-from autoaccum.devices.simulated.replay import find_heirs, least_capacity, replay
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.replay import find_heirs, least_capacity, replay, reserved_over
+from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -96,12 +98,6 @@ def test_an_update_that_needs_releases_every_time_is_told() -> None:
     assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "nobody asked"
 
 
-def test_releases_at_the_start_only_are_no_matter() -> None:
-    events, sizes = (0, ~0, 1, ~1, 2, ~2, 3, ~3), (30 * MIB, 40 * MIB) * 2
-    done = replay(events, sizes, capacity=45 * MIB, repeat_from=4)
-    assert (done.fits, done.retries, done.repeat_retries) == (True, 1, 0), "40 MiB serve both from then on"
-
-
 def test_releases_that_end_with_the_third_update_are_no_matter() -> None:
     # 0 is kept until its heir 1 is there; the segment 2 wants is freed once more, and from then on is there.
     events, sizes = (0, 1, ~0, 2, ~2), (21 * MIB, 21 * MIB, 30 * MIB)
@@ -111,13 +107,6 @@ def test_releases_that_end_with_the_third_update_are_no_matter() -> None:
     assert (settled.fits, settled.retries, settled.repeat_retries) == (True, 2, 0)
 
 
-def test_releases_that_go_on_are_told_however_often_it_is_repeated() -> None:
-    events, sizes = turns(30)
-    for repeats in (1, 2, 8):
-        done = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2, repeats=repeats)
-        assert (done.retries, done.repeat_retries) == (3 + 2 * repeats, 2)
-
-
 def test_an_update_that_fails_only_after_some_others_is_found() -> None:
     # 2 takes the place of 0, and lies elsewhere each time.
     events, sizes = (0, 1, 2, ~0, ~1, 3, ~3), (30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB)
@@ -125,13 +114,6 @@ def test_an_update_that_fails_only_after_some_others_is_found() -> None:
     assert (first.fits, first.retries, first.repeat_retries) == (True, 1, 0)
     later = replay(events, sizes, capacity=100 * MIB, repeat_from=1, repeats=8)
     assert later.failed_at == 20, "in the fifth update"
-
-
-def test_releases_that_are_no_retries_to_torch_are_told() -> None:
-    kind = AllocatorSettings(max_split_bytes=20 * MIB)
-    events, sizes = (0, 1, ~0, ~1, 2, ~2), (60 * MIB, 40 * MIB, 80 * MIB)
-    done = replay(events, sizes, capacity=120 * MIB, settings=kind, repeat_from=0)
-    assert (done.fits, done.retries, done.repeat_retries) == (True, 0, 2)
 
 
 def test_an_update_that_leaves_something_is_not_repeated() -> None:
@@ -177,30 +159,12 @@ def test_a_repeated_update_may_fail_and_counts_on() -> None:
     assert {done.failed_at for done in tried} == {None, 3}
 
 
-def test_a_share_of_the_card_limits_it() -> None:
-    kind = AllocatorSettings(memory_fraction=0.5, total_bytes=100 * MIB)
-    assert replay((0, 1), (40 * MIB, 20 * MIB), settings=kind).failed_at == 1
-    with pytest.raises(ValueError, match="does not go through"):
-        least_capacity((0, 1), (40 * MIB, 20 * MIB), kind)
-
-
 def test_the_least_capacity_is_less_than_the_peak_where_the_cache_can_go() -> None:
     events, sizes = (0, ~0, 1, ~1), (30 * MIB, 40 * MIB)
     assert replay(events, sizes).peak_reserved_bytes == 70 * MIB
     assert least_capacity(events, sizes) == 40 * MIB
     assert least_capacity(events, sizes, EXPANDABLE) == 40 * MIB
     assert least_capacity((), ()) == 0
-
-
-def test_a_step_needs_little_more_than_its_peak() -> None:
-    trace = make_trace((16, 16), linear())
-    sizes = [size for size in trace.sizes if isinstance(size, int)]
-    done = replay(trace.events, sizes, repeat_from=trace.last_update)
-    least = least_capacity(trace.events, sizes, repeat_from=trace.last_update)
-    assert 0.99 * done.peak_allocated_bytes <= least <= done.peak_reserved_bytes <= 1.1 * done.peak_allocated_bytes
-    assert least_capacity(trace.events, sizes, most=done.peak_reserved_bytes + MIB) <= done.peak_reserved_bytes
-    with pytest.raises(ValueError, match="does not go through"):
-        least_capacity(trace.events, sizes, most=least // 2)
 
 
 kinds = st.sampled_from(
@@ -281,3 +245,82 @@ def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSe
     assert replay(events, sizes, capacity=least, settings=kind, optional=optional).fits
     assert not replay(events, sizes, capacity=least - 1, settings=kind, optional=optional).fits
     assert least <= replay(events, sizes, settings=kind).peak_reserved_bytes
+
+
+WORKSPACE = Scratch("convolution", (20 * MIB, 20 * MIB, 2, 0, 1, 0))
+"""Of 40 MiB, which cuDNN does without where there is no memory."""
+
+
+@pytest.fixture
+def replays() -> Replays:
+    return Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+
+
+def trace(*sizes: int | Scratch, events: tuple[int, ...]) -> Trace:
+    return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
+
+
+@pytest.mark.parametrize(("limit_mib", "held_mib"), [(120, 100), (100, 100), (99, 92), (92, 92), (91, 60)])
+def test_a_refused_workspace_does_not_end_what_is_held(replays: Replays, limit_mib: int, held_mib: int) -> None:
+    known = trace(30 * MIB, 30 * MIB, WORKSPACE, 32 * MIB, events=(0, 1, 2, ~2, 3))
+    assert replays.peak_bytes(known) == 100 * MIB
+    assert replays.held_bytes(known, limit_mib * MIB) == held_mib * MIB
+
+
+def test_the_cache_is_given_back_within_a_limit(replays: Replays) -> None:
+    known = trace(40 * MIB, 60 * MIB, events=(0, ~0, 1))
+    assert replays.peak_bytes(known) == 100 * MIB
+    assert replays.held_bytes(known, 99 * MIB) == 60 * MIB
+    assert replays.trial(known, 99 * MIB).peak_reserved_bytes == 100 * MIB
+
+
+def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
+    def update(*sizes: int, events: tuple[int, ...]) -> Trace:
+        return Trace(
+            parts=(1,),
+            events=events,
+            sizes=sizes,
+            phases=((0, "forward"), (2, "backward"), (3, "update")),
+            last_update=1,
+        )
+
+    once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
+    assert (replays.trial(once, 60 * MIB).outcome, replays.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
+    always = update(2 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, ~1, 2, ~2))
+    assert replays.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
+    later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
+    failed = replays.trial(later, 100 * MIB)
+    assert (failed.outcome, failed.phase) == ("oom", "backward")
+
+
+def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replays: Replays) -> None:
+    small = range(1, 31)
+    events = (0, *small, *(~block for block in small), 31, ~31)
+    known = Trace(
+        parts=(1,), events=events, sizes=(MIB, *[MIB] * 30, 30 * MIB), phases=((0, "forward"),), last_update=1
+    )
+    assert replays.peak_bytes(known) > 40 * MIB
+    trial = replays.trial(known, 40 * MIB)
+    assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
+    assert replays.trial(known, replays.peak_bytes(known)).outcome == "ok"
+
+
+def test_of_an_update_the_repetition_is_told() -> None:
+    # The first time, 30 MiB are asked for where 20 are cached, and the second time there are both.
+    events, sizes = (0, 1, ~1, 2, ~2, 3, ~3), (MIB, 20 * MIB, 30 * MIB, 2 * MIB)
+    first, cached = 2 * MIB, 52 * MIB
+    assert reserved_over(events, sizes, repeat_from=len(events)) == [first, *2 * [22 * MIB], *4 * [cached]]
+    assert reserved_over(events, sizes, repeat_from=1) == [first, *6 * [cached]]
+
+
+@given(st.lists(st.integers(0, 1 << 25), min_size=1, max_size=20), st.data())
+def test_the_most_is_the_peak_of_a_replay(sizes: list[int], data: st.DataObject) -> None:
+    events: list[int] = []
+    for block in range(len(sizes)):
+        events.append(block)
+        alive = sorted(set(events) - {~event for event in events if event < 0} - {e for e in events if e < 0})
+        events.extend(~block for block in data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=2)))
+    start = data.draw(st.integers(0, len(events)))
+    held = reserved_over(events, sizes, repeat_from=start)
+    assert len(held) == len(events)
+    assert max(held) == replay(events, sizes, repeat_from=start).peak_reserved_bytes

@@ -49,19 +49,6 @@ def test_reserve_is_what_was_measured(cell: Cell, expected: int) -> None:
     assert measured == expected
 
 
-def test_reserve_grows_with_what_is_asked_for() -> None:
-    def reserve(**changes: Any) -> int:
-        form = {"rows": 80, "hidden_size": 64, "num_layers": 2, "directions": 1, "element_bytes": 4, **changes}
-        return reserve_bytes("lstm", **form)
-
-    assert reserve() == 80 * 4 * (5 * 64 * 2 + 64)
-    assert reserve(directions=2) == 2 * reserve()
-    assert reserve(element_bytes=2) * 2 == reserve()
-    assert reserve(dropout=True) - reserve() == 80 * 4 * 64
-    assert reserve(projection=16) < reserve()
-    assert reserve(rows=160) == 2 * reserve()
-
-
 @pytest.mark.parametrize(
     ("cell", "changes", "percent"),
     [
@@ -136,25 +123,6 @@ def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
         assert [grad.shape for grad in grads if grad is not None] == [weight.shape for weight in network.parameters()]
 
 
-def test_reserve_lives_until_backward() -> None:
-    with on_card() as recorder:
-        network, x = nn.GRU(INPUTS, UNITS, num_layers=2, bidirectional=True, device="cuda:0"), samples()
-        before = recorder.alive_bytes
-        out = network(x)[0]
-        reserve = reserve_bytes("gru", rows=ROWS, hidden_size=UNITS, num_layers=2, directions=2, element_bytes=4)
-        assert recorder.alive_bytes - before > reserve
-        torch.autograd.backward(out.sum())
-        del out
-        gradients = sum(parameter.numel() for parameter in network.parameters()) + x.numel()
-        assert recorder.alive_bytes - before == gradients * 4
-
-
-def test_evaluation_keeps_nothing() -> None:
-    with on_card() as recorder, torch.no_grad():
-        network, x = nn.LSTM(INPUTS, UNITS, device="cuda:0").eval(), samples()
-        assert 5 * ROWS * UNITS * 4 not in sizes_of(recorder, lambda: network(x))
-
-
 @pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn")])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_all_kinds_train(name: str, kind: Cell, bidirectional: bool) -> None:
@@ -171,14 +139,6 @@ def test_all_kinds_train(name: str, kind: Cell, bidirectional: bool) -> None:
         form = {"rows": ROWS, "hidden_size": UNITS, "num_layers": 3, "directions": directions, "element_bytes": 4}
         assert reserve_bytes(kind, **form, dropout=True) in sizes
         assert all(parameter.grad is not None for parameter in network.parameters())
-
-
-def test_projections() -> None:
-    with on_card():
-        network = nn.LSTM(INPUTS, UNITS, proj_size=16, num_layers=2, device="cuda:0")
-        out, (hidden, cell) = network(samples())
-        assert (out.shape[-1], hidden.shape[-1], cell.shape[-1]) == (16, 16, UNITS)
-        torch.autograd.backward(out.sum())
 
 
 def test_autocast_copies_weights_for_each_call() -> None:
@@ -225,12 +185,6 @@ def test_packed_sequences_count_their_own_rows() -> None:
         assert held[0].shape == (BATCH, 10, UNITS)
         torch.autograd.backward(held[0].sum())
         assert x.grad is not None
-
-
-def test_unsorted_packed_sequences() -> None:
-    with on_card():
-        packed = pack_padded_sequence(samples(), torch.tensor([3, 10, 1, 5, 4, 3, 2, 1]), True, enforce_sorted=False)
-        torch.autograd.backward(nn.GRU(INPUTS, UNITS, device="cuda:0")(packed)[0].data.sum())
 
 
 def test_cells_are_fused() -> None:

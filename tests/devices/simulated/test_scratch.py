@@ -144,12 +144,6 @@ def test_efficient_gradient_multiplies_outside_its_kernel() -> None:
         assert bytes_of(rule, *narrow[:6], *halves, on=V100) == bytes_of(rule, *wide[:6], *halves, on=T4) == 0
 
 
-def test_cudnn_attention_is_taken_for_flash_attention() -> None:
-    flash = bytes_of("flash_gradient", 2, 8, 256, 64, 0) + bytes_of("flash_row_sums", 2, 8, 256)
-    assert bytes_of("cudnn_gradient", 2, 8, 8, 256, 256, 64, 2) == flash
-    assert not estimate(Scratch("cudnn_gradient", (2, 8, 8, 256, 256, 64, 2)), H100, NEWEST).measured
-
-
 @pytest.mark.parametrize(
     ("on", "version", "expected"),
     [
@@ -234,22 +228,6 @@ def test_batch_norm_takes_partial_sums_of_channels_last_data() -> None:
     assert bytes_of("group_norm", 8 * 32, 4) == 4 * 8 * 32
 
 
-def test_batch_norm_of_cudnn_is_a_band_alone() -> None:
-    """Two pairs of sums for each of 64 channels; on channels-last data, a pair on each of 132 multiprocessors."""
-    contiguous, channels_last = (estimate(Scratch("cudnn_batch_norm", (64, last)), H100, NEWEST) for last in (0, 1))
-    assert (contiguous.bytes, contiguous.band_bytes, contiguous.measured) == (0, 4 * 4 * 64, False)
-    assert (channels_last.bytes, channels_last.band_bytes) == (0, 2 * 4 * 64 * 132)
-
-
-def test_recurrent_layer_holds_its_gates() -> None:
-    assert bytes_of("recurrent", 160, 32, 4, 2, 4) == 160 * 32 * 4 * 2 * 4
-
-
-def test_recurrent_reserve_is_a_band_alone() -> None:
-    answer = estimate(Scratch("recurrent_reserve", (1001, 25)), H100, NEWEST)
-    assert (answer.bytes, answer.band_bytes, answer.measured) == (0, 251, False)
-
-
 def test_embedding_gradient_is_sorted_above_3072_tokens() -> None:
     assert bytes_of("embedding_sums", 3072, 50_257, 768, 4, 3073) == 0
     assert bytes_of("embedding_sums", 8192, 50_257, 768, 4, 3073) == 4 * 768 * (819 + 8192)
@@ -278,13 +256,6 @@ def test_sorting_and_scanning() -> None:
     assert bytes_of("scan", 10_000) == 1023
     assert bytes_of("scan", 1_000_000) == 5119
     assert bytes_of("foreach_norm", 148, 38_597_376, 4) == 148 * 589 * 4
-
-
-@pytest.mark.parametrize(
-    "rule", ["layout_copy", "cast_copy", "loss_elements", "softmax_product", "difference", "ctc_gradient"]
-)
-def test_tensor_inside_an_operator(rule: str) -> None:
-    assert bytes_of(rule, 1234) == 1234
 
 
 _COUNTS = {

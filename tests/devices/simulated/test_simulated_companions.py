@@ -92,13 +92,6 @@ def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> No
     assert averaging.sizes.count(COUNT) > plain.sizes.count(COUNT), "how many updates are in it goes to the card"
 
 
-def test_tied_weights_are_averaged_once(trace: Make) -> None:
-    tie = "net.other = net.last\n    net.more = nn.Linear(4, 4).requires_grad_(False)"
-    model = f"def model():\n    net = Net()\n    {tie}\n    return net\n"
-    plain, averaging = (trace(model + keeps) for keeps in ("", 'keeps = "ema"\n'))
-    assert held(averaging)[-1] - held(plain)[-1] == PARAMETERS + BUFFERS + 4 * (16 + 4)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_large_evaluation_decides_and_a_small_one_does_not(trace: Make, precision: str) -> None:
     plain = trace(precision=precision)
@@ -143,19 +136,6 @@ def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any
     assert failure["blames"] == "user"
     assert "in evaluation: a value is read" in failure["message"]
     assert "`return model(batch[0]).mean().item()`" in failure["message"]
-
-
-def test_what_evaluate_raises_is_the_users(simulated: Callable[..., Any]) -> None:
-    lines = "evaluation_batch = 4\ndef evaluate(model, batch):\n    raise KeyError('metric')\n"
-    failure = simulated(HEAD + lines)("trace", parts=[2, 2])["failure"]
-    assert failure["blames"] == "user"
-    assert "in evaluation raised KeyError: 'metric'" in failure["message"]
-    assert "in evaluate" in failure["traceback"]
-
-
-def test_an_inspection_tells_what_is_planned_along(simulated: Callable[..., Any]) -> None:
-    inspection = simulated(HEAD + 'keeps = "ema"\nevaluation_batch = 4\n')("inspect")["inspection"]
-    assert (inspection["keeps"], inspection["evaluation_batch"], inspection["worst_of"]) == (("ema",), 4, None)
 
 
 def test_the_longest_samples_make_the_batches_of_a_trace(simulated: Callable[..., Any]) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from synthetic_traces import LAYERS, SyntheticTracer, linear, make_trace
+from synthetic_traces import LAYERS, SyntheticTracer, linear
 
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.context import context_bytes
-from autoaccum.devices.simulated.device import Band, SimulatedDevice
-from autoaccum.devices.simulated.replays import Weigher
+from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.trace import Scratch
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize
@@ -65,11 +64,6 @@ def test_describes_what_is_assumed() -> None:
     assert described["source"]
 
 
-def test_a_plain_size_names_no_card() -> None:
-    described = device(card=find_card("24GiB")).describe()
-    assert (described["name"], described["card"]) == ("24GiB (simulated)", None)
-
-
 def test_what_is_only_assumed_of_a_card_is_said() -> None:
     notes = device(card=find_card("24GiB")).predict((8, 8)).notes
     assert notes[1].startswith("what is known of a card with 24.0 GiB: assumed: all of it visible to PyTorch")
@@ -103,12 +97,6 @@ def test_a_trial_may_have_a_smaller_budget_of_its_own() -> None:
     trial = made.trial((30, 30), limit_bytes=peak // 2)
     assert (trial.outcome, trial.limit_bytes, trial.peak_reserved_bytes) == ("oom", peak // 2, peak)
     assert made.trial((30, 30), limit_bytes=peak).outcome == "ok"
-
-
-def test_larger_parts_take_more() -> None:
-    made = device()
-    peaks = [made.trial((size, size)).peak_reserved_bytes for size in (1, 2, 4, 8, 16, 32)]
-    assert peaks == sorted(peaks)
 
 
 def test_what_is_least_is_enough_and_less_is_not() -> None:
@@ -250,17 +238,6 @@ def test_a_tracer_that_takes_too_long_has_timed_out() -> None:
     assert (trial.outcome, trial.timed_out) == ("error", True)
 
 
-def test_what_cannot_be_simulated_here_is_refused() -> None:
-    with pytest.raises(UsageError, match="cuda:1"):
-        device(failing(UsageError("there is no cuda:1"))).trial((7,))
-
-
-def test_a_forecast_that_fails_is_none() -> None:
-    made = device(failing(WorkloadError("five is unlucky"), 5))
-    assert made.foresee().peak_bytes(20) is None
-    assert made.trial((20, 20)).message == "five is unlucky"
-
-
 def test_closing_ends_the_tracer_and_is_no_end() -> None:
     tracer = SyntheticTracer()
     with device(tracer) as made:
@@ -298,13 +275,6 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     (warning,) = close.warnings
     assert "the budget leaves 10.0 MiB above the least that is needed" in warning
     assert warning.endswith("measure on the card (--device cuda), or keep more (--reserve 100MiB)")
-
-
-def test_no_more_is_offered_to_be_kept_than_there_is() -> None:
-    band = Band(context_bytes(CARD), Weigher(CARD, (2, 13)).weigh(make_trace((1, 1), linear())))
-    assert str(band.warning(150 * MIB, 140 * MIB)).endswith("measure on the card (--device cuda)")
-    assert band.warning(2 * GIB, GIB) is None
-    assert band.warning(GIB, 2 * GIB) is None, "it does not fit, whatever the band"
 
 
 def test_a_host_that_is_too_small_for_the_batch_has_a_way_out() -> None:

@@ -1,8 +1,12 @@
-"""Fake on the card, real on the host."""
+"""Fake on the card, real on the host; what is exchanged for that, and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.jobs import collecting_by_hand
+from autoaccum.devices.simulated.patches import Numbering, replaced
 from autoaccum.devices.simulated.simulation import OWN_KERNELS, simulate
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
+from autoaccum.errors import UsageError
 
 
 @pytest.fixture
@@ -155,3 +162,97 @@ def test_whole_numbers_keep_their_values_while_lazy(mode: CardMode) -> None:
     mode.lazy = False
     assert int((labels != -100).sum()) == 40_000
     assert isinstance(images, FakeTensor)
+
+
+class Base:
+    kept = 1
+
+
+class Derived(Base):
+    own = 2
+
+
+@pytest.mark.parametrize("name", ["own", "kept"])
+def test_what_was_there_comes_back(name: str) -> None:
+    before = dict(vars(Derived))
+    with suppress(ZeroDivisionError), replaced(Derived, name, 7):
+        assert getattr(Derived, name) == 7
+        assert Base.kept == 1
+        raise ZeroDivisionError
+    assert dict(vars(Derived)) == before
+
+
+def test_what_is_not_there_is_told_with_the_version() -> None:
+    with (
+        pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no Derived\.gone"),
+        replaced(Derived, "gone", 7),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["_group_tensors_by_device_and_dtype", "_conv_determine_backend_memory_format"])
+def test_a_torch_that_changed_is_refused_and_not_mispredicted(
+    name: str, simulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C, name)
+    failure = simulated("def model(): return nn.Linear(8, 4)")("inspect")["failure"]
+    assert failure["blames"] == "user"
+    assert f"torch {torch.__version__} has no torch._C.{name}" in failure["message"]
+
+
+def test_numbers_are_given_in_order_and_kept_for_life() -> None:
+    numbering = Numbering()
+    tensors = [torch.empty(1) for _ in range(3)]
+    assert [numbering.number_of(tensor) for tensor in (*tensors, *reversed(tensors))] == [0, 1, 2, 2, 1, 0]
+    del tensors[1:]
+    later = [torch.empty(1) for _ in range(100)]  # Some of them where others have lain.
+    assert [numbering.number_of(tensor) for tensor in (*later, tensors[0])] == [*range(3, 103), 0]
+    assert len(numbering._known) == 101
+
+
+def test_what_outlives_a_restart_shares_its_number_with_nothing() -> None:
+    numbering = Numbering()
+    tensors = [torch.empty(1) for _ in range(3)]
+    assert [numbering.number_of(tensor) for tensor in tensors] == [0, 1, 2]
+    del tensors[0]
+    numbering.restart()
+    assert [numbering.number_of(tensor) for tensor in [torch.empty(1) for _ in range(3)]] == [0, 3, 4]
+
+
+def test_sets_have_the_order_in_which_they_were_filled() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    with simulate(find_card("rtx3090")):
+        modules, parameters = set(model), set(model.parameters())
+        assert list(modules) == list(model)
+        assert [id(each) for each in parameters] == [id(each) for each in model.parameters()]
+        model.to("cuda")
+        assert {*model.parameters()} == {*reversed(list(model.parameters()))}
+        linear = model[7]
+        del model[7], modules, parameters
+        gc.collect()
+        assert linear in {linear: None}
+    assert hash(linear) == object.__hash__(linear)
+    assert hash(linear.weight) == id(linear.weight)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_who_enables_it_collects_nothing(enabled: bool) -> None:
+    thresholds = gc.get_threshold()
+    if not enabled:
+        gc.disable()
+    try:
+        with collecting_by_hand():
+            gc.enable()
+            first = weakref.ref(Cycle())
+            cycles = [Cycle() for _ in range(3 * max(thresholds[0], 1000))]
+            assert first() is not None
+            gc.collect()
+            assert first() is None
+        assert (gc.isenabled(), gc.get_threshold(), len(cycles) > 0) == (enabled, thresholds, True)
+    finally:
+        gc.enable()

@@ -2,7 +2,7 @@
 
 `PYTHONPATH=.:tests/shared python tests/shared/real_allocator/pretend.py SITE_PACKAGES FOLDER` builds it (g++ and CUDA's
 headers, as `record.py`) and prints the environment under which that torch finds such a card. So far as cuDNN is not
-needed, `python -m tests.gpu.measure --only constants history` then runs as on a card, and what PyTorch's sources decide
+needed, `python -m tests.gpu.measure --only constants` then runs as on a card, and what PyTorch's sources decide
 is settled: reductions, attention, embeddings, sorting, workspaces. What libraries and drivers decide is not, nor how
 much a real card has free: nothing of it is data for `tests/gpu/data`.
 """

@@ -1,0 +1,289 @@
+"""Convolutions, dropout, norms and CTC losses as CUDA runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.kernels.layers import is_cudnn_batch_norm
+from autoaccum.devices.simulated.recorder import Recorder
+from autoaccum.devices.simulated.simulation import simulate
+
+CARD = Card(name="a", title="A", total_bytes=2**34, capability=(8, 0), multiprocessors=108, source="a test's own")
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize(("tensor_last", "weight_last"), [(True, True), (True, False), (False, True), (False, False)])
+def test_one_operand_in_channels_last_decides(tensor_last: bool, weight_last: bool) -> None:
+    with simulate(CARD):
+        tensor, weight = torch.empty(2, 8, 6, 6, device="cuda:0"), torch.empty(4, 8, 3, 3, device="cuda:0")
+        tensor = tensor.to(memory_format=LAST) if tensor_last else tensor
+        weight = weight.to(memory_format=LAST) if weight_last else weight
+        operands = tensor.requires_grad_(), weight.requires_grad_()
+        out = F.conv2d(*operands)
+        gradients = torch.autograd.grad(out, operands, torch.empty_like(out))
+    assert {each.is_contiguous(memory_format=LAST) for each in (out, *gradients)} == {tensor_last or weight_last}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 4, 1)],
+    ids=["depthwise", "transposed", "pointwise"],
+)
+def test_every_convolution_of_cudnn(layer: nn.Module) -> None:
+    with simulate(CARD):
+        tensor = torch.empty(2, 8, 6, 6, device="cuda:0").to(memory_format=LAST)
+        out = layer.to("cuda")(tensor)
+    assert out.is_contiguous(memory_format=LAST)
+
+
+def test_doubles_and_sequences_are_contiguous() -> None:
+    with simulate(CARD):
+        double = torch.empty(2, 8, 6, 6, dtype=torch.double, device="cuda:0").to(memory_format=LAST)
+        assert F.conv2d(double, double[:, :, :3, :3]).is_contiguous()
+        assert nn.Conv1d(8, 4, 3, device="cuda:0")(torch.empty(2, 8, 6, device="cuda:0")).is_contiguous()
+
+
+DROPOUT_CARD = Card(
+    name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"
+)
+ELEMENTS = 1 << 12
+
+
+@contextmanager
+def recording() -> Iterator[tuple[Recorder, Tensor]]:
+    with simulate(DROPOUT_CARD) as mode:
+        x = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
+        mode.recorder.begin(lambda: "forward")
+        yield mode.recorder, x
+
+
+def test_keeps_a_byte_per_element() -> None:
+    with recording() as (recorder, x):
+        y = F.dropout(x, 0.1)
+        assert recorder.sizes[1:] == [ELEMENTS, 2 * ELEMENTS], "the mask comes first"
+        gradient = torch.empty_like(y)
+        del recorder.sizes[:]
+        torch.autograd.backward(y, gradient)
+        assert recorder.sizes == [2 * ELEMENTS]
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])
+def test_takes_nothing_when_it_does_nothing(p: float, train: bool) -> None:
+    with recording() as (recorder, x):
+        assert F.dropout(x, p, train) is not None
+        assert recorder.sizes[1:] == []
+
+
+def test_drops_all_by_a_product() -> None:
+    with recording() as (recorder, x):
+        y = F.dropout(x, 1.0)
+        assert recorder.sizes[1:] == [2, 2 * ELEMENTS]
+        torch.autograd.backward(y.sum())
+
+
+def test_in_place_keeps_a_wide_mask() -> None:
+    with recording() as (recorder, x):
+        y = F.dropout(x * 2, 0.1, inplace=True)
+        assert recorder.sizes[1:] == [2 * ELEMENTS, 2 * ELEMENTS]
+        torch.autograd.backward(y.sum())
+
+
+def test_an_empty_batch_passes() -> None:
+    with recording():
+        assert nn.Dropout(0.5)(torch.empty(0, 4, device="cuda:0")).shape == (0, 4)
+
+
+NORMALISATION_CARD = Card(
+    name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up"
+)
+BATCH, CHANNELS, SIDE = 4, 32, 8
+NORMALISATION_ELEMENTS = BATCH * CHANNELS * SIDE * SIDE
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_card() -> Iterator[Recorder]:
+    with simulate(NORMALISATION_CARD) as mode:
+        yield mode.recorder
+
+
+def image(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(BATCH, CHANNELS, SIDE, SIDE, device="cuda:0", dtype=dtype, requires_grad=True)
+
+
+def sizes_of(recorder: Recorder, run: Callable[[], Any]) -> list[Any]:
+    start = len(recorder.sizes)
+    kept = run()
+    del kept
+    return [size for size in recorder.sizes[start:] if isinstance(size, int)]
+
+
+BASE: dict[str, Any] = {
+    "dtype": "float32",
+    "weight": "float32",
+    "bias": "float32",
+    "tracks": (True, True),
+    "shape": (4, 32, 8, 8),
+    "training": True,
+    "eps": 1e-5,
+    "enabled": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"dtype": "float16"}, True),
+        ({"dtype": "float16", "weight": "float16"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"weight": None, "bias": None}, False),
+        ({"shape": (4, 32)}, False),
+        ({"shape": (4, 32, 8)}, True),
+        ({"tracks": (False, False)}, True),
+        ({"tracks": (False, False), "training": False}, False),
+        ({"training": False}, True),
+        ({"shape": (70_000, 2, 1, 1), "training": False}, False),
+        ({"shape": (70_000, 2, 1, 1)}, True),
+        ({"shape": (1 << 10, 1 << 11, 1 << 10)}, False),
+        ({"enabled": False}, False),
+    ],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else "",
+)
+def test_batch_norm_runs_with_cudnn(changes: dict[str, Any], expected: bool) -> None:
+    assert is_cudnn_batch_norm(**{**BASE, **changes}) is expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.float32, "cudnn_batch_norm"), (torch.float16, "cudnn_batch_norm"), (torch.bfloat16, "native_batch_norm")],
+    ids=["fp32", "fp16", "bf16"],
+)
+def test_batch_norm_saves_statistics_in_fp32(dtype: torch.dtype, kernel: str) -> None:
+    with on_card() as recorder:
+        layer, x = nn.BatchNorm2d(CHANNELS, device="cuda:0"), image(dtype)
+        held: list[Tensor] = []
+        with Operators() as seen:
+            sizes = sizes_of(recorder, lambda: held.append(layer(x)))
+        assert kernel in seen.names
+        assert sizes == [NORMALISATION_ELEMENTS * x.element_size(), CHANNELS * 4, CHANNELS * 4]
+        gradient = torch.empty_like(held[0])
+        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
+        assert sizes == [NORMALISATION_ELEMENTS * x.element_size(), CHANNELS * 4, CHANNELS * 4]
+
+
+def test_cudnn_copies_a_strided_input() -> None:
+    with on_card() as recorder:
+        layer, x = nn.BatchNorm2d(CHANNELS, device="cuda:0"), image()
+        half = NORMALISATION_ELEMENTS * 2
+        assert sizes_of(recorder, lambda: layer(x[:, :, ::2])) == [half, half, CHANNELS * 4, CHANNELS * 4]
+        with torch.backends.cudnn.flags(enabled=False):
+            assert sizes_of(recorder, lambda: layer(x[:, :, ::2])) == [half, CHANNELS * 4, CHANNELS * 4]
+
+
+def test_batch_norm_evaluates_and_differentiates() -> None:
+    with on_card():
+        layer, x = nn.BatchNorm2d(CHANNELS, device="cuda:0").eval(), image()
+        torch.autograd.backward(layer(x).sum())
+        assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rms_norm_is_one_kernel(dtype: torch.dtype) -> None:
+    with on_card() as recorder:
+        layer = nn.RMSNorm(64, device="cuda:0", dtype=dtype)
+        x = torch.empty(16, 64, device="cuda:0", dtype=dtype, requires_grad=True)
+        width = x.element_size()
+        held: list[Tensor] = []
+        assert sizes_of(recorder, lambda: held.append(layer(x))) == [16 * 64 * width, 16 * 4]
+        gradient = torch.empty_like(held[0])
+        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
+        assert sizes == [16 * 64 * width, 64 * width]
+
+
+def test_group_norm_saves_statistics_in_its_own_dtype() -> None:
+    with on_card() as recorder:
+        layer, x = nn.GroupNorm(4, CHANNELS, device="cuda:0", dtype=torch.bfloat16), image(torch.bfloat16)
+        assert sizes_of(recorder, lambda: layer(x)) == [NORMALISATION_ELEMENTS * 2, BATCH * 4 * 2, BATCH * 4 * 2]
+
+
+CTC_CARD = Card(name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up")
+STEPS, CTC_BATCH, CLASSES, LONGEST = 50, 4, 20, 10
+
+
+def sizes_of_ctc(recorder: Recorder, run: Callable[[], Any]) -> list[Any]:
+    start = len(recorder.sizes)
+    kept = run()
+    del kept
+    return [size for size in recorder.sizes[start:] if isinstance(size, int) and size != 4]
+
+
+def log_probs() -> Tensor:
+    return torch.empty(STEPS, CTC_BATCH, CLASSES, device="cuda:0", requires_grad=True)
+
+
+def test_keeps_a_table_of_paths() -> None:
+    with on_card() as recorder:
+        x, lengths = log_probs(), torch.tensor([3, LONGEST, 7, 1])
+        held: list[Tensor] = []
+        targets = torch.ones(CTC_BATCH, LONGEST + 2, dtype=torch.long)
+
+        def run() -> None:
+            held.append(F.ctc_loss(x, targets, torch.full((CTC_BATCH,), STEPS), lengths, reduction="sum"))
+
+        table = CTC_BATCH * STEPS * (2 * LONGEST + 1) * 4
+        assert sizes_of_ctc(recorder, run) == [CTC_BATCH * (LONGEST + 2) * 8, table, CTC_BATCH * 4]
+        sizes = sizes_of_ctc(recorder, lambda: torch.autograd.backward(held[0]))
+        assert sizes == [table, STEPS * CTC_BATCH * CLASSES * 4]
+
+
+def test_cudnn_takes_short_targets_in_a_row() -> None:
+    with on_card() as recorder:
+        x, lengths = log_probs(), torch.tensor([3, LONGEST, 7, 1], dtype=torch.int32)
+        held: list[Tensor] = []
+        targets = torch.ones(21, dtype=torch.int32)
+        inputs = torch.full((CTC_BATCH,), STEPS, dtype=torch.int32)
+        whole = STEPS * CTC_BATCH * CLASSES * 4
+        run = lambda: held.append(F.ctc_loss(x, targets, inputs, lengths, reduction="sum"))  # noqa: E731
+        assert sizes_of_ctc(recorder, run) == [CTC_BATCH * 4, whole]
+        assert sizes_of_ctc(recorder, lambda: torch.autograd.backward(held[0])) == [whole]
+
+
+def test_lengths_on_the_card_count_as_the_widest() -> None:
+    with on_card() as recorder:
+        targets = torch.empty(CTC_BATCH, LONGEST, dtype=torch.long, device="cuda:0")
+        lengths = [torch.empty(CTC_BATCH, dtype=torch.long, device="cuda:0") for _ in range(2)]
+        sizes = sizes_of_ctc(recorder, lambda: F.ctc_loss(log_probs(), targets, lengths[0], lengths[1]))
+        assert CTC_BATCH * STEPS * (2 * LONGEST + 1) * 4 in sizes
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_reductions_and_unbatched_inputs(reduction: str) -> None:
+    with on_card():
+        x = torch.empty(STEPS, CLASSES, device="cuda:0", requires_grad=True)
+        lengths = torch.tensor(STEPS), torch.tensor(3)
+        loss = F.ctc_loss(x, torch.ones(3, dtype=torch.long), *lengths, reduction=reduction, zero_infinity=True)
+        assert loss.shape == ()
+        torch.autograd.backward(loss)
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
