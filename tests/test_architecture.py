@@ -71,8 +71,6 @@ WITHOUT_TORCH = (
     "tuning/settings.py",
     "tuning/studies/",
     "reporting/pictures/formats.py",
-    "reporting/pictures/layout.py",
-    "reporting/pictures/spans.py",
     "reporting/pictures/theme.py",
     "reporting/pictures/tuning_files.py",
     "reporting/pictures/tuning_scale.py",
