@@ -144,7 +144,7 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
         objective=dataclasses.replace(objective, batching=read_batching(parts.get("split"), parts.get("size"))),
         evaluate=parts.get("evaluate"),
         name=type(parts["model"]).__name__,
-        **{name: value for name, value in options.overrides.items() if value is not None},
+        options=options,
     )
 
 

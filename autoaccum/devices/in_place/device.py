@@ -18,11 +18,9 @@ from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.in_place.host_copy import check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.devices.in_place.keeper import StateKeeper, check_host_copy, count_live_bytes, inspection_error
 from autoaccum.devices.in_place.places import Place, make_place
 from autoaccum.devices.in_place.subjects import LiveObjects, prepare
-from autoaccum.devices.in_place.verdicts import inspection_error
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.reading import Reading, without_stretch

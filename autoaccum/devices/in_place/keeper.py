@@ -1,18 +1,189 @@
-"""Runs something with all live state set aside, and puts it back whatever happens."""
+"""Everything a trial in place may change: what a copy takes, set aside on the host, put back, compared by hash."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from autoaccum.accumulation.changes import listed_names
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.changes import OwnAttributes, changed_names, listed_names, state_entries
+from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.recovery import release_memory
-from autoaccum.devices.in_place.live_state import LiveState
+from autoaccum.accumulation.state import TorchState, dense_parts, tensor_bytes
+from autoaccum.devices.diagnosis import describe_failure
+from autoaccum.devices.failures import failure_error
+from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place.subjects import Tried
-from autoaccum.devices.in_place.verdicts import not_restored
 from autoaccum.devices.interruptions import Interruptions
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import MIB, format_bytes
+
+_LEAST_MARGIN_BYTES = 256 * MIB
+_MARGIN_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """How much live state there is, in bytes.
+
+    Attributes:
+        copy_bytes: What a copy of all of it takes: parameters, buffers, `.grad`, optimizer state, and tensors that
+            modules keep as attributes.
+        guard_bytes: What the Accumulator's own copy takes, with which it guards a trial's first update: parameters
+            and the optimizer state there is by then.
+        held_bytes: What it takes of the model's device as it lies there; storages that several share count once.
+        gradient_bytes: How much of that is `.grad`.
+    """
+
+    copy_bytes: int
+    guard_bytes: int
+    held_bytes: int
+    gradient_bytes: int
+
+
+def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveBytes:
+    """Add up what is there; what is not live training state (a criterion, a template) holds nothing of a trial's."""
+    modules = [module for root in roots.values() for module in root.modules()]
+    parameters = _distinct(parameter for root in roots.values() for parameter in root.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kept = _tensors([[vars(module), module._buffers] for module in modules])
+    state = _distinct(_tensors([] if optimizer is None else list(optimizer.state.values())))
+    trained = _distinct(_tensors([] if optimizer is None else [group["params"] for group in optimizer.param_groups]))
+    everything = _distinct([*parameters, *gradients, *kept, *state, *trained])
+    return LiveBytes(
+        copy_bytes=_size(everything),
+        guard_bytes=_size([*trained, *state]) if optimizer is not None else _size(parameters),
+        held_bytes=_storage_size(everything) if is_live else 0,
+        gradient_bytes=_storage_size(gradients) if is_live else 0,
+    )
+
+
+def check_host_copy(name: str, live: LiveBytes, host: HostMemory, *, guarded_on_host: bool) -> None:
+    """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
+
+    Args:
+        name: What the message calls the model.
+        live: What there is.
+        host: Read now.
+        guarded_on_host: Whether the Accumulator's copy comes on top; on the CPU it is within the budget.
+
+    Raises:
+        UsageError: It does not fit; nothing was touched.
+    """
+    needed = live.copy_bytes + (live.guard_bytes if guarded_on_host else 0)
+    margin = max(_LEAST_MARGIN_BYTES, int(host.free_bytes * _MARGIN_SHARE))
+    if needed + margin > host.free_bytes:
+        raise UsageError(
+            f"the copy of {name} and its optimizer takes {format_bytes(needed)} of host memory,"
+            f" {format_bytes(host.free_bytes)} are free ({host.bound}), and {format_bytes(margin)} stay free",
+            hint="plan it through its file, which needs no copy: autoaccum plan model.py",
+        )
+
+
+def _tensors(root: Any) -> Iterator[Tensor]:
+    """Tensors in a nest of mappings, lists and tuples."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Tensor):
+            yield node
+        elif isinstance(node, Mapping):
+            waiting.extend(node.values())
+        elif isinstance(node, list | tuple):
+            waiting.extend(node)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor_bytes(tensor) for tensor in _distinct(tensors))
+
+
+def _storage_size(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    parts = [part for tensor in tensors for part in dense_parts(tensor.detach())]
+    for part in parts:
+        try:
+            storage = part.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # of another layout
+            storages[id(part)] = part.nbytes
+        else:
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+_RELOAD = "the model is not as it was: load it again before training"
+_SHOWN = 8
+
+
+def inspection_error(failure: BaseException, name: str, device: torch.device) -> BaseException:
+    """The error an inspection of `name` on `device` ends with."""
+    if isinstance(failure, UsageError | WorkloadError):
+        return failure
+    owner = "the machine" if device.type == "cpu" else str(device)
+    return failure_error(describe_failure(failure, f"an update from a small batch of {name}"), owner)
+
+
+def not_restored(what: Exception | list[str]) -> NotMeasuredError:
+    """The error that says what a trial in place has changed for good."""
+    if isinstance(what, Exception):
+        text = (str(what).splitlines() or [""])[0]
+        return NotMeasuredError(f"a trial in place could not be undone ({type(what).__name__}: {text})", hint=_RELOAD)
+    listed = ", ".join(what[:_SHOWN]) + (f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else "")
+    return NotMeasuredError(f"a trial in place has changed {listed}, which could not be put back", hint=_RELOAD)
+
+
+class LiveState:
+    """The state of live objects from before a trial.
+
+    What `TorchState` covers, and plain attributes of modules of the user's own classes. Not covered: torch's settings
+    for the process, what other objects keep, hooks on nodes of the graph, how often a tensor was written to (a graph
+    recorded before cannot be run backward any more), and where an iterator stands.
+
+    Args:
+        roots: Modules by the prefix of their names.
+        optimizer: The live optimizer, unless each trial makes its own.
+        generators: Generators besides the global ones.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, nn.Module], optimizer: Optimizer | None, generators: Iterable[Generator] = ()
+    ) -> None:
+        self._roots, self._optimizer = roots, optimizer
+        self._entries = self._hash()
+        self._had_cuda = bool(torch.get_device_module("cuda").is_initialized())
+        self._torch = TorchState(roots.values(), optimizer, generators)
+        self._own = OwnAttributes(roots)
+
+    def restore(self) -> None:
+        """Put everything back; may be called again when it was interrupted."""
+        self._torch.restore()
+        self._own.restore()
+        if not self._had_cuda and torch.cuda.is_available():
+            # Seeding the CPU before CUDA has started leaves a seed for the cards to start with: this was theirs.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+
+    def differences(self) -> list[str]:
+        """What is not as before, by name."""
+        return changed_names(self._entries, self._hash())
+
+    def changed_attributes(self) -> list[str]:
+        """Names of plain attributes of the user's own modules that changed."""
+        return self._own.changed()
+
+    def _hash(self) -> dict[str, str]:
+        return state_entries(self._roots, self._optimizer, identity=True)
+
 
 T = TypeVar("T")
 

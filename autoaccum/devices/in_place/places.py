@@ -1,63 +1,193 @@
-"""Where trials in place run: how that memory is metered, how much of it there is, and what a plan records of it."""
+"""Where trials in place run: how that memory is limited and metered in a process that goes on afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
 from autoaccum.devices.base import Trial
-from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.budget import choose_budget, room_above
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
-from autoaccum.devices.in_place.heap import tight_heap
-from autoaccum.devices.in_place.host_copy import LiveBytes
-from autoaccum.devices.in_place.host_meter import InPlaceHostMeter
-from autoaccum.devices.in_place.threads import check_single_thread
-from autoaccum.devices.meters import Meter
+from autoaccum.devices.in_place.keeper import LiveBytes
+from autoaccum.devices.process_memory import (
+    ProcessMemory,
+    check_data_limit,
+    data_limit,
+    read_process_memory,
+    reset_peak,
+)
 from autoaccum.devices.reading import Reading
-from autoaccum.units import MemorySize, format_bytes
+from autoaccum.errors import UsageError
+from autoaccum.units import KIB, MIB, MemorySize, format_bytes
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)."""
+
+_TIGHT_BYTES = 64 * KIB
+_SETTLED = {_MMAP_THRESHOLD: 32 * MIB, _TRIM_THRESHOLD: 64 * MIB}
+"""Where glibc moves both by itself once a process has freed a block of 32 MiB; it cannot be asked where they are."""
+
+_VARIABLES = {_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
+
+
+@contextmanager
+def tight_heap() -> Iterator[None]:
+    """Within, blocks from 64 KiB on are mapped and unmapped one by one, as in the children of other devices.
+
+    glibc would keep what tensors leave, in pieces and beyond what `malloc_trim` reaches, and give it to the next
+    trial: peaks then differ by tens of MiB and miss what was there already. Afterwards both thresholds are what the
+    environment says, or where glibc moves them in any process that frees large tensors. Other C libraries stay alone.
+    """
+    _set_thresholds(dict.fromkeys(_SETTLED, _TIGHT_BYTES))
+    try:
+        yield
+    finally:
+        _set_thresholds({name: _chosen(variable) or _SETTLED[name] for name, variable in _VARIABLES.items()})
+
+
+def trim_heap() -> None:
+    """Give free pages of the heap back to the kernel (malloc_trim(3)), where glibc can."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set_thresholds(thresholds: dict[int, int]) -> None:
+    with suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        if hasattr(library, "gnu_get_libc_version"):
+            for name, size_bytes in thresholds.items():
+                library.mallopt(name, size_bytes)
+
+
+def _chosen(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else None
+
+
+_SHOWN = 4
+_TQDM = "TMonitor"
+
+
+def check_single_thread() -> None:
+    """Refuse to limit this process's memory while other Python threads run in it: they would run out of it, too.
+
+    Threads of torch's own, of OpenMP and the like do not count: what they do is part of the trial.
+
+    Raises:
+        UsageError: There are some; they are named.
+    """
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread() and _runs(thread)]
+    if not others:
+        return
+    named = ", ".join(f"{thread.name} ({type(thread).__name__})" for thread in others[:_SHOWN])
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    way = "end them first"
+    if any(type(thread).__name__ == _TQDM for thread in others):
+        way = "set tqdm.tqdm.monitor_interval = 0 before the first bar"
+    raise UsageError(
+        f"other Python threads run in this process and would share a trial's limit on memory: {named}{more}",
+        hint=f"{way}, or plan through a file, whose trials have processes of their own: autoaccum plan model.py",
+    )
+
+
+def _runs(thread: threading.Thread) -> bool:
+    """Whether the kernel still knows `thread`; Python keeps foreign ones that have ended ("Dummy-1")."""
+    number = thread.native_id
+    return thread.is_alive() and (number is None or Path(f"/proc/{os.getpid()}/task/{number}").exists())
+
+
+class InPlaceHostMeter:
+    """What this process takes of the host's memory above what it holds already.
+
+    To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
+    refuse at the budget, is set above it (`budget.room_above`). Libraries
+    do not survive every refusal (oneDNN's backward of a convolution ends the process by SIGSEGV where a small block
+    is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
+    is a large tensor that is refused, which PyTorch answers with an exception.
+
+    A limit counts from what the process holds when a trial begins: what earlier trials left in pieces is not taken
+    off, and counts again where it is used again. What the first job left for good (modules, compiled kernels) is
+    taken off, since a fresh process would need it as well.
+
+    VmHWM, the kernel's statistic of this process, is reset for each trial: others who read it see that.
+
+    Args:
+        held_bytes: What the live objects take of the budget already.
+    """
+
+    def __init__(self, held_bytes: int) -> None:
+        self.device = torch.device("cpu")
+        self._held_bytes = held_bytes
+        self._resets_peak = False
+        self._base: ProcessMemory | None = None
+        self._kept_bytes: int | None = None
+        self._before = read_process_memory()
+        self._room_bytes = 0
+
+    def open(self) -> None:
+        """See that the kernel does hold a process to the limit.
+
+        Raises:
+            NotMeasuredError: It does not.
+        """
+        check_data_limit()
+
+    def begin(self) -> Mapping[str, Any]:
+        """Whether the peak can be reset."""
+        trim_heap()
+        self._base = read_process_memory()
+        self._resets_peak = reset_peak()
+        return {"resets_peak": self._resets_peak}
+
+    def start(self) -> None:
+        """Begin a new VmHWM, where the kernel allows it, with everything set aside already."""
+        trim_heap()
+        self._resets_peak = reset_peak()
+        self._before = read_process_memory()
+
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
+        self._room_bytes = max(0, budget_bytes - self._held_bytes - (self._kept_bytes or 0))
+        slack_bytes = room_above(self._room_bytes, read_host_memory().free_bytes)
+        return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
+
+    def read(self) -> Reading:
+        """The peak since `start`, live objects included; None where it could not be reset and was not passed."""
+        before, after = self._before, read_process_memory()
+        measured = self._resets_peak or after.peak_bytes > before.peak_bytes
+        return Reading(
+            peak_reserved_bytes=self._held_bytes + after.peak_above(before) if measured else None,
+            shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
+        )
+
+    def excess(self, reading: Reading) -> int:
+        """By how much a trial went beyond its budget; 0 when it did not."""
+        if reading.peak_reserved_bytes is None:
+            return 0
+        return max(0, reading.peak_reserved_bytes - self._held_bytes - self._room_bytes)
+
+    def settle(self) -> int:
+        """What the last job did not give back, in resident bytes; that of the first job is remembered."""
+        trim_heap()
+        now = read_process_memory()
+        assert self._base is not None
+        kept = max(0, now.anonymous_bytes - self._base.anonymous_bytes)
+        if self._kept_bytes is None:
+            self._kept_bytes = kept
+        return kept
+
 
 _PIECES = (
     "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
     " one; plan through a file for exact ceilings"
 )
-
-
-class Place(Protocol):
-    """A device's memory, as this process uses it."""
-
-    @property
-    def meter(self) -> Meter:
-        """Measures and limits."""
-
-    @property
-    def weakness(self) -> str | None:
-        """What a plan has to say of trials here."""
-
-    def check(self) -> None:
-        """Refuse to limit what others would feel.
-
-        Raises:
-            UsageError: There are some.
-        """
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Within, what is freed is given back as far as it must be for a measurement."""
-
-    def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
-        """The budget in bytes, live objects included, from what the meter's `begin` told.
-
-        Raises:
-            UsageError: It cannot be had.
-        """
-
-    def describe(self) -> dict[str, Any]:
-        """What the plan records, once the budget is chosen."""
-
-    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading] = ()) -> Trial:
-        """`trial`, or an out-of-memory where one that ran went beyond what no limit could stop."""
 
 
 class HostPlace:
@@ -71,7 +201,11 @@ class HostPlace:
         self.meter = InPlaceHostMeter(live.held_bytes)
 
     def check(self) -> None:
-        """Other Python threads would run out of memory, too."""
+        """Refuse to limit what others would feel: other Python threads would run out of memory, too.
+
+        Raises:
+            UsageError: There are some.
+        """
         check_single_thread()
 
     def measuring(self) -> AbstractContextManager[None]:
@@ -79,7 +213,11 @@ class HostPlace:
         return tight_heap()
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
-        """Of what is free beside a copy, and what the live objects hold."""
+        """The budget in bytes: of what is free beside a copy, and what the live objects hold.
+
+        Raises:
+            UsageError: It cannot be had.
+        """
         host = read_host_memory()
         free_bytes = max(0, host.free_bytes - self._live.copy_bytes) + self._live.held_bytes
         self._host = HostMemory(host.total_bytes, free_bytes, host.bound)
@@ -156,6 +294,10 @@ class CardPlace:
     def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading] = ()) -> Trial:
         """The allocator sees all of it."""
         return trial
+
+
+Place: TypeAlias = "HostPlace | CardPlace"
+"""A device's memory, as this process uses it."""
 
 
 def make_place(device: torch.device, live: LiveBytes) -> Place:

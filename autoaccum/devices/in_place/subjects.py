@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
-from autoaccum.workload.modes import AccumulateIn, BatchNormMode
+from autoaccum.options import Options
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 
@@ -29,15 +29,9 @@ class LiveObjects:
         model: The model, in place on its device.
         batch: `batch(size)`, any kind of function; or one batch, from which others are made by repeating its samples.
         objective: The loss.
-        optimizer: The live optimizer of this very model; or a function of its parameters, a class, or a name of
-            `torch.optim`, from which each trial makes one of its own; None: AdamW.
-        precision: Of forward and backward.
-        keeps: As a Workload has it.
-        evaluation_batch: Likewise.
-        evaluate: Likewise.
-        batchnorm: Likewise.
-        multiple_of: Likewise.
-        accumulate_in: Likewise.
+        options: What stands in for attributes of a workload; `optimizer` is the live one of this very model, or what
+            each trial makes one of its own from.
+        evaluate: As a Workload has it.
         name: What reports call it.
 
     Raises:
@@ -48,28 +42,22 @@ class LiveObjects:
     model: nn.Module
     batch: Any
     objective: Objective
-    optimizer: Any = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    keeps: Sequence[str] = ()
-    evaluation_batch: int | None = None
+    options: Options = Options()
     evaluate: Callable[[nn.Module, Any], Any] | None = None
-    batchnorm: BatchNormMode = "micro"
-    multiple_of: int | None = None
-    accumulate_in: AccumulateIn = "fp32"
     name: str = "model"
 
     def __post_init__(self) -> None:
         check_model(self.model)
         if isinstance(self.model, nn.DataParallel):
             raise UsageError("the model is wrapped in DataParallel", hint="give the module in it: model=wrapped.module")
-        if isinstance(self.optimizer, Optimizer):
-            check_optimizer(self.optimizer, self.model)
+        if self.live_optimizer is not None:
+            check_optimizer(self.live_optimizer, self.model)
         self.as_workload()
 
     @property
     def live_optimizer(self) -> Optimizer | None:
         """The optimizer, where it is a live one."""
-        return self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        return self.options.optimizer if isinstance(self.options.optimizer, Optimizer) else None
 
     def as_workload(self) -> Workload:
         """A Workload whose functions return these very objects.
@@ -77,25 +65,22 @@ class LiveObjects:
         Raises:
             WorkloadError: They do not go together.
         """
-        criterion, optimizer, batching = self.objective.criterion, self.optimizer, self.objective.batching
+        criterion, batching, live = self.objective.criterion, self.objective.batching, self.live_optimizer
+        given = {name: value for name, value in self.options.overrides.items() if value is not None}
+        if live is not None:
+            given["optimizer"] = lambda params: live
         return _LiveWorkload(
             model=lambda: self.model,
             batch=make_batches(self.batch, batching),
             loss=self.objective.loss_function,
             criterion=None if criterion is None else criterion.function,
-            optimizer=(lambda params: optimizer) if isinstance(optimizer, Optimizer) else optimizer,
-            precision=self.precision,
             weight=self.objective.weight_function,
             reduction=self.objective.reduction,
-            keeps=self.keeps,
-            evaluation_batch=self.evaluation_batch,
             evaluate=self.evaluate,
-            batchnorm=self.batchnorm,
             split=None if batching is None else batching.split,
             size=None if batching is None else batching.size,
-            multiple_of=self.multiple_of,
-            accumulate_in=self.accumulate_in,
             name=self.name,
+            **given,
         )
 
 
@@ -144,7 +129,7 @@ def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
     if isinstance(subject, LiveObjects):
         workload, place = subject.as_workload(), find_device(subject.model)
         _check_place(place, device)
-        model, functions = subject.model, (subject.batch, subject.optimizer, subject.evaluate)
+        model, functions = subject.model, (subject.batch, subject.options.optimizer, subject.evaluate)
         optimizer = subject.live_optimizer
     else:
         place = _choose_device(device)

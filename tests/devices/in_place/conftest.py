@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.weights import resolve_objective
 
@@ -32,13 +33,15 @@ def live_device() -> MakeDevice:
         batch: Any,
         loss: Any = None,
         *,
-        optimizer: Any = None,
         share: int = 8,
         budget_bytes: int = 256 * MIB,
+        evaluate: Any = None,
         **others: Any,
     ) -> InPlaceDevice:
         objective = resolve_objective(nn.CrossEntropyLoss() if loss is None else loss)
-        live = LiveObjects(model=model, batch=batch, objective=objective, optimizer=optimizer, name="net", **others)
+        live = LiveObjects(
+            model=model, batch=batch, objective=objective, options=Options(**others), evaluate=evaluate, name="net"
+        )
         return InPlaceDevice(live, share=share, memory=MemorySize(bytes=budget_bytes))
 
     return make

@@ -16,6 +16,7 @@ from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.base import Device, Trial
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
@@ -54,7 +55,9 @@ OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
 
 
 def live() -> LiveObjects:
-    return LiveObjects(model=MODEL, batch=batch, objective=resolve_objective(loss), optimizer=OPTIMIZER, name="net")
+    return LiveObjects(
+        model=MODEL, batch=batch, objective=resolve_objective(loss), options=Options(optimizer=OPTIMIZER), name="net"
+    )
 
 
 def workload() -> Workload:

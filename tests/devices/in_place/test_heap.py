@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not GLIBC, reason="only glibc has these threshol
 SCRIPT = """
 import json
 import numpy as np
-from autoaccum.devices.in_place.heap import tight_heap, trim_heap
+from autoaccum.devices.in_place.places import tight_heap, trim_heap
 from autoaccum.devices.process_memory import read_process_memory
 from autoaccum.units import MIB
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.options import Options
 from autoaccum.units import GIB, MIB, MemorySize
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
@@ -34,7 +35,9 @@ def setup(request: pytest.FixtureRequest) -> tuple[InPlaceDevice, nn.Module, tor
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     criterion = nn.CrossEntropyLoss(weight=torch.ones(8))
-    objects = LiveObjects(model=model, batch=batch, objective=resolve_objective(criterion), optimizer=optimizer)
+    objects = LiveObjects(
+        model=model, batch=batch, objective=resolve_objective(criterion), options=Options(optimizer=optimizer)
+    )
     return InPlaceDevice(objects, share=60_000, memory=MemorySize(bytes=BUDGET_BYTES)), model, optimizer
 
 

@@ -176,6 +176,7 @@ from torch import nn
 from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.weights import resolve_objective
 import resource
@@ -228,7 +229,8 @@ for batch, loss, optimizer, parts in (
     (pairs, nn.CrossEntropyLoss(), greedy_optimizer, (4, 4)),
     (pairs, nn.CrossEntropyLoss(), lambda params: Greedy(params, lr=0.1), (4, 4)),
 ):
-    objects = LiveObjects(model=model, batch=batch, objective=resolve_objective(loss), optimizer=optimizer)
+    given = {"objective": resolve_objective(loss), "options": Options(optimizer=optimizer)}
+    objects = LiveObjects(model=model, batch=batch, **given)
     device = InPlaceDevice(objects, share=parts[0], memory=MemorySize(bytes=64 * MIB))
     trial = device.trial(parts)
     found.append({

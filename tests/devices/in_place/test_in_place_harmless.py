@@ -378,29 +378,6 @@ def test_a_dead_context_is_told_as_what_could_not_be_undone(
         device.trial((2, 2))
 
 
-def test_torch_s_flags_come_back(live_device: Any, pairs: Any) -> None:
-    def change(model: nn.Module, batch: Any) -> Tensor:
-        torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.deterministic = True
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.autograd.set_detect_anomaly(True)
-        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        torch.set_default_dtype(torch.float64)
-        return loss
-
-    threads = torch.get_num_threads()
-    assert live_device(plain(), pairs, change).trial((2, 2)).phase in (None, "forward", "backward")
-    assert torch.get_default_dtype() == torch.float32
-    assert not torch.backends.cudnn.benchmark
-    assert not torch.backends.cudnn.deterministic
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_anomaly_enabled()
-    assert torch.get_num_threads() == threads
-    with torch.no_grad():
-        assert live_device(plain(), pairs).trial((2, 2)).outcome == "ok"
-        assert not torch.is_grad_enabled()
-
-
 def test_what_cannot_be_put_back_is_named(live_device: Any, pairs: Any) -> None:
     model = plain()
 

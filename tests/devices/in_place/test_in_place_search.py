@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
+from autoaccum.options import Options
 from autoaccum.planning.search import search
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.weights import resolve_objective
@@ -27,7 +28,8 @@ model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReL
                       nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 optimizer = torch.optim.AdamW(model.parameters())
 sample = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-live = LiveObjects(model=model, batch=sample, objective=resolve_objective(nn.CrossEntropyLoss()), optimizer=optimizer)
+objective, options = resolve_objective(nn.CrossEntropyLoss()), Options(optimizer=optimizer)
+live = LiveObjects(model=model, batch=sample, objective=objective, options=options)
 before = state_digest(model, optimizer)
 with InPlaceDevice(live, share=400, memory=MemorySize(bytes=60 * MIB)) as device:
     inspection = device.inspect()

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
-from autoaccum.devices.in_place.host_copy import LiveBytes, check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.threads import check_single_thread
+from autoaccum.devices.in_place.keeper import LiveBytes, check_host_copy, count_live_bytes
+from autoaccum.devices.in_place.places import check_single_thread
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Options
 from autoaccum.units import GIB, KIB, MIB, MemorySize
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
@@ -28,8 +29,9 @@ CROSS_ENTROPY = resolve_objective(nn.CrossEntropyLoss())
 
 
 def live(model: Any, **others: Any) -> LiveObjects:
-    given = {"batch": (torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), "objective": CROSS_ENTROPY, **others}
-    return LiveObjects(model=model, **given)
+    given = {"batch": (torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), "objective": CROSS_ENTROPY}
+    given |= {name: others.pop(name) for name in ("batch", "objective", "evaluate", "name") if name in others}
+    return LiveObjects(model=model, options=Options(**others), **given)
 
 
 def two_places() -> nn.Module:
@@ -55,7 +57,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "closure": (WorkloadError, lambda: live(nn.Linear(2, 2), optimizer="lbfgs"), "LBFGS needs a closure"),
     "batch": (WorkloadError, lambda: live(nn.Linear(2, 2), batch=3), "nothing with a batch dimension"),
     "call": (WorkloadError, lambda: live(nn.Linear(2, 2), batch=lambda: 3), "cannot be called with 1 argument"),
-    "precision": (WorkloadError, lambda: live(nn.Linear(2, 2), precision="fp8"), "the precision is 'fp8'"),
     "elsewhere": (
         UsageError,
         lambda: tried(nn.Linear(2, 2), "cuda:0"),

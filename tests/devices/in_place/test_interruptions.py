@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.changes import state_digest
-from autoaccum.devices.in_place.live_state import LiveState
+from autoaccum.devices.in_place.keeper import LiveState
 from autoaccum.devices.interruptions import Interruptions
 
 

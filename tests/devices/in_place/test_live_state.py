@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.devices.in_place.live_state import LiveState
+from autoaccum.devices.in_place.keeper import LiveState
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
