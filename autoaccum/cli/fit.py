@@ -123,7 +123,7 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
     from autoaccum.training.fitting import train
     from autoaccum.training.request import FitRequest
 
-    request = FitRequest(subject=workload, **asked)
+    request = FitRequest.of(workload, asked)
     with ExitStack() as stack:
         stack.enter_context(stdout_kept())
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))

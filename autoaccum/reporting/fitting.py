@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     import os
 
     from torch import nn
+    from typing_extensions import Unpack
 
+    from autoaccum.options import OptionArguments
     from autoaccum.planning.records import Plan
-    from autoaccum.units import MemorySize
     from autoaccum.workload.spec import Workload
 
 
@@ -29,7 +30,6 @@ def fit(
     target_batch: int,
     loss: Any = None,
     criterion: Any = None,
-    optimizer: Any = None,
     weight: Callable[[Any], Any] | None = None,
     reduction: str = "mean",
     split: Callable[[Any, list[int]], Any] | None = None,
@@ -38,16 +38,7 @@ def fit(
     steps: int | None = None,
     plan: Plan | str | Path | None = None,
     micro_batch: int | None = None,
-    device: str = "auto",
-    memory: str | MemorySize | None = None,
-    reserve: str | MemorySize | None = None,
-    precision: str | None = None,
-    batchnorm: str | None = None,
-    keeps: str | Iterable[str] | None = None,
     ema_decay: float | None = None,
-    worst_of: int | None = None,
-    multiple_of: int | None = None,
-    accumulate_in: str | None = None,
     clip_norm: float | None = None,
     learning_rate: float | None = None,
     scheduler: Any = None,
@@ -55,7 +46,6 @@ def fit(
     eval_data: Any = None,
     eval_every: int | None = None,
     evaluate: Callable[..., Any] | None = None,
-    evaluation_batch: int | None = None,
     run_dir: str | Path | None = None,
     resume: str = "auto",
     checkpoint_every: int = 100,
@@ -66,6 +56,7 @@ def fit(
     noise_scale: bool = False,
     progress: bool = True,
     callbacks: Sequence[Callable[[Any], Any]] = (),
+    **options: Unpack[OptionArguments],
 ) -> FitResult:
     """Train with batches of `target_batch` samples, in micro-batches that fit: each update is the full batch's.
 
@@ -88,8 +79,6 @@ def fit(
         target_batch: Samples per update. The last update of an epoch has what is left.
         loss: For a model: `loss(model, batch)`, or a criterion.
         criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.
-        optimizer: An optimizer of the model's, a function of its parameters, a class, or a name of `torch.optim`; a
-            workload's own when None, else AdamW.
         weight: For a model: `weight(batch)`, what the mean in `loss` divides by; the number of samples when None.
         reduction: For a model: `mean` or `sum`.
         split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors;
@@ -99,23 +88,7 @@ def fit(
         steps: How many updates to make; with `epochs`, whichever is reached first.
         plan: A plan or the file of one; it must be for this model, batch and device.
         micro_batch: The most samples to run at once, in place of a plan.
-        device: `auto` (a card where there is one), `cpu`, `cuda` or `cuda:N`. A model whose optimizer is given stays
-            where it is.
-        memory: The budget of the plan: `10GiB`, `80%`; what is free when None.
-        reserve: Kept free of it.
-        precision: `fp32`, `bf16` or `fp16` by autocast; the plan's or the workload's when None.
-        batchnorm: What BatchNorm sees and remembers of a batch in parts, as the Accumulator has it: `micro`, `running`
-            or `frozen`; the plan's or the workload's when None.
-        accumulate_in: What gradients of half-precision parameters are summed in, as the Accumulator has it: `fp32` or
-            `parameters`, the plan's or the workload's when None.
-        keeps: `ema`: keep an average of the weights on their device, as `torch.optim.swa_utils.AveragedModel` makes it,
-            updated once per update; it is in every checkpoint, evaluated beside the weights (`ema_loss`), and in the
-            end `ema.pt` and `FitResult.ema_model`. `outputs`: plan for what a loop that logs them holds. The
-            workload's when None.
         ema_decay: What is left of that average at each update; 0.999 when None.
-        worst_of: Plan for batches of the longest of so many samples of the data, by `collate`.
-        multiple_of: Every micro-batch is a multiple of so many samples, as is the target: the plan's or the workload's
-            when None. What makes no multiple at the end of an epoch is left out, and said.
         clip_norm: The largest 2-norm of an update's gradient.
         learning_rate: Of the first parameter group; the others keep their ratio to it, and a schedule begins there.
             The plan's, where it was tuned, else the optimizer's own when None.
@@ -124,7 +97,6 @@ def fit(
         eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
         eval_every: Updates between evaluations; after each epoch when None.
         evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
-        evaluation_batch: The most samples to evaluate at once; the micro-batch when None.
         run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and
             TensorBoard's files where it is installed. None: nothing is written.
         resume: `auto`: go on where the folder has a checkpoint; `must`: only that; `never`: refuse such a folder.
@@ -136,6 +108,16 @@ def fit(
         noise_scale: Estimate the gradient noise scale: is the target batch worth its cost?
         progress: Draw a progress bar, or lines where there is no terminal, on stderr.
         callbacks: Called with every event (`autoaccum.training.events`); one that returns True ends the training.
+        options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own.
+            `optimizer`: an optimizer of the model's, a function of its parameters, a class, or a name of
+            `torch.optim` (AdamW by itself). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is
+            given stays where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast.
+            `batchnorm`, `accumulate_in` and `multiple_of`: as the Accumulator has them; what makes no multiple at the
+            end of an epoch is left out, and said. `keeps`: `ema` keeps an average of the weights, as
+            `torch.optim.swa_utils.AveragedModel` makes it, updated once per update: it is in every checkpoint,
+            evaluated beside the weights (`ema_loss`), and in the end `ema.pt` and `FitResult.ema_model`; `outputs`
+            plans for what a loop that logs them holds. `worst_of`: plan for the longest of so many samples.
+            `evaluation_batch`: the most samples to evaluate at once; the micro-batch by itself.
 
     Raises:
         UsageError: An argument cannot be honoured, or the folder is another run's.
@@ -147,48 +129,9 @@ def fit(
         CheckpointError: The first checkpoint could not be written, or none there is can be read.
         UpdateInterrupted: An update failed half-way; resume from the last checkpoint.
     """
-    request = FitRequest(
-        subject=model_or_workload,
-        data=data,
-        target_batch=target_batch,
-        loss=loss,
-        criterion=criterion,
-        optimizer=optimizer,
-        weight=weight,
-        reduction=reduction,
-        split=split,
-        size=size,
-        epochs=epochs,
-        steps=steps,
-        plan=plan,
-        micro_batch=micro_batch,
-        device=device,
-        memory=memory,
-        reserve=reserve,
-        precision=precision,
-        batchnorm=batchnorm,
-        keeps=keeps,
-        ema_decay=ema_decay,
-        worst_of=worst_of,
-        multiple_of=multiple_of,
-        accumulate_in=accumulate_in,
-        clip_norm=clip_norm,
-        learning_rate=learning_rate,
-        scheduler=scheduler,
-        collate=collate,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        evaluate=evaluate,
-        evaluation_batch=evaluation_batch,
-        run_dir=run_dir,
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        seed=seed,
-        workers=workers,
-        skip_nonfinite=skip_nonfinite,
-        noise_scale=noise_scale,
-        callbacks=callbacks,
-    )
+    given = {**locals(), **options}
+    for name in ("model_or_workload", "progress", "options"):
+        del given[name]
+    request = FitRequest.of(model_or_workload, given)
     with TrainingProgress(make_console(stderr=True), quiet=not progress) as shown:
         return train(request, on_event=shown.tell)

@@ -14,6 +14,7 @@ from autoaccum.accumulation.randomness import RandomState, seeded_devices
 from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.training.choices import Choice, choose_learning_rate, choose_micro_batch, tell_of_schedule
 from autoaccum.training.data.source import open_source
 from autoaccum.training.data.windows import DataSettings
 from autoaccum.training.events import Finished, FitResult, Noted, Started, Teller
@@ -25,10 +26,8 @@ from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.state import restore_randomness
 from autoaccum.training.stopping import StopAsked, Stopping
-from autoaccum.training.subjects.learning_rate import choose_learning_rate, tell_of_schedule
-from autoaccum.training.subjects.micro_batches import Choice, choose_micro_batch
-from autoaccum.training.subjects.subject import find_subject
-from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.training.subjects import find_subject
+from autoaccum.training.trainee import Trainee
 from autoaccum.units import format_bytes
 
 
@@ -86,7 +85,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         torch.cuda.manual_seed_all(own)
         learning_rate = choose_learning_rate(request, choice.plan, tell)
         trainee = subject.build(choice.plan, learning_rate)
-        tell_of_schedule(learning_rate, subject, trainee, tell)
+        tell_of_schedule(learning_rate, trainee, tell)
         _tell_of_average(trainee, choice, teller)
         run = describe_run(request, trainee, source)
         if saved is not None:

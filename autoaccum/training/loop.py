@@ -9,6 +9,7 @@ from typing import Any
 from autoaccum.accumulation.observers import StepResult
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Keeper
+from autoaccum.training.choices import Choice
 from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.data.windows import Source, Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
@@ -20,9 +21,8 @@ from autoaccum.training.seeds import mix
 from autoaccum.training.state import capture_settings, capture_training, restore_training
 from autoaccum.training.stepping import Stepper
 from autoaccum.training.stopping import Stopping
-from autoaccum.training.subjects.micro_batches import Choice
-from autoaccum.training.subjects.subject import Subject
-from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.training.subjects import Subject
+from autoaccum.training.trainee import Trainee
 
 
 class Loop:

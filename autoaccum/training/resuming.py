@@ -19,7 +19,7 @@ from autoaccum.training.data.windows import Source
 from autoaccum.training.events import Noted
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder import RunFolder
-from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.training.trainee import Trainee
 
 
 @dataclass(frozen=True)

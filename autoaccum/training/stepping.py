@@ -19,7 +19,7 @@ from autoaccum.training.ceiling import Ceiling
 from autoaccum.training.events import CeilingRaised, NoiseScale, ShortageMet, Skipped
 from autoaccum.training.noise_scale import NoiseObserver
 from autoaccum.training.progress import Progress
-from autoaccum.training.subjects.trainee import Trainee
+from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")

@@ -26,6 +26,7 @@ from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, W
 from autoaccum.training import fitting
 from autoaccum.training.events import CheckpointWritten, FitResult, Started, Updated
 from autoaccum.training.request import FitRequest
+from autoaccum.units import parse_size
 
 MODEL = """
 import torch, warnings
@@ -79,7 +80,7 @@ def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path) -> 
     assert re.fullmatch(r"evaluation   loss [\d.]+, ema_loss [\d.]+", lines[2])
     assert "average      run/ema.pt" in lines
     assert torch.load(folder / "run" / "ema.pt", weights_only=True)["0.weight"].shape == (16, 8)
-    assert "worst_of is for planning, and the micro-batch was given: it is not used" in done.stderr
+    assert "worst_of is not used: the micro-batch is known" in done.stderr
     other = run(folder, "--micro-batch", "8")
     assert other.returncode == 2
     assert "ema_decay was 0.9, is None" in other.stderr
@@ -318,7 +319,9 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
         ).exit_code
         == 0
     )
-    assert {name: getattr(asked[0], name) for name in numbers | texts} == numbers | texts
+    given = numbers | texts | {"memory": parse_size("80%"), "reserve": parse_size("1GiB")}
+    reached = {name: getattr(asked[0], name, None) or getattr(asked[0].options, name, None) for name in given}
+    assert reached == given
     assert (asked[0].clip_norm, asked[0].skip_nonfinite, asked[0].noise_scale) == (float("inf"), True, True)
     assert asked[0].learning_rate == 0.01
     assert (asked[0].subject, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)

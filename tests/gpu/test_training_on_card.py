@@ -32,7 +32,7 @@ def make_data(width: int = WIDTH, dtype: torch.dtype = torch.float64) -> TensorD
 def fit(model: nn.Module, data: Any, heard: Callable[[Any], Any] = id, **options: Any) -> FitResult:
     settings: dict[str, Any] = {"loss": nn.MSELoss(), "micro_batch": 20, "target_batch": TARGET, "steps": 30}
     settings |= {"device": str(next(model.parameters()).device)} | options
-    return train(FitRequest(subject=model, data=data, callbacks=[heard], **settings))
+    return train(FitRequest.of(model, {"data": data, "callbacks": [heard], **settings}))
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

@@ -176,7 +176,7 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
     rates: list[float | None] = []
     best = replace(made, learning_rate=RATE)
     result = train(
-        FitRequest(subject=reference, target_batch=target, plan=best, steps=3, device="cuda"),
+        FitRequest.of(reference, {"target_batch": target, "plan": best, "steps": 3, "device": "cuda"}),
         on_event=lambda event: rates.append(event.learning_rate) if isinstance(event, Updated) else None,
     )
     assert rates == [RATE] * 3

@@ -20,6 +20,8 @@ def test_it_has_the_arguments_of_a_request_but_one_and_one_more() -> None:
     given["subject"] = given.pop("model_or_workload")
     held = {field.name: field.default for field in dataclasses.fields(FitRequest)}
     assert held.pop("eval_due") is None
+    assert given.pop("options").kind is inspect.Parameter.VAR_KEYWORD
+    del held["options"]
     assert set(given) == set(held)
     assert {
         name: parameter.default for name, parameter in given.items() if parameter.default is not inspect.Parameter.empty

@@ -136,7 +136,7 @@ def test_what_a_plan_does_not_count_is_told(tmp_path: Path) -> None:
 def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match="ema_decay is 0.9, and no average of the weights is kept: ask for one"):
         fit(keeps=None)
-    with pytest.raises(UsageError, match="ema_decay is 1.5: give a number between 0 and 1"):
+    with pytest.raises(UsageError, match="ema_decay is 1.5: give a number above 0 and below 1"):
         fit(ema_decay=1.5)
     with pytest.raises(UsageError, match="nothing is known to be kept as 'swa'"):
         fit(keeps="swa")
@@ -183,7 +183,7 @@ def test_it_is_planned_for_the_longest_of_as_many_samples_as_asked(live: bool) -
     assert max(WIDTHS) == 64
     assert result.plan.workload["worst_of"] == (None if live else 1000)
     (said,) = fit(Widths() if live else workload, **asked | given | {"micro_batch": 3}).warnings
-    assert said == "worst_of is for planning, and the micro-batch was given: it is not used"
+    assert said == "worst_of is not used: the micro-batch is known without planning"
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

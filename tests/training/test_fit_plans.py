@@ -106,5 +106,5 @@ def test_it_plans_in_place_and_takes_plans(tmp_path: Path) -> None:
     assert "the plan is for 2 ranks" in messages["ranks"]
     assert "a CUDA card" in messages["device"]
     assert "there is no file" in messages["no file"]
-    assert "micro_batch is 3, and a plan is given too" in messages["both"]
+    assert "micro_batch is 3, and plan is given too" in messages["both"]
     assert "plan is a" in messages["a number"]

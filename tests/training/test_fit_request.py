@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects.subject import find_subject
+from autoaccum.training.subjects import find_subject
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
@@ -55,14 +55,14 @@ def workload(**fields: Any) -> Workload:
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a number above 0"),
         ({"clip_norm": float("nan")}, "clip_norm is nan"),
         ({"clip_norm": True}, "clip_norm is True"),
-        ({"learning_rate": 0}, "learning_rate is 0: give a finite number above 0"),
+        ({"learning_rate": 0}, "learning_rate is 0: give a number above 0"),
         ({"learning_rate": -0.1}, "learning_rate is -0.1"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"learning_rate": "0.1"}, "learning_rate is '0.1'"),
         ({"learning_rate": True}, "learning_rate is True"),
         ({"eval_due": 3}, "eval_due is 3: give a function of the samples trained on so far"),
-        ({"resume": "yes"}, "resume is 'yes'"),
+        ({"resume": "yes"}, "there is no way to resume 'yes'"),
         ({"resume": "must"}, 'resume is "must", and there is no run_dir'),
         ({"skip_nonfinite": 1}, "skip_nonfinite is 1: give True or False"),
         ({"callbacks": [3]}, "callbacks are"),
@@ -70,13 +70,15 @@ def workload(**fields: Any) -> Workload:
         ({"collate": 3}, "collate is 3: give a function of a list of samples"),
         ({"run_dir": 3}, "run_dir is 3: give the name of a folder"),
         ({"callbacks": print}, "callbacks are"),
-        ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and a plan is given too"),
+        ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and plan is given too"),
     ],
 )
 def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"subject": nn.Linear(3, 2), "target_batch": 8, "epochs": 1}
+    given = settings | options
+    subject = given.pop("subject")
     with pytest.raises(UsageError) as caught:
-        FitRequest(**settings | options)
+        FitRequest.of(subject, given)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -84,7 +86,7 @@ def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str
 def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
     calls: list[Any] = []
     given: dict[str, Any] = {"target_batch": np.int64(8), "epochs": np.int32(2), "callbacks": iter([calls.append])}
-    request = FitRequest(subject=nn.Linear(3, 2), **given)
+    request = FitRequest.of(nn.Linear(3, 2), given)
     assert (type(request.target_batch), request.epochs, len(request.callbacks)) == (int, 2, 1)
 
 
@@ -105,7 +107,7 @@ def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
 )
 def test_subjects_that_cannot_be_trained(subject: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoaccumError) as caught:
-        find_subject(FitRequest(subject=subject, target_batch=8, epochs=1, **options))
+        find_subject(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -197,7 +199,7 @@ def test_a_budget_is_checked_and_told_where_nothing_is_planned() -> None:
     with pytest.raises(UsageError, match="junk"):
         fit(workload(dataset=DATA), memory="junk")
     (said,) = fit(workload(dataset=DATA), memory="1GiB").warnings
-    assert "memory and reserve are for planning, and the micro-batch was given" in said
+    assert "memory is not used: the micro-batch is known" in said
 
 
 def test_a_schedule_that_is_not_returned_is_missed() -> None:

@@ -17,8 +17,9 @@ from torch.optim import lr_scheduler as schedules
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
+from autoaccum.training.request import FitRequest
 from autoaccum.training.state import capture_settings, capture_training, restore_training
-from autoaccum.training.subjects.trainee import Trainee, make_trainee
+from autoaccum.training.trainee import Trainee, make_trainee
 from autoaccum.workload.weights import resolve_objective
 
 
@@ -107,13 +108,16 @@ def trainee(
     model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
 ) -> Trainee:
     made = make_trainee(
+        FitRequest(subject=model, target_batch=8, steps=1),
         model,
         resolve_objective(criterion=criterion),
         optimizer,
         scheduler=scheduler,
         precision="fp32",
         batchnorm="micro",
+        accumulate_in="fp32",
         evaluate=None,
+        keeps=(),
     )
     return dataclasses.replace(made, scaler=scaler)
 

@@ -13,7 +13,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import WorkloadError
-from autoaccum.training.subjects.trainee import find_device
+from autoaccum.training.trainee import find_device
 from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.running.held_out import split_data
 from autoaccum.tuning.settings import Budget

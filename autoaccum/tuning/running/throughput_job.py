@@ -14,7 +14,7 @@ from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.reach import find_beside
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.planning.request import LOOKED_AT
-from autoaccum.training.subjects.trainee import find_device
+from autoaccum.training.trainee import find_device
 from autoaccum.tuning.running.timing import RISING_UPDATES, TailOff, needs_more
 from autoaccum.workload.adaptation import adapt
 from autoaccum.workload.spec import Workload, no_batch

@@ -9,6 +9,7 @@ from typing import Any
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.errors import DoesNotFitError, NonFiniteError
+from autoaccum.options import Options
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
 from autoaccum.tuning.records import Ending, Outcome
@@ -88,7 +89,7 @@ def _request(workload: Workload, order: TrainOrder, course: Course) -> FitReques
         learning_rate=order.setting.learning_rate,
         steps=_WITHOUT_END,
         seed=order.seed,
-        device=order.device,
+        options=Options(device=order.device),
         eval_due=course.is_due,
         callbacks=[course.hear],
     )

@@ -1,7 +1,8 @@
-"""Which micro-batch a training begins with: the one given, that of a plan, or that of the run that is resumed."""
+"""What a training begins with: the micro-batch and the learning rate, given, of a plan, or of the run that goes on."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,11 @@ from autoaccum.training.data.windows import Source
 from autoaccum.training.events import Noted, Planning
 from autoaccum.training.request import FitRequest
 from autoaccum.training.resuming import Saved
-from autoaccum.training.subjects.subject import Subject
+from autoaccum.training.subjects import Subject
+from autoaccum.training.trainee import Trainee
+
+_ROUNDING = 1e-6
+"""Of a rate that is a tensor in float32."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,11 @@ def choose_micro_batch(
     """
     found = _without_trials(request, subject, saved, tell)
     if found is not None:
-        given = {"memory and reserve": (request.memory, request.reserve), "worst_of": (request.worst_of,)}
-        unused = [name for name, values in given.items() if any(value is not None for value in values)]
+        asked = request.options
+        unused = [name for name in ("memory", "reserve", "worst_of") if getattr(asked, name) is not None]
         if unused:
-            whence = "was given" if saved is None or found.micro_batch != saved.micro_batch else "of this run is kept"
-            verb, they = ("is", "it is") if unused == ["worst_of"] else ("are", "they are")
-            what = " and ".join(unused)
-            tell(Noted(f"{what} {verb} for planning, and the micro-batch {whence}: {they} not used"))
+            verb = "is" if len(unused) == 1 else "are"
+            tell(Noted(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
         each = max(subject.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
         check_multiple(request.target_batch, each, "the target batch")
         return replace(found, multiple_of=each)
@@ -54,11 +57,30 @@ def choose_micro_batch(
     try:
         made = subject.plan(source.planning_batch, tell)
     except (UsageError, NotMeasuredError) as error:
-        raise type(error)(error.message, hint=_with_number(error.hint)) from error.__cause__
+        hint = "" if error.hint is None else f"{error.hint}; or "
+        raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_number(32)}") from error.__cause__
     kept = None if saved is None else saved.plan
     if kept is not None:  # A tuned plan has no trials of its learning rate: it holds for the next one, too.
         made = replace(made, learning_rate=kept.learning_rate)
     return Choice(made.micro_batch, made, made.multiple_of)
+
+
+def choose_learning_rate(request: FitRequest, plan: Plan | None, tell: Callable[[Any], Any]) -> float | None:
+    """What was given, else what the plan was tuned with, which is told; None: the optimizer's own."""
+    if request.learning_rate is not None or plan is None or plan.learning_rate is None:
+        return request.learning_rate
+    tell(Noted(f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it", warns=False))
+    return plan.learning_rate
+
+
+def tell_of_schedule(learning_rate: float | None, trainee: Trainee, tell: Callable[[Any], Any]) -> None:
+    """Say where a schedule begins, if it is elsewhere: some, such as `OneCycleLR`, have rates of their own."""
+    if learning_rate is None or trainee.scheduler is None:
+        return
+    begins = float(trainee.optimizer.param_groups[0].get("initial_lr", learning_rate))
+    if not math.isclose(begins, learning_rate, rel_tol=_ROUNDING):
+        name = type(trainee.scheduler).__name__
+        tell(Noted(f"the learning rate is to be {learning_rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
 
 
 def _without_trials(
@@ -86,6 +108,7 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
     """What the Accumulator does not see; it compares model, loss, optimizer, precision and device."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+    anyhow = f"plan again, or take its number all the same: {_as_number(plan.micro_batch)}"
     if plan.world_size != 1:
         raise UsageError(
             f"the plan is for {plan.world_size} ranks, training on several is not there yet",
@@ -94,14 +117,11 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, here they have {request.target_batch}",
-            hint=f"plan again, or take its number all the same: {_as_number(plan.micro_batch)}",
+            hint=anyhow,
         )
     different = _elsewhere(plan, subject.device)
     if different:
-        raise UsageError(
-            f"the plan is for {different[0][0]}; here is {different[0][1]}",
-            hint=f"plan again for what is here, or take its number all the same: {_as_number(plan.micro_batch)}",
-        )
+        raise UsageError(f"the plan is for {different[0][0]}; here is {different[0][1]}", hint=anyhow)
     digest = plan.workload.get("digest")
     if digest and subject.digest and digest != subject.digest:
         tell(Noted(f"{subject.name} was changed since the plan was made: should memory run out, plan again"))
@@ -116,11 +136,6 @@ def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
         here = Facts(kind="cuda", card=card.name, total_bytes=card.total_memory)
     planned = planned_facts(plan)
     return differences(Facts(kind=planned.kind, card=planned.card, total_bytes=planned.total_bytes), here)
-
-
-def _with_number(hint: str | None) -> str:
-    number = f"or give a number of your own: {_as_number(32)}"
-    return number.removeprefix("or ") if hint is None else f"{hint}; {number}"
 
 
 def _as_number(micro_batch: int) -> str:

@@ -73,6 +73,7 @@ class Trainee:
 
 
 def make_trainee(
+    request: FitRequest,
     model: nn.Module,
     objective: Objective,
     optimizer: Optimizer,
@@ -80,22 +81,11 @@ def make_trainee(
     scheduler: Any,
     precision: str,
     batchnorm: str,
+    accumulate_in: str,
     evaluate: Callable[..., Any] | None,
-    accumulate_in: str = "fp32",
-    ema_decay: float | None = None,
+    keeps: Sequence[str],
 ) -> Trainee:
-    """What is trained, of a model that is in place.
-
-    Args:
-        model: The model.
-        objective: The loss; a criterion's buffers are moved to the model.
-        optimizer: Its optimizer.
-        scheduler: One of it, or None.
-        precision: `fp32`, `bf16` or `fp16`.
-        batchnorm: `micro`, `running` or `frozen`.
-        accumulate_in: `fp32` or `parameters`.
-        evaluate: As in `Trainee`.
-        ema_decay: Of the average of its weights; None: none is kept.
+    """What is trained, of a model that is in place; a criterion's buffers are moved to it. The rest as in `Trainee`.
 
     Raises:
         UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
@@ -106,15 +96,15 @@ def make_trainee(
     device = model_device(model)
     objective.move_criterion(device)
     _check_criterion(objective, optimizer)
+    ema_decay = _choose_ema_decay(request.ema_decay, keeps)
     if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
         model.train()
-    scaler = choose_scaler(precision, None, device, optimizer_parameters(optimizer))
     return Trainee(
         model=model,
         objective=objective,
         optimizer=optimizer,
         scheduler=scheduler,
-        scaler=scaler,
+        scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
         precision=precision,
         batchnorm=checked_batchnorm(batchnorm, model),
         accumulate_in=read_accumulate_in(accumulate_in),
@@ -123,17 +113,13 @@ def make_trainee(
     )
 
 
-def choose_ema_decay(request: FitRequest, keeps: Sequence[str]) -> float | None:
-    """The decay of an average of the weights that is asked for; None: none is kept.
-
-    Raises:
-        UsageError: There is a decay, and nothing asks for an average.
-    """
+def _choose_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
+    """The decay of the average of the weights that is asked for; None: none is kept."""
     if "ema" in keeps:
-        return EMA_DECAY if request.ema_decay is None else request.ema_decay
-    if request.ema_decay is not None:
+        return EMA_DECAY if decay is None else decay
+    if decay is not None:
         raise UsageError(
-            f"ema_decay is {request.ema_decay:g}, and no average of the weights is kept",
+            f"ema_decay is {decay:g}, and no average of the weights is kept",
             hint='ask for one: keeps="ema" (--keeps ema)',
         )
     return None

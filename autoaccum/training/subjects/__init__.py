@@ -1,1 +1,0 @@
-"""What is trained: a live model or a workload, and what it becomes when training begins."""
