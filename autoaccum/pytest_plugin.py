@@ -86,7 +86,7 @@ def _find(workload: str, root: Path, beside: Path) -> str:
         WorkloadError: There is no such file.
     """
     from autoaccum.errors import WorkloadError
-    from autoaccum.workload.references import split_reference
+    from autoaccum.workload.names import split_reference
 
     file, colon, name = split_reference(workload)
     for folder in (root, beside):

@@ -76,10 +76,7 @@ WITHOUT_TORCH = (
     "reporting/pictures/tuning_scale.py",
     "training/ceiling.py",
     "training/stopping.py",
-    "workload/companions.py",
-    "workload/modes.py",
-    "workload/module_names.py",
-    "workload/references.py",
+    "workload/names.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -42,8 +42,8 @@ from autoaccum.accumulation.validation import (
     checked_micro_batch,
 )
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
+from autoaccum.options import AccumulateIn, BatchNormMode
 from autoaccum.workload.batches import batch_size, read_batching
-from autoaccum.workload.modes import AccumulateIn, BatchNormMode
 from autoaccum.workload.tracebacks import kernel_error
 
 

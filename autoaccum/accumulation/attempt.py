@@ -29,9 +29,9 @@ from autoaccum.accumulation.recovery import HeldInterrupts, is_context_dead
 from autoaccum.accumulation.state import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import NonFiniteError, UpdateInterrupted
+from autoaccum.options import AccumulateIn, BatchNormMode
 from autoaccum.workload.batches import split_batch
-from autoaccum.workload.ignored_labels import ignored_labels_warning
-from autoaccum.workload.modes import AccumulateIn, BatchNormMode
+from autoaccum.workload.candidates import ignored_labels_warning
 from autoaccum.workload.weights import Objective
 
 

@@ -26,7 +26,7 @@ from autoaccum.accumulation.cautions import KeptStatistics
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.running_statistics import RunningStatistics
 from autoaccum.errors import UsageError
-from autoaccum.workload.modes import BatchNormMode
+from autoaccum.options import BatchNormMode
 from autoaccum.workload.weights import Weights
 
 

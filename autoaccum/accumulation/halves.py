@@ -30,7 +30,6 @@ from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_calls import calm
 from autoaccum.accumulation.state import ModuleState
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import (
     cast_batch,
     copy_model,
@@ -40,7 +39,8 @@ from autoaccum.workload.experiments import (
     prepare,
     widened,
 )
-from autoaccum.workload.sampling import take_small_batch
+from autoaccum.workload.nests import copy_module
+from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 

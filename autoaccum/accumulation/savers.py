@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.workload.module_names import numberless, tell_apart
+from autoaccum.workload.names import numberless, tell_apart
 
 _MOST_NAMED = 3
 

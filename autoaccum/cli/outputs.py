@@ -137,7 +137,7 @@ def check_apart(option: str, file: str, workload: str) -> None:
     Raises:
         UsageError: `file`, which `option` names, is its source.
     """
-    from autoaccum.workload.references import split_reference
+    from autoaccum.workload.names import split_reference
 
     source, _, _ = split_reference(workload)
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.workload.references import split_reference
+from autoaccum.workload.names import split_reference
 
 _OWN = Path(__file__).resolve().parents[1]
 """autoaccum measures with itself, whatever is checked out."""

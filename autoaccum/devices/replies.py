@@ -28,8 +28,8 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
     """The workload that a request names, as it asks for it (`TrialSettings.to_request`)."""
     from autoaccum.devices.parcels import unpack
     from autoaccum.options import Options
-    from autoaccum.workload.adaptation import adapt
     from autoaccum.workload.loading import load_workload
+    from autoaccum.workload.samples import adapt
 
     parcel = request.get("parcel")
     loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)

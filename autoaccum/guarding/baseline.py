@@ -13,7 +13,7 @@ from pathlib import Path
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.workload.references import split_reference
+from autoaccum.workload.names import split_reference
 
 _PREFIX = "autoaccum-baseline-"
 

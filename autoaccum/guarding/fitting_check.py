@@ -19,7 +19,7 @@ from autoaccum.guarding.measuring import measure, request_of
 from autoaccum.guarding.project import Project, find_project
 from autoaccum.guarding.records import Measurement, Tolerance
 from autoaccum.units import format_bytes
-from autoaccum.workload.module_names import compact_names, numberless
+from autoaccum.workload.names import compact_names, numberless
 
 _MOST_MODULES = 5
 

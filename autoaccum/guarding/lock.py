@@ -18,7 +18,7 @@ from autoaccum.guarding.cases import Case, case_name, make_case
 from autoaccum.guarding.records import Measurement
 from autoaccum.planning.files import write_text
 from autoaccum.units import precise_bytes
-from autoaccum.workload.module_names import compact_names, expand_name, numberless
+from autoaccum.workload.names import compact_names, expand_name, numberless
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Final, NamedTuple
 
 from autoaccum.devices.explanation import Category, Holding
-from autoaccum.workload.module_names import common_name, compact_names, numberless
+from autoaccum.workload.names import common_name, compact_names, numberless
 
 LASTING: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
 

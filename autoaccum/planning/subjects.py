@@ -150,7 +150,7 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
 
 def _adapted(workload: Any, options: Options, share: int, verb: str) -> Workload:
     """The Workload, with the options in place of its own."""
-    from autoaccum.workload.adaptation import adapt
+    from autoaccum.workload.samples import adapt
     from autoaccum.workload.spec import Workload
 
     if not isinstance(workload, Workload):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autoaccum.errors import UsageError
-from autoaccum.workload.plain_names import is_plain_name
+from autoaccum.workload.names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 """A batch, as `workload.forms` describes it."""

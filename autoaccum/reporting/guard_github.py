@@ -31,7 +31,7 @@ from autoaccum.reporting.guard_text import (
 )
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.units import precise_bytes, signed_bytes
-from autoaccum.workload.references import split_reference
+from autoaccum.workload.names import split_reference
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
 """What markdown, GitHub's additions to it or HTML may read as structure anywhere. A character reference is never read

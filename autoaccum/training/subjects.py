@@ -25,12 +25,11 @@ from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
 from autoaccum.training.trainee import Trainee, find_device, make_trainee
-from autoaccum.workload.adaptation import replace_given
 from autoaccum.workload.batches import read_batching
-from autoaccum.workload.learning_rates import set_rate
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.nests import kind
-from autoaccum.workload.optimizers import make_optimizer
+from autoaccum.workload.optimizers import make_optimizer, set_rate
+from autoaccum.workload.samples import replace_given
 from autoaccum.workload.spec import Workload, no_batch
 
 

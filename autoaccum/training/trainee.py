@@ -20,9 +20,9 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_precision, check_scheduler
 from autoaccum.devices.companions import EMA_DECAY, Averages
 from autoaccum.errors import UsageError
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.training.request import FitRequest
-from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.weights import Objective
 
 

@@ -26,9 +26,8 @@ from autoaccum.accumulation.state import ModuleState, TorchState
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.copies import copy_module
 from autoaccum.workload.experiments import map_tensors
-from autoaccum.workload.nests import type_name
+from autoaccum.workload.nests import copy_module, type_name
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 

@@ -20,8 +20,7 @@ from autoaccum.verification.updates import Change
 from autoaccum.verification.weights import SUM, Weighting, find_weighting, own_shares
 from autoaccum.workload.batches import batch_size, join_batches
 from autoaccum.workload.candidates import Candidate, count_candidates
-from autoaccum.workload.comparisons import name_term
-from autoaccum.workload.weighting import advise
+from autoaccum.workload.weighting import advise, name_term
 from autoaccum.workload.weights import Objective
 
 _ALL = 1e-3

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import Options
+from autoaccum.options import Options, read_mode
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.subjects import choose_way
 from autoaccum.verification.fixture import Precision
-from autoaccum.workload.adaptation import adapt, replace_given
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.modes import read_mode
 from autoaccum.workload.optimizers import check_optimizer
+from autoaccum.workload.samples import adapt, replace_given
 from autoaccum.workload.spec import Workload, no_batch
 
 _MOST_SAMPLES = 100_000

@@ -26,7 +26,7 @@ from autoaccum.verification.tolerance import allow_own, find_tolerances, with_mo
 from autoaccum.verification.updates import Change
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
-from autoaccum.workload.sampling import take_small_batch
+from autoaccum.workload.samples import take_small_batch
 
 Method = Literal["accumulator", "accumulate"]
 Window = Literal["whole", "last"]

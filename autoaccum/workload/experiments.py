@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoaccum.errors import AutoaccumError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, move_batch
-from autoaccum.workload.copies import copy_module
+from autoaccum.workload.nests import copy_module
 from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed

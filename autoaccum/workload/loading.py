@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.digests import digest_sources
-from autoaccum.workload.importing import import_dotted, import_file
+from autoaccum.workload.importing import digest_sources, import_dotted, import_file
+from autoaccum.workload.names import split_reference
 from autoaccum.workload.nests import kind
-from autoaccum.workload.references import split_reference
 from autoaccum.workload.spec import Workload
 
 _OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
@@ -43,7 +42,7 @@ def load_workload(reference: str) -> Workload:
     `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `modules`, `split` and
     `size`, `multiple_of`, `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or
     instance) that stands in for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see
-    `worst_case`), and a `batchnorm` that is no word (a layer, a function) is the file's own business.
+    `samples`), and a `batchnorm` that is no word (a layer, a function) is the file's own business.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.

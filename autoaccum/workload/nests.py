@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -157,7 +157,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if is_dataclass(node):
-        if any(_finds_tensor(value, _DEPTH) for value in _extra_attributes(node).values()):
+        if any(_finds_tensor(value) for value in _extra_attributes(node).values()):
             return None
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         return [(f".{name}", getattr(node, name)) for name in names]
@@ -210,12 +210,12 @@ def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
 
 def hides_tensors(node: Any) -> bool:
     """Whether an object that is no container holds tensors, which would be passed on unsplit."""
-    return not is_plain(node) and _finds_tensor(node, _DEPTH)
+    return not is_plain(node) and _finds_tensor(node)
 
 
 def with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object that is no container, with every tensor changed that is found in it."""
-    found = {id(tensor): tensor for tensor in _hidden_tensors(node, _DEPTH)}
+    found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
 
 
@@ -256,18 +256,17 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
     return rebuilt if faithful else items
 
 
-def _finds_tensor(node: Any, depth: int) -> bool:
-    if isinstance(node, Tensor | PackedSequence | Iterator | nn.Module) or holds_rows(node):
-        return True
-    return any(_finds_tensor(value, depth - 1) for value in _inside(node, depth))
+def _finds_tensor(node: Any) -> bool:
+    kinds = Tensor | PackedSequence | Iterator | nn.Module
+    return any(isinstance(found, kinds) or holds_rows(found) for found in _walk(node))
 
 
-def _hidden_tensors(node: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-        return
-    for value in _inside(node, depth):
-        yield from _hidden_tensors(value, depth - 1)
+def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """An object and what it holds, of whatever kind, except what is in tensors."""
+    yield node
+    if not isinstance(node, Tensor):
+        for value in _inside(node, depth):
+            yield from _walk(value, depth - 1)
 
 
 def _inside(node: Any, depth: int) -> list[Any]:
@@ -285,3 +284,31 @@ def _inside(node: Any, depth: int) -> list[Any]:
 def _slot_names(cls: type) -> list[str]:
     slots = cls.__dict__.get("__slots__", ())
     return [slots] if isinstance(slots, str) else list(slots)
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
+    """A deep copy of `module`.
+
+    What a forward has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`) comes without
+    its graph.
+
+    Args:
+        module: The module; what copying its other attributes raises comes through as it is.
+        memo: What `copy.deepcopy` takes for known.
+    """
+    known = {} if memo is None else memo
+    for held in module.modules():
+        for value in vars(held).values():
+            known.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
+    return copy.deepcopy(module, known)
+
+
+def _computed(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from [value] if value.grad_fn is not None else []
+    elif type(value) in (dict, list, tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _computed(entry)

@@ -21,7 +21,7 @@ _HINT = "write loss(model, batch), or criterion = nn.CrossEntropyLoss(); without
 
 
 class OwnLoss:
-    """`model(**batch).loss`, and what its mean divides by as far as the model's class tells (`find_divisor`).
+    """`model(**batch).loss`, and what its mean divides by as far as the model's class tells (`infer_divisor`).
 
     Attributes:
         model: The name of the class that computes it; empty before `learn`.
@@ -42,7 +42,7 @@ class OwnLoss:
     def learn(self, model: nn.Module) -> None:
         """Look at the model whose loss this is."""
         computing = find_computing(model) or model
-        self.model, self.divisor = type_name(computing), find_divisor(model)
+        self.model, self.divisor = type_name(computing), infer_divisor(model)
         if "ForCTC" in self.model and getattr(model.config, "ctc_loss_reduction", "mean") == "sum":
             self.reduction = "sum"
 
@@ -87,7 +87,7 @@ def find_computing(model: nn.Module) -> nn.Module | None:
     return next((each for each in model.modules() if _computes_loss(each)), None)
 
 
-def find_divisor(model: nn.Module) -> str:
+def infer_divisor(model: nn.Module) -> str:
     """What the mean of the loss of a model of transformers divides by; `samples` where no class of it tells."""
     computing = find_computing(model)
     return (None if computing is None else _told_divisor(computing)) or "samples"
@@ -130,7 +130,7 @@ def label_code(path: str, divisor: str) -> str:
 
 def likely_code(model: nn.Module) -> str | None:
     """What the loss of `model` likely divides by, as an expression; None where no class of transformers tells."""
-    divisor = find_divisor(model)
+    divisor = infer_divisor(model)
     return None if divisor == "samples" else label_code('batch["labels"]', divisor)
 
 

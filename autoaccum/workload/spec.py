@@ -12,12 +12,11 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in, read_keeps, read_mode
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
-from autoaccum.workload.companions import read_count, read_keeps
-from autoaccum.workload.copies import copy_module
-from autoaccum.workload.modes import AccumulateIn, BatchNormMode, read_accumulate_in, read_mode
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.nests import copy_module, kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.own_loss import OwnLoss
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
@@ -26,7 +25,7 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 
 
 def no_batch(size: int) -> Any:
-    """What stands for `batch` in a workload whose batches are to be made of its dataset (`worst_case`).
+    """What stands for `batch` in a workload whose batches are to be made of its dataset (`samples`).
 
     Raises:
         WorkloadError: Always.
@@ -50,10 +49,10 @@ class Workload:
         weight: `weight(batch)`: what the mean in the loss divides by.
         reduction: `mean` or `sum`.
         batchnorm: What BatchNorm sees and remembers of a batch in parts: `micro`, `running` or `frozen`
-            (`modes.BatchNormMode`).
+            (`options.BatchNormMode`).
         dataset: Map-style or iterable; None when there is none.
         collate: `collate(samples)`: a batch of a list of the dataset's samples; None: torch's default_collate.
-        keeps: What the training loop keeps beside the step, one word or several (`companions.Keep`).
+        keeps: What the training loop keeps beside the step, one word or several (`options.Keep`).
         evaluation_batch: Samples of each pass of an evaluation between updates; None: none is planned.
         evaluate: `evaluate(model, batch)`: such a pass, called in eval mode without gradients in the workload's
             precision; what it returns is held until the next pass is done. None: the loss, and the model's outputs.
@@ -62,7 +61,7 @@ class Workload:
         accumulate: `accumulate(model, micro_batches)`: a loop of the author's own, to be verified: it runs the
             micro-batches of one update forward and backward and leaves the gradient in `.grad`.
         accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`
-            (`modes.AccumulateIn`).
+            (`options.AccumulateIn`).
         modules: Modules beside the model, such as a teacher: one, a list or a dict of them. They are not trained, and
             go to the device with the model, as do those that the loss names.
         name: What reports call it.
@@ -130,8 +129,9 @@ class Workload:
             )
         object.__setattr__(self, "keeps", read_keeps(self.keeps))
         object.__setattr__(self, "modules", _read_modules(self.modules))
-        read_count(self.evaluation_batch, "evaluation_batch")
-        read_count(self.multiple_of, "multiple_of")
+        for name in ("evaluation_batch", "multiple_of"):
+            if getattr(self, name) is not None:
+                read_count(getattr(self, name), name, error=WorkloadError)
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_evaluate(self.evaluate)
         if self.loss is None and self.criterion is None:

@@ -20,7 +20,7 @@ from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.workload.modes import MODES
+from autoaccum.options import MODES
 
 TOLERANCE = 1e-10
 FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")

@@ -27,8 +27,8 @@ from autoaccum.tuning.running.measuring import measure_throughput
 from autoaccum.tuning.running.orders import TrainOrder
 from autoaccum.tuning.running.training_job import train_setting
 from autoaccum.tuning.settings import BatchSpan, Budget, Setting
-from autoaccum.workload.learning_rates import own_rate, set_rate
 from autoaccum.workload.loading import load_workload
+from autoaccum.workload.optimizers import own_rate, set_rate
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05

@@ -11,8 +11,8 @@ from torch import nn
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
+from autoaccum.options import MODES
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.modes import MODES
 
 LIMIT = MemorySize(bytes=256 * MIB)
 

@@ -14,8 +14,8 @@ from torch import nn
 import autoaccum
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.options import MODES
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.modes import MODES
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)) * 2 + 1
 DATA = torch.utils.data.TensorDataset(X, torch.arange(24) % 3)

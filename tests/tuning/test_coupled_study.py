@@ -13,8 +13,8 @@ from autoaccum.tuning.running.orders import TrainOrder
 from autoaccum.tuning.running.training_job import train_setting
 from autoaccum.tuning.settings import BatchSpan, Budget, Setting, Space
 from autoaccum.tuning.tuning import tune
-from autoaccum.workload.adaptation import replace_given
 from autoaccum.workload.loading import load_workload
+from autoaccum.workload.samples import replace_given
 from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, RATE = 8, 32, 0.05

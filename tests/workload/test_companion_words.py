@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.adaptation import adapt
-from autoaccum.workload.companions import KEEPS, read_keeps
+from autoaccum.options import KEEPS, read_keeps
 from autoaccum.workload.loading import load_workload
+from autoaccum.workload.samples import adapt
 from autoaccum.workload.spec import Workload
 
 HEAD = """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 
 import autoaccum
-from autoaccum.workload.copies import copy_module
+from autoaccum.workload.nests import copy_module
 from autoaccum.workload.spec import Workload
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoaccum.workload.forms import describe_form
+from autoaccum.workload.recipes import describe_form
 
 Point = namedtuple("Point", ["x", "y"])
 X = torch.zeros(3, 2)

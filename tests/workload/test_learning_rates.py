@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.learning_rates import own_rate, rate_is_followed, set_rate
+from autoaccum.workload.optimizers import own_rate, rate_is_followed, set_rate
 
 RATES = st.floats(1e-8, 1e3)
 

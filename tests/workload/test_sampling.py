@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.sampling import take_small_batch
+from autoaccum.workload.samples import take_small_batch
 
 TEXTS = [torch.arange(length) for length in (5, 2, 3, 4)]
 

@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.adaptation import adapt
+from autoaccum.workload.samples import LongestBatches, adapt, longest_first, spread_indices, take_longest
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.worst_case import LongestBatches, longest_first, spread_indices, take_longest
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -15,7 +15,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
 from autoaccum.devices.simulated.replays import Demand
 from autoaccum.devices.simulated.trace import LabelledTrace, Role, Trace
-from autoaccum.workload.module_names import numberless, tell_apart
+from autoaccum.workload.names import numberless, tell_apart
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2

@@ -24,7 +24,7 @@ from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.chunked_loss import CHUNKS, is_wide
 from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, Offer
 from autoaccum.errors import UsageError
-from autoaccum.workload.companions import Keep
+from autoaccum.options import Keep
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.spec import Precision, Workload

@@ -21,7 +21,7 @@ from autoaccum.training.data.workers import END, Reader, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.nests import kind
-from autoaccum.workload.worst_case import spread_indices
+from autoaccum.workload.samples import spread_indices
 
 
 class MapStyleSource(Source):

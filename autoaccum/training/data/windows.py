@@ -16,7 +16,7 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, is_samples, join_batches, split_batch
-from autoaccum.workload.worst_case import LongestBatches, longest_first
+from autoaccum.workload.samples import LongestBatches, longest_first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,8 @@ class Child:
         look_where(request)
         try:
             from autoaccum.devices.rehearsal import seed_everything
-            from autoaccum.workload.adaptation import replace_given
             from autoaccum.workload.loading import load_workload
+            from autoaccum.workload.samples import replace_given
 
             seed_everything()
             asked = {name: request[name] for name in ("precision", "batchnorm", "optimizer", "multiple_of")}

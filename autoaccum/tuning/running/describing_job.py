@@ -17,8 +17,8 @@ from autoaccum.training.trainee import find_device
 from autoaccum.tuning.facts import Facts
 from autoaccum.tuning.running.held_out import split_data
 from autoaccum.tuning.settings import Budget
-from autoaccum.workload.learning_rates import own_rate, rate_is_followed
 from autoaccum.workload.nests import type_name
+from autoaccum.workload.optimizers import own_rate, rate_is_followed
 from autoaccum.workload.spec import Workload, no_batch
 
 

@@ -16,7 +16,7 @@ from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_ever
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.trainee import find_device
 from autoaccum.tuning.running.timing import RISING_UPDATES, TailOff, needs_more
-from autoaccum.workload.adaptation import adapt
+from autoaccum.workload.samples import adapt
 from autoaccum.workload.spec import Workload, no_batch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.workload.modes import MODES
+from autoaccum.options import MODES
 
 CHANNELS = 64
 MODEL = f"""

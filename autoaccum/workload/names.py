@@ -1,4 +1,4 @@
-"""Paths of modules that differ in numbers only, as one."""
+"""Names as text: paths of modules that differ in numbers only, references to workloads, names in source code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, product
 from math import prod
+from typing import Any
 
 _NUMBER = re.compile(r"\d+")
 _STAR = re.compile(r"[\\*]")
@@ -147,3 +148,22 @@ def _numbers(listed: str) -> list[str]:
         first, last = span["first"], span["last"]
         found += [first] if last is None else map(str, range(int(first), int(last) + 1))
     return found
+
+
+def split_reference(reference: str) -> tuple[str, str, str]:
+    """The file or module of a reference, its colon if it has one, and the name after that.
+
+    >>> split_reference("model.py:small"), split_reference("C:/model.py"), split_reference("model.py:")
+    (('model.py', ':', 'small'), ('C:/model.py', '', ''), ('model.py', ':', ''))
+    """
+    target, colon, name = reference.rpartition(":")
+    return (target, colon, name) if target and re.fullmatch(r"\w*", name) else (reference, "", "")
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether `name` stands in source code between double quotes as it is.
+
+    >>> is_plain_name("input_ids"), is_plain_name('a"b'), is_plain_name(3)
+    (True, False, False)
+    """
+    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

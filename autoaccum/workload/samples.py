@@ -1,4 +1,4 @@
-"""The worst case of a dataset whose samples differ: batches of the longest of those that were looked at."""
+"""Samples of a workload: a few to experiment with, and the longest of its dataset as the worst case."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size
-from autoaccum.workload.companions import read_count
 from autoaccum.workload.experiments import own_randomness, users_code
-from autoaccum.workload.spec import Workload
+from autoaccum.workload.spec import Workload, no_batch
 
 _COLLATE = "write def collate(samples) in the workload, as the training's loader has it"
 _SEED = 0
@@ -75,8 +75,7 @@ def take_longest(workload: Workload, count: Any, most: int | None = None) -> Wor
     Raises:
         WorkloadError: There is no dataset, it has no samples, or they have no tensors; or reading it raises.
     """
-    number = read_count(count, "the number of samples to look at")
-    assert number is not None
+    number = read_count(count, "the number of samples to look at", error=WorkloadError)
     _check_dataset(workload.dataset)
     with own_randomness(), users_code("the dataset"):
         longest = longest_first(_some_samples(workload.dataset, number), number if most is None else most)
@@ -162,3 +161,86 @@ def _collated(samples: list[Any]) -> Any:
             f"the longest samples of the dataset cannot be put together by torch's default_collate ({said})",
             hint=_COLLATE,
         ) from error
+
+
+def take_small_batch(workload: Workload, size: int) -> Any:
+    """`size` samples: of the dataset where they make what `batch(size)` looks like or there is no `batch`, else that.
+
+    Raises:
+        WorkloadError: `batch` or the dataset raises, `batch` returns another number of samples, or there is none, and
+            the dataset is too short or its samples cannot be put together.
+    """
+    made = None
+    if workload.batch is not no_batch:
+        with users_code(f"batch({size})"):
+            made = workload.build_batch(size)
+    samples = _first_samples(workload.dataset, size)
+    if len(samples) < size:
+        if made is None:
+            raise WorkloadError(
+                f"the dataset gives {len(samples)} samples, {size} are asked for", hint="write def batch(size)"
+            )
+        return made
+    collate = default_collate if workload.collate is None else workload.collate
+    if made is None:
+        with users_code("putting samples of the dataset together"):
+            return counted(collate(samples), workload.batching)
+    try:
+        collated = counted(collate(samples), workload.batching)
+        return collated if _form(collated) == _form(made) and batch_size(collated) == size else made
+    except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
+        return made
+
+
+def _first_samples(dataset: Any, size: int) -> list[Any]:
+    """Some samples of a dataset; none from what can be read only once, or yields batches."""
+    if dataset is None or isinstance(dataset, DataLoader) or hasattr(dataset, "__next__"):
+        return []
+    with users_code("the dataset"):
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            return [dataset[index] for index in range(min(size, len(dataset)))]
+        return list(itertools.islice(iter(dataset), size))
+
+
+def _form(node: Any) -> Any:
+    """The nest of a batch without its sizes: `default_collate` makes lists of tuples, which are called alike."""
+    children = nests.children(node)
+    if children is None:
+        return "tensor" if nests.is_leaf(node) else nests.type_name(node)
+    form = "sequence" if nests.is_sequence(node) else nests.type_name(node)
+    return form, tuple((step, _form(child)) for step, child in children)
+
+
+def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None = None, **settings: Any) -> Workload:
+    """`workload` with those of `settings` in place of its own that are not None.
+
+    Args:
+        workload: As its file or its author has it.
+        most: Samples of the largest training batch that will be asked for.
+        worst_of: Make batches of the longest of so many samples of the dataset.
+        settings: Fields of `Workload`.
+
+    Raises:
+        WorkloadError: A setting cannot be honoured, or there are neither `batch` nor samples to make one of.
+    """
+    workload = replace_given(workload, **settings)
+    if worst_of is not None:
+        largest = None if most is None else max(most, workload.evaluation_batch or 0)
+        return take_longest(workload, worst_of, largest)
+    if workload.batch is no_batch:
+        raise WorkloadError(
+            "the workload defines no 'batch'",
+            hint="write def batch(size): return a batch of that many samples; or have batches made of the longest"
+            " samples of its dataset by --worst-of N",
+        )
+    return workload
+
+
+def replace_given(workload: Workload, **settings: Any) -> Workload:
+    """`workload` with those fields of `settings` that are not None in place of its own.
+
+    Raises:
+        WorkloadError: One of them cannot be used.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    return dataclasses.replace(workload, **given) if given else workload
