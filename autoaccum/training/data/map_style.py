@@ -17,7 +17,7 @@ from autoaccum.accumulation.randomness import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
-from autoaccum.training.data.workers import END, Reader, worker_options
+from autoaccum.training.data.workers import END, Reader, handed_over, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.nests import kind
@@ -53,7 +53,7 @@ class MapStyleSource(Source):
         self._loader: DataLoader[Any] = DataLoader(
             PartFetcher(dataset, self._collate),  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
+            collate_fn=handed_over,
             generator=torch.Generator(),
             **worker_options(settings, loader),
         )
@@ -278,10 +278,6 @@ def _samples_of(sampler: Any) -> int | None:
     except (TypeError, NotImplementedError):
         return None
     return total - total % sampler.batch_size if sampler.drop_last else total
-
-
-def _as_it_is(part: Any) -> Any:
-    return part
 
 
 def _current(card: torch.device | None) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
-from autoaccum.training.data.workers import END, Reader, worker_options
+from autoaccum.training.data.workers import END, Reader, handed_over, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, counted, split_batch
@@ -212,7 +212,7 @@ class SamplesSource(StreamSource):
             self._data = DataLoader(
                 data,
                 _HANDED_OVER,
-                collate_fn=list,
+                collate_fn=handed_over,
                 generator=torch.Generator(),
                 **worker_options(settings),
             )

@@ -16,12 +16,15 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from autoaccum.errors import DataWorkerError, first_line
 from autoaccum.training.data.windows import DataSettings
+from autoaccum.workload import nests
 
 END: Final = object()
 """What is read behind the last entry."""
 
 _OPTIONS = ("num_workers", "persistent_workers", "timeout", "prefetch_factor", "multiprocessing_context")
-_PLUMBING = re.compile(r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files|ancdata|mmap")
+_PLUMBING = re.compile(
+    r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files|ancdata|file </torch"
+)
 _OF_THE_USERS = "in DataLoader worker process"
 _WAY_OUT = "most likely memory, /dev/shm or open files ran out: use fewer workers or none, or raise the limit"
 _PR_SET_PDEATHSIG = 1
@@ -62,11 +65,9 @@ class Reader:
         try:
             return next(self.entries, END)
         except (RuntimeError, OSError, EOFError) as error:
-            text = str(error)
-            is_plumbing = not isinstance(error, RuntimeError) or _PLUMBING.search(text)
-            if not self._has_workers or not is_plumbing or _OF_THE_USERS in text:
+            said = _what_failed(error) if self._has_workers else None
+            if said is None:
                 raise
-            said = first_line(error) or type(error).__name__
             raise DataWorkerError(f"a process that reads data failed ({said})", hint=_WAY_OUT) from error
 
     def __iter__(self) -> Iterator[Any]:
@@ -94,6 +95,26 @@ def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None
         options = {name: getattr(loader, name) for name in _OPTIONS}
     start = WorkerStart(None if loader is None else loader.worker_init_fn, options.get("multiprocessing_context"))
     return {**options, "worker_init_fn": start, "pin_memory": pins and torch.accelerator.is_available()}
+
+
+def handed_over(part: Any) -> Any:
+    """A part, or a list of samples, as a worker gives it away: in shared memory, or an error that says why not.
+
+    The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever.
+    """
+    if get_worker_info() is not None:
+        for tensor in nests.tensors(part):
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return part
+
+
+def _what_failed(error: Exception) -> str | None:
+    """The line that says so of a worker or its queue; None where the user's own code failed."""
+    text = str(error)
+    if isinstance(error, RuntimeError):
+        return next((line for line in text.splitlines() if _PLUMBING.search(line)), None)
+    return None if _OF_THE_USERS in text else first_line(error) or type(error).__name__
 
 
 class WorkerStart:

@@ -195,6 +195,19 @@ def test_a_worker_that_dies_is_told(how: str) -> None:
     source.close()
 
 
+def without_shared_memory(worker_id: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+
+def test_a_lack_of_shared_memory_is_told() -> None:
+    loader = ordered(DrawingRows(COUNT), collate_fn=drawing_collate, worker_init_fn=without_shared_memory)
+    source = opened(loader)
+    source.start_epoch(0)
+    with pytest.raises(DataWorkerError, match=r"failed \(.*torch_.*\): most likely memory, /dev/shm or open files"):
+        source.next_window()
+    source.close()
+
+
 def test_a_worker_of_a_stream_that_dies_is_told() -> None:
     for data, workers in ((TrapStream(), 1), (ordered(TrapStream()), 0)):
         source = opened(data, 8, workers=workers)
