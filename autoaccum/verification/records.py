@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.files import write_text
-from autoaccum.planning.shapes import ShapeError, freeze, shape, thaw
+from autoaccum.records import RecordError, freeze, read_record, to_plain
 
 SCHEMA = 1
 
@@ -140,14 +140,12 @@ class Verification:
 
     def to_json(self) -> str:
         """The record as indented JSON, the schema first; an error that is infinite is null, `error_text` says so."""
-        names = ["schema", *(field.name for field in fields(self) if field.name != "schema")]
-        record = {name: thaw(getattr(self, name)) for name in names}
+        record = to_plain(self)
         for difference in _differences(record):
-            difference["error_text"] = (
-                f"{difference['error']:.3g}" if math.isfinite(difference["error"]) else "infinite"
-            )
-            difference["error"] = difference["error"] if math.isfinite(difference["error"]) else None
-        return json.dumps(record, indent=2, allow_nan=False) + "\n"
+            error = difference["error"]
+            difference["error_text"] = f"{error:.3g}" if math.isfinite(error) else "infinite"
+            difference["error"] = error if math.isfinite(error) else None
+        return json.dumps({"schema": record.pop("schema"), **record}, indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the text") -> Verification:
@@ -162,10 +160,10 @@ class Verification:
                 raise UsageError(f"{source} is of schema {record['schema']}, known is {SCHEMA}", hint=_AGAIN)
             for difference in _differences(record):
                 difference["error"] = math.inf if difference["error"] is None else difference["error"]
-            return cls(**shape(record, cls))
+            return read_record(record, cls)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
-        except (ShapeError, KeyError, TypeError) as error:
+        except (RecordError, KeyError, TypeError) as error:
             raise UsageError(f"{source} is no verification ({error})", hint=_AGAIN) from None
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
@@ -186,16 +184,7 @@ def _differences(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Begun:
-    """The workload is known; windows are compared next.
-
-    Attributes:
-        name: What it is called.
-        model: Its class.
-        parameters: How many.
-        optimizer: Its class.
-        precision: That runs are made in.
-        device: Where.
-    """
+    """The workload is known; windows are compared next."""
 
     name: str
     model: str

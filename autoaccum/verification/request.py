@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.checks import read_count
 from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import Options, read_mode
@@ -33,26 +33,19 @@ class VerifyRequest:
 
     Raises:
         UsageError: One of them cannot be honoured.
-        WorkloadError: There is no such mode of BatchNorm.
     """
 
     workload: Any = None
     parts: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=lambda: Options(device="cpu"))
     accumulate: Any = None
-    reduction: str | None = None
-    optimizer: Any = None
     target_batch: int = 16
     micro_batch: int | None = None
-    precision: str | None = None
-    device: str = "cpu"
-    batchnorm: str | None = None
-    multiple_of: int | None = None
-    worst_of: int | None = None
     on_event: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        target = _count(self.target_batch, "target_batch")
-        micro = -(-target // 4) if self.micro_batch is None else _count(self.micro_batch, "micro_batch")
+        target = read_count(self.target_batch, "target_batch")
+        micro = -(-target // 4) if self.micro_batch is None else read_count(self.micro_batch, "micro_batch")
         if target > _MOST_SAMPLES:
             raise UsageError(f"the target batch is beyond {_MOST_SAMPLES:,}", hint="16 samples show the same")
         if micro >= target:
@@ -62,24 +55,16 @@ class VerifyRequest:
             )
         object.__setattr__(self, "target_batch", target)
         object.__setattr__(self, "micro_batch", micro)
-        known = get_args(Precision)
-        if self.precision is not None and self.precision not in known:
-            raise UsageError(f"there is no precision {self.precision!r}", hint=f"take {', '.join(known)}")
-        if self.batchnorm is not None:
-            read_mode(self.batchnorm)
-        if self.device == "auto":
+        if self.options.device == "auto":
             raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
-        check_device(self.device)
-        for name in ("worst_of", "multiple_of"):
-            if getattr(self, name) is not None:
-                _count(getattr(self, name), name)
+        check_device(self.options.device)
         if self.on_event is not None and not callable(self.on_event):
             raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
 
     @property
     def chosen(self) -> Precision:
         """The precision it begins with: float64, which may give way to float32, where none is given."""
-        return cast("Precision", self.precision or "fp64")
+        return cast("Precision", self.options.precision or "fp64")
 
     @property
     def largest_part(self) -> int:
@@ -124,16 +109,6 @@ def loaded_window(samples: int, micro: int) -> tuple[int, ...]:
     return (micro,) * whole + ((left,) if left else ())
 
 
-def _count(value: Any, name: str) -> int:
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < 1:
-        raise UsageError(f"{name} is {value!r}", hint="give a whole number of at least 1")
-    return number
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is verified.
@@ -158,18 +133,18 @@ def find_subject(request: VerifyRequest) -> Subject:
         UsageError: Not exactly one of the ways to give it, or an argument that does not go with it.
         WorkloadError: It is not usable as it stands.
     """
-    options = Options(optimizer=request.optimizer, worst_of=_looked_at(request.workload, request))
-    parts = {**request.parts, "reduction": request.reduction}
-    way = choose_way(request.workload, parts, options, share=request.target_batch, verb="verify")
+    looked_at = _looked_at(request.workload, request)
+    options = dataclasses.replace(request.options, worst_of=looked_at, precision=None)  # Of the comparison alone.
+    way = choose_way(request.workload, request.parts, options, share=request.target_batch, verb="verify")
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     given: Any = way
     if isinstance(way, str):
         loaded = load_workload(way)
         worst_of = _looked_at(loaded, request)
-        given = adapt(loaded, most=request.target_batch, worst_of=worst_of, optimizer=request.optimizer)
+        given = adapt(loaded, most=request.target_batch, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(given, "auto" if isinstance(given, LiveObjects) else "cpu")
-    asked = {name: getattr(request, name) for name in ("accumulate", "batchnorm", "multiple_of")}
-    workload = replace_given(tried.workload, **asked)
+    asked = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
+    workload = replace_given(tried.workload, accumulate=request.accumulate, **asked)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
@@ -179,6 +154,6 @@ def find_subject(request: VerifyRequest) -> Subject:
 
 def _looked_at(workload: Any, request: VerifyRequest) -> int | None:
     """Of how many samples of its dataset the longest make the batch; some where a workload has no batch of its own."""
-    if request.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
+    if request.options.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
         return _SAMPLES_LOOKED_AT * request.target_batch
-    return request.worst_of
+    return request.options.worst_of

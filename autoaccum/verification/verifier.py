@@ -80,7 +80,7 @@ class Verifier:
     def _take_batch(self, target: int) -> Any:
         """Real samples where there are some, since those of a worst case may all weigh the same."""
         workload = self._subject.workload
-        if self._request.worst_of is None:
+        if self._request.options.worst_of is None:
             return take_small_batch(workload, target)
         with users_code(f"batch({target})"):
             return workload.build_batch(target)
@@ -90,7 +90,7 @@ class Verifier:
         try:
             return self._runs_in(self._precision, sizes)
         except WorkloadError as error:
-            if self._request.precision is not None:
+            if self._request.options.precision is not None:
                 raise
             failure = error
         self._precision = "fp32"
@@ -114,7 +114,7 @@ class Verifier:
         self._random.restore()  # Each precision begins with the same weights.
         workload, optimizer = self._subject.workload, self._subject.optimizer
         with users_code("model()"):
-            fixture = Fixture(workload, precision=precision, device=self._request.device, optimizer=optimizer)
+            fixture = Fixture(workload, precision=precision, device=self._request.options.device, optimizer=optimizer)
         runs = Runs(fixture, self._batch, sizes)
         with users_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)

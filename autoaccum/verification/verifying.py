@@ -17,6 +17,7 @@ from autoaccum.devices.in_place.keeper import StateKeeper
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.process_memory import data_limit, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.options import OptionArguments, Options
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.records import Event, Verification
 from autoaccum.verification.request import VerifyRequest, find_subject
@@ -25,6 +26,7 @@ from autoaccum.workload.tracebacks import exit_blamed
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
     from autoaccum.workload.spec import Workload
 
@@ -42,14 +44,9 @@ def verify(
     split: Callable[[Any, list[int]], Any] | None = None,
     size: Callable[[Any], int] | None = None,
     reduction: str | None = None,
-    optimizer: Any = None,
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
-    precision: str | None = None,
-    device: str = "cpu",
-    batchnorm: str | None = None,
-    multiple_of: int | None = None,
-    worst_of: int | None = None,
     on_event: Callable[[Event], Any] | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Verification:
     """Compare an update accumulated in micro-batches with the full batch's; where they differ, find out why.
 
@@ -71,17 +68,12 @@ def verify(
             tensors; `size` goes with it.
         size: For it, `size(batch)`: the number of its samples.
         reduction: For it, `mean` (when None) or `sum`.
-        optimizer: A name of `torch.optim`, instead of the workload's. For a live model also its live optimizer, which
-            is copied with its state, or a function or class that makes one; AdamW when None.
         accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
             `.grad`; it is held against the full batch as well. A workload may have one of its own.
-        precision: `fp64`, `fp32`, `bf16` or `fp16`. When None it is float64, whatever the workload trains in; float32
-            where that does not run, which is said.
-        device: `cpu`, `cuda` or `cuda:N`.
-        batchnorm: `micro`, `running` or `frozen`, instead of the workload's.
-        multiple_of: Every micro-batch is a multiple of so many samples, as is the target, instead of the workload's.
-        worst_of: Make the batch of the longest of so many samples of the workload's dataset.
         on_event: Told of every step, with a record of `autoaccum.verification.records`.
+        options: As in `autoaccum.options.Options`, as far as they concern a verification: `optimizer` (a live one is
+            copied with its state), `precision` (float64 when None, whatever the workload trains in; float32 where that
+            does not run, which is said), `batchnorm`, `multiple_of`, `worst_of` and `device` (the CPU when None).
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -90,21 +82,15 @@ def verify(
     """
     check_launch()
     began = time.monotonic()
-    named = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    named |= {"split": split, "size": size}
+    given: Any = {"device": "cpu", **options}
+    parts = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     request = VerifyRequest(
         workload=workload,
-        parts=named,
+        parts={**parts, "split": split, "size": size, "reduction": reduction},
+        options=Options.of("verify", given),
         accumulate=accumulate,
-        reduction=reduction,
-        optimizer=optimizer,
         target_batch=target_batch,
         micro_batch=micro_batch,
-        precision=precision,
-        device=device,
-        batchnorm=batchnorm,
-        multiple_of=multiple_of,
-        worst_of=worst_of,
         on_event=on_event,
     )
     with kept_randomness(), exit_blamed("the workload"):

@@ -185,7 +185,7 @@ def test_json_has_no_infinity() -> None:
         ("{", "is not valid JSON"),
         ("[]", "is no verification"),
         ("{}", "is no verification"),
-        ('{"schema": 1, "comparisons": []}', "is no verification ('equivalent' is missing)"),
+        ('{"schema": 1, "comparisons": []}', "missing required field `equivalent`"),
         ('{"schema": 9}', "is of schema 9, known is 1"),
     ],
 )

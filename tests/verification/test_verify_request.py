@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autoaccum import verify
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.request import VerifyRequest, last_window, loaded_window, whole_window
 
@@ -41,7 +42,7 @@ def test_the_micro_batch_is_a_quarter_where_none_is_given(target: int, micro: in
 )
 def test_what_cannot_be_honoured_is_refused_with_the_way_out(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(AutoaccumError) as raised:
-        VerifyRequest(workload="model.py", **asked)
+        verify("model.py", **asked)
     assert told in str(raised.value)
     assert raised.value.exit_code == 2
 
