@@ -22,7 +22,7 @@ from autoaccum.verification.coupling_causes import (
     state_cause,
     statistics_cause,
 )
-from autoaccum.verification.inquiry import Inquiry, find_lost, find_restlessness
+from autoaccum.verification.inquiry import Inquiry, find_restlessness
 from autoaccum.verification.loops import explain_loop
 from autoaccum.verification.parts import explain_mixed_terms, explain_parts
 from autoaccum.verification.records import Cause, Comparison
@@ -78,9 +78,7 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
     if restless is not None:
         return (restless,)
     if set(inquiry.differences(UNCHANGED) or ()) <= {"update"}:
-        lost = {name for outcome in inquiry.pair(UNCHANGED) or () for name in find_lost(runs, outcome)}
-        unknown = "only the update differs, of equal gradients"
-        return (_lost_cause(sorted(lost)) if lost else _unknown(inquiry, unknown, Coupling()),)
+        return (_unknown(inquiry, "only the update differs, of equal gradients", Coupling()),)
     suspects = _find_suspects(inquiry)
     found = _find_least(inquiry, suspects)
     if found is not None:
@@ -166,19 +164,6 @@ def _cause(inquiry: Inquiry, one: _Suspect, found: _Found) -> Cause:
         return replace(state_cause(inquiry, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
     make = {"coupled model": module_cause, "balancing loss": balancing_cause, "hook": hook_cause}
     return make.get(one.kind, draw_cause)(one.where, proved=proved)
-
-
-def _lost_cause(names: Sequence[str]) -> Cause:
-    """An optimizer whose arithmetic fails: not of accumulation."""
-    return Cause(
-        kind="unknown",
-        found=f"gradients are equal, and the optimizer leaves entries of {listed(names)} that are not finite",
-        change=(
-            "mend the optimizer first: keep parameters in float32, or give it a larger eps (1e-8 is zero in float16,"
-            " and Adam divides by it where a gradient is zero)"
-        ),
-        where=tuple(names),
-    )
 
 
 def _state_seen(inquiry: Inquiry) -> tuple[Cause, ...]:

@@ -15,7 +15,7 @@ from autoaccum.accumulation.coupling import ITSELF, listed, modules
 from autoaccum.accumulation.reach import tensor_hooks
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.comparing import Tolerances, compare, is_finite
+from autoaccum.verification.comparing import Tolerances, compare
 from autoaccum.verification.records import Cause, Comparison, Difference, Quantity
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
@@ -187,9 +187,6 @@ def find_notes(runs: Runs) -> list[str]:
     loose = [name for name in full.terms if name not in full.connected]
     if loose:
         notes.append(f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant")
-    lost = find_lost(runs, full)
-    if lost:
-        notes.append(f"the optimizer leaves entries of {listed(lost)} that are not finite, after the full batch's too")
     is_known = objective.criterion is not None and objective.weight_function is None
     if objective.reduction == "mean" and not is_known and _hides_weights(runs):
         notes.append(
@@ -197,13 +194,6 @@ def find_notes(runs: Runs) -> list[str]:
             " training, let batch(size) give such a batch"
         )
     return notes
-
-
-def find_lost(runs: Runs, outcome: Outcome) -> list[str]:
-    """Parameters that the update of finite gradients has left with entries that are not finite."""
-    before, gradients = runs.initial(), outcome.gradients
-    changed = [name for name, after in outcome.parameters.items() if not is_finite(after) and is_finite(before[name])]
-    return [name for name in changed if is_finite(gradients.get(name))]
 
 
 def _hides_weights(runs: Runs) -> bool:

@@ -13,7 +13,7 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import read_count
 from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import Options, read_mode
+from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.subjects import choose_way
 from autoaccum.verification.fixture import Precision

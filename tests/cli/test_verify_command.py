@@ -100,9 +100,6 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     [
         (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
         (["model.py", "--micro-batch", "0"], "0 is too small, the least is 1"),
-        (["model.py", "--precision", "fp8"], "there is no precision 'fp8'"),
-        (["model.py", "--batchnorm", "exact"], "there is no batchnorm mode 'exact'"),
-        (["model.py", "--device", "auto"], "take cpu, cuda or cuda:N"),
         (["modle.py"], "did you mean model.py?"),
         (["model.py", "--optimizer", "Adm"], "did you mean Adam"),
         (["model.py", "--worst-of", "9"], "dataset"),

@@ -406,30 +406,6 @@ def teacher_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.mse_loss(model(batch[0]), taught)
 
 
-class Halved(nn.Module):
-    """Half-precision parameters of which Adam divides zero by zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-        self.body = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.body(x) + 0.0 * self.unused.float().sum())
-
-
-class Rooting(torch.optim.Optimizer):
-    """Takes roots of numbers whose sign is a matter of rounding."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_((parameter.grad * 1e17).sin().sqrt())
-
-
 def norm_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0]).norm())
 

@@ -460,18 +460,6 @@ def test_an_optimizer_that_orthogonalises_is_no_cause() -> None:
     assert found(workload, precision="bf16").equivalent
 
 
-def test_notes_an_optimizer_that_leaves_no_number() -> None:
-    adam = classes(planted.Halved, optimizer=lambda parameters: torch.optim.Adam(parameters, foreach=False))
-    assert any("unused that are not finite" in note for note in found(adam, precision="fp32").notes)
-    assert not any("not finite" in note for note in found(classes(small.Mlp), precision="fp32").notes)
-
-
-def test_an_optimizer_that_fails_is_named() -> None:
-    (cause,) = found(classes(small.Mlp, optimizer=planted.Rooting)).causes
-    assert "not finite" in cause.found
-    assert "mend the optimizer first" in cause.change
-
-
 def test_two_samples_are_enough() -> None:
     (cause,) = verify(texts(small.token_loss), target_batch=2, micro_batch=1).causes
     assert cause.change.endswith(TOKENS)
