@@ -152,7 +152,7 @@ def _is_signal(error: BaseException) -> bool:
 def _raise_blaming(error: BaseException) -> NoReturn:
     """Raise an exception that is none of ours as what it means: memory, or the user's code, shown as theirs."""
     from autoaccum.devices.diagnosis import describe_failure
-    from autoaccum.devices.failures import failure_error
+    from autoaccum.devices.recording import failure_error
 
     raise failure_error(describe_failure(error, "training"), "the device") from error
 

@@ -93,7 +93,7 @@ class Child:
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One trial under the limit, which is lifted before anything is said about it."""
         from autoaccum.accumulation.reach import find_beside, placed
-        from autoaccum.devices.reading import Reading, without_stretch
+        from autoaccum.devices.recording import Reading, without_stretch
         from autoaccum.devices.rehearsal import Rehearsal
 
         assert self._workload is not None
@@ -150,9 +150,9 @@ def _prepare(request: Mapping[str, Any]) -> None:
             from autoaccum.devices.simulated import jobs
 
             jobs.prepare()
-        from autoaccum.devices import inspection, meters, warmup
+        from autoaccum.devices import inspection, meters
 
-        del inspection, meters, warmup
+        del inspection, meters
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     if request.get("simulated"):
         gc.freeze()
@@ -161,7 +161,7 @@ def _prepare(request: Mapping[str, Any]) -> None:
 
 def _start(meter: Meter) -> dict[str, Any]:
     """Make the device ready; `{"refused": ...}` when it is not one that can be used here."""
-    from autoaccum.devices.warmup import warm_up
+    from autoaccum.devices.meters import warm_up
     from autoaccum.errors import UsageError
 
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.spare import SPARE_BYTES, SpareChild
+from autoaccum.devices.process import SPARE_BYTES, SpareChild
 from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError
 

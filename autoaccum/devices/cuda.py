@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
-from autoaccum.devices.card_report import CardReport
+from autoaccum.devices.card import CardReport
 from autoaccum.devices.child_device import ChildDevice
-from autoaccum.devices.explanation import Account
-from autoaccum.devices.prediction import Foresight
+from autoaccum.devices.explanation import Account, Foresight
+from autoaccum.records import read_record
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class CudaDevice(ChildDevice):
         return Tracer(replace(self._settings, on_output=lambda line: None), card)
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
-        self._report = CardReport.from_json(facts["card"])
+        self._report = read_record(facts["card"], CardReport)
         return choose_card_budget(self._report, self._settings.options.memory, self._settings.options.reserve)
 
 

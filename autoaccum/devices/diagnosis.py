@@ -7,7 +7,7 @@ import traceback
 from typing import Literal
 
 from autoaccum.accumulation.recovery import find_shortage, is_context_dead
-from autoaccum.devices.failures import Failure
+from autoaccum.devices.recording import Failure
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError, first_line
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 from autoaccum.workload.tracebacks import blame_workload, is_own

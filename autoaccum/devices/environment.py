@@ -1,14 +1,19 @@
-"""What a measurement depends on besides the workload."""
+"""What a measurement depends on besides the workload; nothing here imports torch before it is asked."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from autoaccum.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -33,6 +38,8 @@ _CARD_VARIABLES = (
 
 def describe_environment(device: torch.device) -> Mapping[str, Any]:
     """Versions, processor, threads, allocator settings; on a card also CUDA, cuDNN and what steers them."""
+    import torch
+
     is_card = device.type == "cuda"
     names = (*_VARIABLES, *(_CARD_VARIABLES if is_card else ()))
     return {
@@ -48,6 +55,8 @@ def describe_environment(device: torch.device) -> Mapping[str, Any]:
 
 
 def _card_libraries() -> dict[str, Any]:
+    import torch
+
     cudnn: Any = torch.backends.cudnn
     return {"cuda": torch.version.cuda, "cudnn": cudnn.version()}
 
@@ -56,3 +65,28 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+_LEAST = (2, 11)
+
+
+def read_torch_release() -> tuple[int, int]:
+    """Major and minor number of the torch that is installed.
+
+    Inside of a simulation, `kernels.release.torch_release` asks the one that runs.
+
+    Raises:
+        UsageError: There is none, or an older one than can be simulated.
+    """
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        installed = "not installed"
+    match = re.match(r"(\d+)\.(\d+)", installed)
+    release = (int(match[1]), int(match[2])) if match else (0, 0)
+    if release < _LEAST:
+        raise UsageError(
+            f"a simulated card needs torch {'.'.join(map(str, _LEAST))} or newer, torch here is {installed}",
+            hint="upgrade torch; its CPU build is enough",
+        )
+    return release

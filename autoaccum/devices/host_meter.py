@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import mmap
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from autoaccum.devices.process_memory import (
-    ProcessMemory,
-    check_data_limit,
-    data_limit,
-    read_process_memory,
-    reset_peak,
-)
-from autoaccum.devices.reading import Reading
+from autoaccum.devices.recording import Reading
+from autoaccum.errors import NotMeasuredError
+from autoaccum.units import KIB, MIB
 
 
 class HostMeter:
@@ -77,3 +76,97 @@ class HostMeter:
             return now.anonymous_bytes - self._settled.anonymous_bytes
         before, self._settled = self._base or self._before, now
         return max(now.anonymous_bytes - before.anonymous_bytes, now.data_bytes - before.data_bytes)
+
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """One reading of `/proc/self/status` (proc_pid_status(5)), in bytes.
+
+    Attributes:
+        data_bytes: VmData: private writable address space, touched or not; what RLIMIT_DATA limits.
+        anonymous_bytes: RssAnon: resident pages that belong to this process alone.
+        file_bytes: RssFile: resident pages of files, mostly the code of libraries.
+        shared_bytes: RssShmem: resident pages of shared memory and tmpfs.
+        peak_bytes: VmHWM: the most that was resident at once since the peak was last reset.
+    """
+
+    data_bytes: int
+    anonymous_bytes: int
+    file_bytes: int
+    shared_bytes: int
+    peak_bytes: int
+
+    def peak_above(self, before: ProcessMemory) -> int:
+        """The most that was held above the reading `before`, in bytes, as RLIMIT_DATA counts, code left out.
+
+        The kernel keeps a high-water mark of resident pages only, so what was asked for since then and is still
+        untouched (oneDNN reserves 256 KiB for every kernel it compiles) is added. Pages of files that were touched
+        for the first time stay resident, so they are taken off: neither a model nor a batch is made of them.
+        """
+        resident = self.peak_bytes - self.file_bytes - before.anonymous_bytes - before.shared_bytes
+        return max(0, resident) + max(0, self._untouched_bytes - before._untouched_bytes)
+
+    @property
+    def _untouched_bytes(self) -> int:
+        return self.data_bytes - self.anonymous_bytes
+
+
+def read_process_memory() -> ProcessMemory:
+    """Read what this process holds now.
+
+    Raises:
+        NotMeasuredError: The kernel does not tell.
+    """
+    try:
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+        names = ("VmData", "RssAnon", "RssFile", "RssShmem", "VmHWM")
+        return ProcessMemory(*(int(fields[name][0]) * KIB for name in names))
+    except (OSError, KeyError, ValueError, IndexError) as error:
+        raise NotMeasuredError(f"{_STATUS} does not tell what this process holds", hint="this needs Linux") from error
+
+
+def reset_peak() -> bool:
+    """Begin a new VmHWM (proc_pid_clear_refs(5), the value 5); False where the kernel does not allow it."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def data_limit(limit_bytes: int | None) -> Iterator[None]:
+    """Within, the kernel refuses this process private writable memory beyond `limit_bytes`; None: no limit.
+
+    The soft RLIMIT_DATA is set, so that it can be lifted again: what allocates gets ENOMEM and the process lives on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = [bound for bound in (limit_bytes, soft, hard) if bound is not None and bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(wanted) if wanted else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def check_data_limit() -> None:
+    """Try the limit once: private memory beyond it must be refused.
+
+    Raises:
+        NotMeasuredError: It is granted all the same (Linux before 4.7, some sandboxes).
+    """
+    with data_limit(read_process_memory().data_bytes + 4 * MIB):
+        try:
+            mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError:
+            return
+    raise NotMeasuredError(
+        "this kernel does not hold a process to RLIMIT_DATA, so no trial could be limited",
+        hint="use Linux 4.7 or newer, outside of a sandbox that leaves resource limits out",
+    )

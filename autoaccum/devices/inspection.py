@@ -9,17 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.halves import check_workload
 from autoaccum.accumulation.observers import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.planned import storage_bytes, unwrapped
 from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.accumulation.recovery import find_shortage
-from autoaccum.devices.activations import count_sample_bytes
+from autoaccum.accumulation.update import TemporariesRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
@@ -225,3 +226,32 @@ def _check_finite(loss: float, size: int) -> None:
             f"the loss of batch({size}) is {loss}",
             hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over nothing",
         )
+
+
+def count_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
+    """The bytes that stay alive after forward for its backward, per sample; scratch and gradients come on top.
+
+    The difference of two small batches, so that what does not depend on the size drops out. It is a hint for the
+    search: None where it cannot be told, whatever the reason.
+
+    Args:
+        workload: The workload.
+        model: Its model, on its device, in training mode.
+        size: Samples of the smaller batch; the other has twice as many.
+    """
+    try:
+        small, large = (_held_bytes(workload, model, samples) for samples in (size, 2 * size))
+    except Exception:  # A model that does not bear being watched trains all the same.
+        return None
+    return (large - small) // size if large > small else None
+
+
+def _held_bytes(workload: Workload, model: nn.Module, samples: int) -> int:
+    device = model_device(model)
+    batch = move_batch(workload.build_batch(samples), device)
+    torch.clear_autocast_cache()
+    with TemporariesRecorder() as recorder, autocast(workload.precision, device):
+        terms = workload.objective.terms(model, batch)
+        held_bytes: int = recorder.alive_bytes
+    del terms
+    return held_bytes

@@ -104,12 +104,10 @@ def ask_card(library: Any, handle: Any) -> dict[str, Any]:
         "name": lambda: library.nvmlDeviceGetName(handle),
         "driver": lambda: library.nvmlSystemGetDriverVersion(),
         "cards": lambda: library.nvmlDeviceGetCount(),
-        "memory_v2": lambda: library.nvmlDeviceGetMemoryInfo(handle, version=library.nvmlMemory_v2),
-        "memory": lambda: library.nvmlDeviceGetMemoryInfo(handle),
+        "memory": lambda: library.nvmlDeviceGetMemoryInfo(handle, version=library.nvmlMemory_v2),
         "mig_mode": lambda: library.nvmlDeviceGetMigMode(handle),
         "is_slice": lambda: library.nvmlDeviceIsMigDeviceHandle(handle),
         "compute": lambda: library.nvmlDeviceGetComputeRunningProcesses(handle),
-        "compute_v2": lambda: library.nvmlDeviceGetComputeRunningProcesses_v2(handle),
         "graphics": lambda: library.nvmlDeviceGetGraphicsRunningProcesses(handle),
     }
     return {name: _ask(library, question) for name, question in questions.items()}
@@ -122,26 +120,25 @@ def parse_card(answers: Mapping[str, Any]) -> Nvml:
         answer = answers.get(name)
         return None if isinstance(answer, NvmlMissing) else answer
 
-    memory = known("memory_v2") or known("memory")
+    memory = known("memory")
     is_slice = bool(known("is_slice"))
     mig_mode = known("mig_mode")
     return Nvml(
-        uuid=_text(known("uuid")) or "",
-        driver=_text(known("driver")),
+        uuid=known("uuid") or "",
+        driver=known("driver"),
         cards=known("cards"),
         total_bytes=_number(memory, "total"),
         free_bytes=_number(memory, "free"),
         used_bytes=_number(memory, "used"),
         reserved_bytes=_number(memory, "reserved"),
         mig=True if is_slice else None if mig_mode is None else bool(mig_mode[0]),
-        slice=_text(known("name")) if is_slice else None,
-        processes=_processes(known("compute"), known("compute_v2"), known("graphics")),
+        slice=known("name") if is_slice else None,
+        processes=_processes(known("compute"), known("graphics")),
     )
 
 
-def _processes(compute: Any, compute_v2: Any, graphics: Any) -> tuple[CardProcess, ...] | None:
+def _processes(computing: Any, graphics: Any) -> tuple[CardProcess, ...] | None:
     """Processes that compute, then those that only draw; a process of both kinds once."""
-    computing = compute_v2 if compute is None else compute
     if computing is None:
         return None
     found: dict[int, CardProcess] = {}
@@ -155,18 +152,11 @@ def _number(struct: Any, field: str) -> int | None:
     return None if value is None or value == _NOT_AVAILABLE else int(value)
 
 
-def _text(value: str | bytes | None) -> str | None:
-    """Texts as such: older releases of pynvml give bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def _ask(library: Any, question: Callable[..., Any], *arguments: Any) -> Any | NvmlMissing:
     try:
         return question(*arguments)
-    except (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError)) as error:
+    except (library.NVMLError, library.NVMLLibraryMismatchError) as error:
         return NvmlMissing(str(error))
-    except (AttributeError, TypeError) as error:  # An older pynvml, without that function or argument.
-        return NvmlMissing(f"this pynvml does not ask it: {error}")
 
 
 @contextmanager

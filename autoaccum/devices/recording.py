@@ -1,14 +1,15 @@
-"""From what a child answered, or how it died, to the record of a trial."""
+"""From what a child answers, or how it died, to the record of a trial or an error."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from autoaccum.devices.base import Trial
+from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.process import ChildDied
-from autoaccum.devices.reading import Reading
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.units import format_bytes
 
 _LONGER = "raise --trial-limit"
@@ -82,3 +83,77 @@ def _taken_by_others(reading: Reading, limit_bytes: int) -> str:
         f"; only {format_bytes(available)} of the budget of {format_bytes(limit_bytes)} were there: other processes"
         " have taken the rest since"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception, as a record (see `devices.base.Trial` for the fields)."""
+
+    outcome: Outcome
+    message: str
+    traceback: str | None = None
+    certain: bool = True
+    blames: Literal["user", "measurement"] | None = None
+
+
+def failure_error(failure: Failure, owner: str) -> AutoaccumError:
+    """The error that ends a plan by a failure before any trial.
+
+    Args:
+        failure: Of loading or of the inspection.
+        owner: Whose memory it was, as the subject of `... has free`.
+    """
+    if failure.outcome == "oom":
+        return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
+    if failure.blames == "user":
+        return WorkloadError(failure.message, user_traceback=failure.traceback)
+    detail = f"\n{failure.traceback}" if failure.traceback else ""
+    return NotMeasuredError(failure.message + detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The memory a job took of the kind it is limited in; None where that kind does not tell.
+
+    Attributes:
+        peak_reserved_bytes: The most that was held, as the limit counts it.
+        peak_allocated_bytes: The most that tensors held.
+        shared_bytes: How much of it is shared memory, which no limit stops.
+        retries: How often the allocator released its cache and tried again.
+        refusals: How often it said no all the same.
+        available_bytes: What the process could hold at the end, if nobody limited it.
+    """
+
+    peak_reserved_bytes: int | None
+    peak_allocated_bytes: int | None = None
+    shared_bytes: int = 0
+    retries: int | None = None
+    refusals: int | None = None
+    available_bytes: int | None = None
+
+
+def without_stretch(reading: Reading, beside: Sequence[Reading]) -> Reading:
+    """`reading`, in whose retries and refusals those from the first to the last of `beside` do not count.
+
+    An evaluation and the update behind it find the other's memory cached, and may have the allocator release it: once
+    for each evaluation, which makes no size a slow one.
+
+    >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
+    >>> without_stretch(end, [before, behind]).retries
+    2
+    """
+    if len(beside) < 2:
+        return reading
+    first, last = beside[0], beside[-1]
+    return replace(
+        reading,
+        retries=_less(reading.retries, first.retries, last.retries),
+        refusals=_less(reading.refusals, first.refusals, last.refusals),
+    )
+
+
+def _less(count: int | None, start: int | None, end: int | None) -> int | None:
+    """A counter without what it went up by from `start` to `end`; None where it does not tell."""
+    if count is None or start is None or end is None:
+        return count
+    return max(0, count - (end - start))

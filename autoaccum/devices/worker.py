@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
-from autoaccum.devices.failures import Failure, failure_error
-from autoaccum.devices.process import ChildDied, ChildProcess
-from autoaccum.devices.recording import record_death, record_reply
-from autoaccum.devices.spare import start_child, where_to_import
+from autoaccum.devices.process import ChildDied, ChildProcess, start_child, where_to_import
+from autoaccum.devices.recording import Failure, failure_error, record_death, record_reply
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.records import read_record
 
@@ -27,7 +25,7 @@ class Worker:
     Args:
         settings: What all its trials have in common.
         device: `cpu` or `cuda:N`.
-        process: A child that `spare.start_child` has started; None: a new one.
+        process: A child that `process.start_child` has started; None: a new one.
         card: The record of a card to simulate; `device` is then what messages call it.
 
     Attributes:

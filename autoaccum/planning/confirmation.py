@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.explanation import Explaining, Explanation
-from autoaccum.devices.prediction import Predicting
+from autoaccum.devices.explanation import Explaining, Explanation, Predicting
 from autoaccum.errors import (
     AutoaccumError,
     DoesNotFitError,

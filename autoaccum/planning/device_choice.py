@@ -45,10 +45,10 @@ def simulate_device(gpu: str, settings: TrialSettings) -> Device:
         UsageError: There is no such card, it does not have the memory asked for, or torch or what the environment asks
             of its allocator cannot be simulated.
     """
+    from autoaccum.devices.environment import read_torch_release
     from autoaccum.devices.simulated.catalog import find_card
     from autoaccum.devices.simulated.device import SimulatedDevice
     from autoaccum.devices.simulated.traces import Tracer
-    from autoaccum.devices.torch_release import read_torch_release
 
     card = find_card(gpu)
     return SimulatedDevice(

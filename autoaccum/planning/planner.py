@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
-from autoaccum.devices.prediction import Foreseeing, Foresight, Predicting, Prediction
+from autoaccum.devices.explanation import Foreseeing, Foresight, Predicting, Prediction
 from autoaccum.options import OptionArguments, Options
 from autoaccum.planning.confirmation import (
     Confirmation,

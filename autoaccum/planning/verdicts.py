@@ -9,7 +9,7 @@ from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.prediction import Prediction
+from autoaccum.devices.explanation import Prediction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.planning.request import Request
 from autoaccum.units import format_bytes

@@ -38,8 +38,8 @@ def optimizer(params):
 
 FIRST_STEP = """
 import sys
-from autoaccum.devices.process_memory import read_process_memory, reset_peak
-from autoaccum.devices.warmup import warm_up
+from autoaccum.devices.host_meter import read_process_memory, reset_peak
+from autoaccum.devices.meters import warm_up
 from autoaccum.workload.loading import load_workload
 
 warm_up()

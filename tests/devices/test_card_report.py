@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
-from autoaccum.devices.card import CardMemory
-from autoaccum.devices.card_report import CardReport, report_card
+from autoaccum.devices.card import CardMemory, CardReport, report_card
 from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing
 from autoaccum.units import GIB, MIB
 
@@ -109,11 +107,3 @@ def test_without_nvml_the_reason_is_kept(now: NvmlMissing | None, reason: str) -
     report = report_card(MEMORY, NvmlMissing("NVML Shared Library Not Found"), now, own_pid=OWN)
     assert report == CardReport(memory=MEMORY, nvml_missing=reason)
     assert report.used_by_others_bytes is None
-
-
-def test_survives_json() -> None:
-    now = after(FOREIGN, CardProcess(pid=OWN, used_bytes=400 * MIB))
-    report = report_card(MEMORY, [BEFORE], now, own_pid=OWN, allocator="cudaMallocAsync")
-    assert CardReport.from_json(json.loads(json.dumps(dataclasses.asdict(report)))) == report
-    bare = CardReport(memory=MEMORY)
-    assert CardReport.from_json(json.loads(json.dumps(dataclasses.asdict(bare)))) == bare

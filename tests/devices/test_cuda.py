@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card import CardMemory
+from autoaccum.devices.card import CardMemory, CardReport
 from autoaccum.devices.card_meter import check_allocator, choose_name
-from autoaccum.devices.card_report import CardReport
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
 from autoaccum.devices.nvml import CardProcess
 from autoaccum.errors import UsageError

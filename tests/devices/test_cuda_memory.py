@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.cuda_memory import card_limit, memory_fraction, read_card, settable_fraction
+from autoaccum.devices.card_meter import card_limit, memory_fraction, read_card, settable_fraction
 from autoaccum.units import GIB, MIB
 
 TOTALS = st.integers(MIB, 1024 * GIB)

@@ -13,10 +13,10 @@ from asking import make_settings
 from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import Tracer
-from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import WorkloadError
 from autoaccum.units import GIB, MIB
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoaccum.devices.diagnosis import describe_failure
-from autoaccum.devices.failures import Failure
+from autoaccum.devices.recording import Failure
 from autoaccum.devices.rehearsal import take_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 

@@ -20,11 +20,10 @@ from autoaccum.devices.card_meter import CardMeter
 from autoaccum.devices.child import Child
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.host_meter import HostMeter
-from autoaccum.devices.meters import make_meter
+from autoaccum.devices.meters import make_meter, warm_up
 from autoaccum.devices.process import child_environment
-from autoaccum.devices.reading import Reading
+from autoaccum.devices.recording import Reading
 from autoaccum.devices.rehearsal import place_model, wait_for
-from autoaccum.devices.warmup import warm_up
 from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError, UsageError
 

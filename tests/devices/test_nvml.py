@@ -22,23 +22,20 @@ from autoaccum.units import GIB, MIB
 
 NO_PERMISSION = NvmlMissing("Insufficient Permissions")
 NOT_SUPPORTED = NvmlMissing("Not Supported")
-NOT_FOUND = NvmlMissing("Function Not Found")
 
 RTX_3090 = {
     "uuid": "GPU-8f2b6c1e-11d2-7a3e-9d57-0c6f3f1f2a77",
     "name": "NVIDIA GeForce RTX 3090",
     "driver": "580.95.05",
     "cards": 2,
-    "memory_v2": SimpleNamespace(
+    "memory": SimpleNamespace(
         version=0x02000028, total=24 * GIB, reserved=325 * MIB, free=15 * GIB, used=9 * GIB - 325 * MIB
     ),
-    "memory": SimpleNamespace(total=24 * GIB, free=15 * GIB, used=9 * GIB),
     "mig_mode": NOT_SUPPORTED,
     "is_slice": 0,
     "compute": [
         SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB, gpuInstanceId=0xFFFFFFFF, computeInstanceId=0xFFFFFFFF)
     ],
-    "compute_v2": [SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB)],
     "graphics": [
         SimpleNamespace(pid=1502, usedGpuMemory=310 * MIB),
         SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB),
@@ -50,12 +47,10 @@ A100_SLICE = {
     "name": "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     "driver": "535.183.01",
     "cards": 8,
-    "memory_v2": SimpleNamespace(total=4864 * MIB, reserved=0, free=4850 * MIB, used=14 * MIB),
-    "memory": SimpleNamespace(total=4864 * MIB, free=4850 * MIB, used=14 * MIB),
+    "memory": SimpleNamespace(total=4864 * MIB, reserved=0, free=4850 * MIB, used=14 * MIB),
     "mig_mode": NvmlMissing("Invalid Argument"),
     "is_slice": 1,
     "compute": [],
-    "compute_v2": [],
     "graphics": NOT_SUPPORTED,
 }
 
@@ -97,12 +92,6 @@ def test_without_permission_the_processes_are_not_told() -> None:
 def test_where_the_driver_does_not_tell_a_process_is_known_without_its_bytes(used: int | None) -> None:
     card = parse_card({**RTX_3090, "compute": [SimpleNamespace(pid=7, usedGpuMemory=used)], "graphics": NOT_SUPPORTED})
     assert card.processes == (CardProcess(pid=7, used_bytes=None),)
-
-
-def test_an_old_driver_answers_by_the_first_versions() -> None:
-    card = parse_card({**RTX_3090, "memory_v2": NOT_FOUND, "compute": NOT_FOUND, "graphics": NOT_FOUND})
-    assert (card.used_bytes, card.reserved_bytes) == (9 * GIB, None)
-    assert card.processes == (CardProcess(pid=4711, used_bytes=8 * GIB),)
 
 
 def test_no_answer_at_all() -> None:
@@ -165,36 +154,6 @@ def test_every_question_is_put_whatever_the_others_gave() -> None:
     assert all(isinstance(answer, NvmlMissing) for answer in answers.values())
 
 
-class Older:
-    """As pynvml 11.4 and nvidia-ml-py 12.535: fewer functions, errors and arguments, and bytes for texts."""
-
-    class NVMLError(Exception):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        raise self.NVMLError("Not Found")
-
-    def nvmlDeviceGetUUID(self, handle: Any) -> bytes:  # noqa: N802
-        return b"GPU-abc"
-
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
-        return b"470.1"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(total=24 * GIB, free=15 * GIB, used=9 * GIB)
-
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Any:  # noqa: N802
-        raise self.NVMLError("Not Supported")
-
-
-def test_an_older_pynvml_tells_less() -> None:
-    library = Older()
-    assert find_card(library, "abc") == NvmlMissing("no card MIG-abc: Not Found")
-    card = parse_card(ask_card(library, "handle"))
-    assert (card.uuid, card.driver, card.mig, card.processes) == ("GPU-abc", "470.1", None, None)
-    assert (card.used_bytes, card.reserved_bytes) == (9 * GIB, None)
-
-
 def test_the_questions_are_ones_the_real_library_has() -> None:
     pynvml = pytest.importorskip("pynvml")
     asked: dict[str, bool] = {}
@@ -205,7 +164,7 @@ def test_the_questions_are_ones_the_real_library_has() -> None:
             return super().__getattr__(name)
 
     ask_card(Asked("GPU-abc"), "handle")
-    assert len(asked) == len(RTX_3090) - 1  # Memory has one name for both versions.
+    assert len(asked) == len(RTX_3090)
     assert all(asked.values())
     for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex", *vars(Recorded)):
         assert name.startswith("_") or hasattr(pynvml, name), name

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.devices import process_memory
-from autoaccum.devices.process_memory import check_data_limit, data_limit, read_process_memory, reset_peak
+from autoaccum.devices import host_meter
+from autoaccum.devices.host_meter import check_data_limit, data_limit, read_process_memory, reset_peak
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 
@@ -62,7 +62,7 @@ def test_the_limit_bites_here() -> None:
 
 
 def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(host_meter, "_STATUS", tmp_path / "status")
     with pytest.raises(NotMeasuredError, match="this needs Linux"):
         read_process_memory()
 
@@ -70,5 +70,5 @@ def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_does_not_reset_the_peak_is_told_from_one_that_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(host_meter, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert not reset_peak()

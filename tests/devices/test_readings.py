@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.reading import Reading, without_stretch
+from autoaccum.devices.recording import Reading, without_stretch
 
 
 def read(retries: int | None, refusals: int | None = None) -> Reading:

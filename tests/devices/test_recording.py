@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.process import ChildDied
-from autoaccum.devices.reading import Reading
-from autoaccum.devices.recording import record_death, record_reply
+from autoaccum.devices.recording import Reading, record_death, record_reply
 from autoaccum.units import GIB, MIB
 
 ABOUT = {"parts": (8, 8), "fresh": True, "limit_bytes": None}

@@ -16,8 +16,7 @@ from asking import make_settings
 from autoaccum.devices import child_device
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.process import PACKAGE_ROOT
-from autoaccum.devices.spare import SpareChild
+from autoaccum.devices.process import PACKAGE_ROOT, SpareChild
 from autoaccum.units import MIB
 
 LOADED = "loaded.txt"

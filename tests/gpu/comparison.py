@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.traces import Tracer
-from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 from tests.gpu.cases import Case

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.recovery import is_context_dead, release_memory
-from autoaccum.devices.cuda_memory import read_card
+from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import read_all_cards
 from autoaccum.devices.simulated.catalog import Card, card_at_hand, find_card
 from tests.gpu.rows import Bench, Job, Row

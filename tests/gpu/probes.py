@@ -18,8 +18,8 @@ import torch
 from asking import make_settings
 from torch import Tensor, nn
 
-from autoaccum.devices.card_report import report_card
-from autoaccum.devices.cuda_memory import read_card
+from autoaccum.devices.card import report_card
+from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import NvmlMissing, read_nvml
 from autoaccum.planning.device_choice import make_device
 from autoaccum.planning.planner import plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.devices.cuda_memory import CardPeak, card_limit
+from autoaccum.devices.card_meter import CardPeak, card_limit
 from autoaccum.errors import UsageError
 from autoaccum.planning.planner import plan
 from autoaccum.units import MIB

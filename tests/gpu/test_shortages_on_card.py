@@ -14,7 +14,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.recovery import find_shortage
-from autoaccum.devices.cuda_memory import card_limit
+from autoaccum.devices.card_meter import card_limit
 from autoaccum.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")

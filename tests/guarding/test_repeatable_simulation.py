@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import Tracer
-from autoaccum.devices.torch_release import read_torch_release
 
 PARTS = (3000, 3000)
 UNRULY = """

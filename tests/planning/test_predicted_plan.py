@@ -13,7 +13,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.planned import planned_facts
 from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.devices.prediction import Foresight
+from autoaccum.devices.explanation import Foresight
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice

@@ -12,9 +12,9 @@ from typing import Final
 from tracing_here import TracerHere
 
 from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.devices.process import ChildProcess
-from autoaccum.devices.spare import start_child
+from autoaccum.devices.process import ChildProcess, start_child
 
 
 class KeptChild:
-    """Stands in for what `devices.spare.start_child` returns; what it answers comes from a real child.
+    """Stands in for what `devices.process.start_child` returns; what it answers comes from a real child.
 
     For what is told before any trial: trials ask for processes of their own.
     """

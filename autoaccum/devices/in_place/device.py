@@ -23,10 +23,9 @@ from autoaccum.devices.in_place.places import Place, make_place
 from autoaccum.devices.in_place.subjects import LiveObjects, prepare
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.interruptions import Interruptions
-from autoaccum.devices.reading import Reading, without_stretch
-from autoaccum.devices.recording import record_reply
+from autoaccum.devices.meters import warm_up
+from autoaccum.devices.recording import Reading, record_reply, without_stretch
 from autoaccum.devices.rehearsal import Rehearsal
-from autoaccum.devices.warmup import warm_up
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
 from autoaccum.workload.spec import Workload

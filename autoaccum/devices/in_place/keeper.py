@@ -16,10 +16,10 @@ from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.accumulation.state import TorchState, dense_parts, tensor_bytes
 from autoaccum.devices.diagnosis import describe_failure
-from autoaccum.devices.failures import failure_error
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.interruptions import Interruptions
+from autoaccum.devices.recording import failure_error
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, format_bytes
 

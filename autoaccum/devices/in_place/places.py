@@ -15,16 +15,17 @@ import torch
 from autoaccum.devices.base import Trial
 from autoaccum.devices.budget import choose_budget, room_above
 from autoaccum.devices.host_memory import HostMemory, read_host_memory
-from autoaccum.devices.in_place.keeper import LiveBytes
-from autoaccum.devices.process_memory import (
+from autoaccum.devices.host_meter import (
     ProcessMemory,
     check_data_limit,
     data_limit,
     read_process_memory,
     reset_peak,
 )
-from autoaccum.devices.reading import Reading
+from autoaccum.devices.in_place.keeper import LiveBytes
+from autoaccum.devices.recording import Reading
 from autoaccum.errors import UsageError
+from autoaccum.records import read_record
 from autoaccum.units import KIB, MIB, MemorySize, format_bytes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -279,10 +280,10 @@ class CardPlace:
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """Of what is free and what this process's allocator holds, its cache released."""
-        from autoaccum.devices.card_report import CardReport
+        from autoaccum.devices.card import CardReport
         from autoaccum.devices.cuda import choose_card_budget
 
-        self._report = CardReport.from_json(facts["card"])
+        self._report = read_record(facts["card"], CardReport)
         return choose_card_budget(self._report, memory, reserve)
 
     def describe(self) -> dict[str, Any]:

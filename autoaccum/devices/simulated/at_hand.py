@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from autoaccum.devices.card import CardMemory
-from autoaccum.devices.card_report import CardReport
-from autoaccum.devices.explanation import Account
-from autoaccum.devices.prediction import Foresight
+from autoaccum.devices.card import CardMemory, CardReport
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.explanation import Account, Foresight
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card, card_at_hand
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.traces import Tracer, Traces
-from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.errors import AutoaccumError, first_line
 
 _MOST_SECONDS = 60.0

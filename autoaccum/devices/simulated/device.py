@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
-from autoaccum.devices.explanation import Account
-from autoaccum.devices.prediction import Foresight, Prediction
+from autoaccum.devices.explanation import Account, Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.catalog import Card, all_cards
 from autoaccum.devices.simulated.context import Outside, context_bytes

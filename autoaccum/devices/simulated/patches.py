@@ -90,7 +90,7 @@ CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
 def torch_release() -> tuple[int, int]:
     """The running PyTorch, as (2, 13).
 
-    Where PyTorch must not be imported yet, `devices.torch_release.read_torch_release` asks for the installed one, and
+    Where PyTorch must not be imported yet, `devices.environment.read_torch_release` asks for the installed one, and
     refuses those that are too old.
     """
     major, minor = torch.__version__.split(".")[:2]

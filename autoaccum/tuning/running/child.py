@@ -98,7 +98,7 @@ class Child:
             return {**failure_reply(error, doing), "micro_batch": micro_batch}
 
     def _train(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from autoaccum.devices.process_memory import read_process_memory
+        from autoaccum.devices.host_meter import read_process_memory
         from autoaccum.tuning.running.orders import TrainOrder
         from autoaccum.tuning.running.training_job import train_setting
 

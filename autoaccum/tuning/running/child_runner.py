@@ -9,10 +9,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.failures import Failure
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.process import ChildDied, ChildProcess
-from autoaccum.devices.spare import SPARE_BYTES, SpareChild
+from autoaccum.devices.process import SPARE_BYTES, ChildDied, ChildProcess, SpareChild
+from autoaccum.devices.recording import Failure
 from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.device_choice import card_index
 from autoaccum.tuning.records import Outcome

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoaccum.devices.failures import Failure, failure_error
 from autoaccum.devices.process import ChildDied, ChildProcess
+from autoaccum.devices.recording import Failure, failure_error
 from autoaccum.devices.worker import death_error
 from autoaccum.errors import DoesNotFitError
 from autoaccum.tuning.events import Listener, SpeedMeasured

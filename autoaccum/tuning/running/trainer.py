@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.devices.failures import Failure, failure_error
-from autoaccum.devices.process import ChildDied, ChildProcess
-from autoaccum.devices.spare import where_to_import
+from autoaccum.devices.process import ChildDied, ChildProcess, where_to_import
+from autoaccum.devices.recording import Failure, failure_error
 from autoaccum.devices.worker import death_error
 from autoaccum.errors import WorkloadError
 from autoaccum.tuning.request import TuneRequest

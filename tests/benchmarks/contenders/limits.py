@@ -13,8 +13,8 @@ from contenders.records import Task
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from autoaccum.devices.process_memory import check_data_limit, data_limit, read_process_memory
-from autoaccum.devices.warmup import warm_up
+from autoaccum.devices.host_meter import check_data_limit, data_limit, read_process_memory
+from autoaccum.devices.meters import warm_up
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.breakdown import Ledger, break_down
@@ -19,7 +20,6 @@ from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.jobs import SimulatedChild
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import LabelledTrace
-from autoaccum.devices.torch_release import read_torch_release
 from autoaccum.options import Options
 
 HEAD = """

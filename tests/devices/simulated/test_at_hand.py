@@ -9,8 +9,7 @@ import pytest
 from synthetic_traces import SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card import CardMemory
-from autoaccum.devices.card_report import CardReport
+from autoaccum.devices.card import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
 from autoaccum.devices.simulated.at_hand import explain_at_hand, foresee_peaks
