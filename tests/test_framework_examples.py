@@ -165,7 +165,7 @@ def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
 def check_plan_fits(net: Net, optimizer: Any) -> None:
     """A plan names the optimizer, not what a framework wraps it in."""
     facts = facts_here(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
-    assert facts.optimizer == "SGD"
+    assert facts["optimizer"] == "SGD"
 
 
 def test_a_plan_fits_under_accelerate(accelerator: Any) -> None:

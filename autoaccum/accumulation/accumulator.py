@@ -23,11 +23,10 @@ from autoaccum.accumulation.planned import (
     PlanLike,
     check_plan,
     choose_accumulation,
-    choose_batchnorm,
     choose_ceiling,
     choose_multiple,
     choose_objective,
-    choose_precision,
+    choose_recorded,
 )
 from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
@@ -139,14 +138,16 @@ class Accumulator:
         check_clip_norm(clip_norm)
         self._each = choose_multiple(plan, multiple_of)
         self.micro_batch = choose_ceiling(plan, micro_batch)
-        chosen = choose_precision(plan, precision)
+        chosen = choose_recorded(plan, "precision", precision, "fp32")
         check_precision(chosen)
         objective = choose_objective(
             loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
         )
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
-        norms = checked_batchnorm(choose_batchnorm(plan, batchnorm), model, objective.criterion_module)
+        norms = checked_batchnorm(
+            choose_recorded(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
+        )
         sums = choose_accumulation(plan, accumulate_in)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms, sums)

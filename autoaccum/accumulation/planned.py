@@ -1,10 +1,9 @@
-"""A plan handed to the Accumulator: was it made for what is here?"""
+"""A plan handed to the Accumulator: what it gives, and was it made for what is here?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +12,41 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.units import format_bytes
+from autoaccum.workload.modes import AccumulateIn, read_accumulate_in
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
-_T = TypeVar("_T", str, int)
+Facts: TypeAlias = "Mapping[str, Any]"
+"""What a micro-batch was measured with, or is to be used with, by the names of `_RECORDED`; what is not known is None
+or left out."""
+
+_RECORDED = {
+    "model": str,
+    "parameters": int,
+    "parameter_bytes": int,
+    "optimizer": str,
+    "precision": str,
+    "loss": str,
+    "kind": str,
+    "card": str,
+    "total_bytes": int,
+    "batchnorm": str,
+    "accumulate_in": str,
+}
 _WRAPPERS = ("OptimizedModule", "DataParallel")
 """What a plan of a wrapped model records as its name; the model within, which is compared here, it does not know."""
 
 _DRIVERS = 0.02
 """By how much the total memory of one card differs among drivers; a slice of it differs by more."""
+
+_WORDS = {
+    "model": "the model {}",
+    "parameters": "{:,} parameters",
+    "parameter_bytes": "parameters of {:,} bytes",
+    "batchnorm": "BatchNorm {}",
+    "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")',
+}
+_KINDS = {"cpu": "the CPU", "cuda": "a CUDA card"}
 
 
 @runtime_checkable
@@ -40,37 +64,6 @@ class PlanLike(Protocol):
     @property
     def device(self) -> Mapping[str, Any]:
         """Kind, and for a card its name and its total bytes."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a micro-batch was measured with, or is to be used with; None where that is not known.
-
-    Attributes:
-        model: The name of its class.
-        parameters: Their number.
-        parameter_bytes: Their bytes, tied ones once.
-        optimizer: The name of its class.
-        precision: `fp32`, `bf16` or `fp16`.
-        loss: How it is reduced, in words.
-        kind: `cpu` or `cuda`.
-        card: The name of the card.
-        total_bytes: Its memory.
-        batchnorm: The mode of its BatchNorms.
-        accumulate_in: What gradients of half-precision parameters are summed in.
-    """
-
-    model: str | None = None
-    parameters: int | None = None
-    parameter_bytes: int | None = None
-    optimizer: str | None = None
-    precision: str | None = None
-    loss: str | None = None
-    kind: str | None = None
-    card: str | None = None
-    total_bytes: int | None = None
-    batchnorm: str | None = None
-    accumulate_in: str | None = None
 
 
 def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
@@ -103,16 +96,10 @@ def choose_multiple(plan: PlanLike | None, multiple_of: int | None) -> int:
     return checked_micro_batch(multiple_of, what="multiple_of")
 
 
-def choose_precision(plan: PlanLike | None, precision: str | None) -> str:
-    """The precision that is given, or else the plan's, or else fp32."""
-    planned = None if plan is None else plan.workload.get("precision")
-    return precision or planned or "fp32"
-
-
-def choose_batchnorm(plan: PlanLike | None, batchnorm: BatchNormMode | None) -> BatchNormMode:
-    """The mode that is given, or else the plan's, or else `micro`; not yet checked."""
-    planned = None if plan is None else plan.workload.get("batchnorm")
-    return batchnorm or planned or "micro"
+def choose_recorded(plan: PlanLike | None, name: str, given: Any, otherwise: Any) -> Any:
+    """What is given, or else what the plan records by that name, or else the other; not yet checked."""
+    planned = None if plan is None else plan.workload.get(name)
+    return given or planned or otherwise
 
 
 def choose_accumulation(plan: PlanLike | None, accumulate_in: str | None) -> AccumulateIn:
@@ -121,9 +108,8 @@ def choose_accumulation(plan: PlanLike | None, accumulate_in: str | None) -> Acc
     Raises:
         UsageError: It is no such word.
     """
-    planned = None if plan is None else plan.workload.get("accumulate_in")
     try:
-        return read_accumulate_in(accumulate_in or planned or "fp32")
+        return read_accumulate_in(choose_recorded(plan, "accumulate_in", accumulate_in, "fp32"))
     except WorkloadError as error:
         raise UsageError(error.message, hint=error.hint) from None
 
@@ -177,30 +163,26 @@ def check_plan(
         )
 
 
-def planned_facts(plan: PlanLike) -> Facts:
+def planned_facts(plan: PlanLike) -> dict[str, Any]:
     """What the plan was made for, as far as it records that.
 
     Raises:
         UsageError: It records something that is no such fact.
     """
     workload, device = plan.workload, plan.device
-    source = _recorded(workload, "weight", str)
-    kind = _recorded(device, "kind", str)
-    kind, card = "cuda" if kind == "simulated" else kind, _recorded(device, "card", str)
-    model = _recorded(workload, "model", str)
-    return Facts(
-        model=None if model in _WRAPPERS else model,
-        parameters=_recorded(workload, "parameters", int),
-        parameter_bytes=_recorded(workload, "parameter_bytes", int),
-        optimizer=_recorded(workload, "optimizer", str),
-        precision=_recorded(workload, "precision", str),
-        loss=None if source is None else _loss_words(_recorded(workload, "reduction", str) or "mean", source),
-        kind=kind,
-        card=card,
-        total_bytes=_recorded(device, "total_bytes", int) if card is not None else None,
-        batchnorm=_recorded(workload, "batchnorm", str),
-        accumulate_in=_recorded(workload, "accumulate_in", str),
-    )
+    found = {**workload, **{name: device.get(name) for name in ("kind", "card", "total_bytes")}}
+    found["loss"] = found.get("weight")
+    found = {name: _recorded(found, name, kind) for name, kind in _RECORDED.items()}
+    if found["loss"] is not None:
+        reduction = _recorded(workload, "reduction", str) or "mean"
+        found["loss"] = _loss_words(reduction, found["loss"])
+    if found["kind"] == "simulated":
+        found["kind"] = "cuda"
+    if found["model"] in _WRAPPERS:
+        found["model"] = None
+    if found["card"] is None:
+        found["total_bytes"] = None
+    return found
 
 
 def facts_here(
@@ -210,40 +192,39 @@ def facts_here(
     precision: str,
     batchnorm: str | None = None,
     accumulate_in: str | None = None,
-) -> Facts:
+) -> dict[str, Any]:
     """What is here, in the plan's terms."""
     own, device = unwrapped(model), model_device(model)
     parameters = list(own.parameters())
     card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return Facts(
-        model=type(own).__name__,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=_known_bytes(parameters),
-        optimizer=type(unwrapped_optimizer(optimizer)).__name__,
-        precision=precision,
-        loss=_loss_words(objective.reduction, objective.source),
-        kind=device.type,
-        card=None if card is None else card.name,
-        total_bytes=None if card is None else card.total_memory,
-        batchnorm=batchnorm,
-        accumulate_in=accumulate_in,
-    )
+    # Sharded and quantised tensors keep their storage elsewhere.
+    is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
+    return {
+        "model": type(own).__name__,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": storage_bytes(parameters) if is_dense else None,
+        "optimizer": type(unwrapped_optimizer(optimizer)).__name__,
+        "precision": precision,
+        "loss": _loss_words(objective.reduction, objective.source),
+        "kind": device.type,
+        "card": None if card is None else card.name,
+        "total_bytes": None if card is None else card.total_memory,
+        "batchnorm": batchnorm,
+        "accumulate_in": accumulate_in,
+    }
 
 
 def differences(planned: Facts, here: Facts) -> list[tuple[str, str]]:
     """What differs, in words: the plan's and what is here.
 
-    >>> differences(Facts(model="GPT", precision="bf16"), Facts(model="GPT", precision="fp32", optimizer="SGD"))
+    >>> differences({"model": "GPT", "precision": "bf16"}, {"model": "GPT", "precision": "fp32", "optimizer": "SGD"})
     [('bf16', 'fp32')]
     """
-    return [
-        (_words(field.name, theirs), _words(field.name, ours))
-        for field in fields(Facts)
-        if (theirs := getattr(planned, field.name)) is not None
-        and (ours := getattr(here, field.name)) is not None
-        and not _same(field.name, theirs, ours)
-        and not (field.name == "parameter_bytes" and planned.parameters != here.parameters)
-    ]
+    known = [name for name in _RECORDED if planned.get(name) is not None and here.get(name) is not None]
+    different = [name for name in known if not _same(name, planned[name], here[name])]
+    if "parameters" in different:  # Their bytes differ with them.
+        different = [name for name in different if name != "parameter_bytes"]
+    return [(_words(name, planned[name]), _words(name, here[name])) for name in different]
 
 
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
@@ -251,19 +232,6 @@ def storage_bytes(parameters: Iterable[Tensor]) -> int:
     dense = [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
     places = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in dense}
     return sum(places.values())
-
-
-def _recorded(record: Mapping[str, Any], name: str, kind: type[_T]) -> _T | None:
-    """A fact of a plan, whose file checks no more than that there are records of workload and device."""
-    value = record.get(name)
-    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value
-    raise UsageError(f"the plan is damaged: {name} is {value!r}", hint="plan again with `autoaccum plan`")
-
-
-def _known_bytes(parameters: Sequence[Tensor]) -> int | None:
-    """Their bytes; None where some are sharded or quantised tensors, which keep their storage elsewhere."""
-    return storage_bytes(parameters) if all(type(p.detach()) is Tensor for p in parameters) else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -275,6 +243,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _recorded(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A fact of a plan, whose file checks no more than that there are records of workload and device."""
+    value = record.get(name)
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value
+    called = "weight" if name == "loss" else name
+    raise UsageError(f"the plan is damaged: {called} is {value!r}", hint="plan again with `autoaccum plan`")
+
+
 def _same(name: str, theirs: Any, ours: Any) -> bool:
     if name == "total_bytes":
         return bool(abs(theirs - ours) <= _DRIVERS * max(theirs, ours))
@@ -282,19 +259,9 @@ def _same(name: str, theirs: Any, ours: Any) -> bool:
 
 
 def _words(name: str, value: Any) -> str:
-    if name == "model":
-        return f"the model {value}"
-    if name == "parameters":
-        return f"{value:,} parameters"
-    if name == "parameter_bytes":
-        return f"parameters of {value:,} bytes"
-    if name == "batchnorm":
-        return f"BatchNorm {value}"
-    if name == "accumulate_in":
-        return f'gradients summed in {value} (accumulate_in="{value}")'
     if name == "total_bytes":
         return f"a card of {format_bytes(value)}"
-    return {"cpu": "the CPU", "cuda": "a CUDA card"}.get(value, str(value)) if name == "kind" else str(value)
+    return _KINDS.get(value, str(value)) if name == "kind" else _WORDS.get(name, "{}").format(value)
 
 
 def _loss_words(reduction: str, source: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.planned import Facts, differences, planned_facts
+from autoaccum.accumulation.planned import differences, planned_facts
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.records import Plan
@@ -130,12 +130,11 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
 def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
     """By what the plan's device differs from this one, in words."""
     if device.type != "cuda":
-        here = Facts(kind=device.type)
+        here: dict[str, Any] = {"kind": device.type}
     else:
         card = torch.cuda.get_device_properties(device)
-        here = Facts(kind="cuda", card=card.name, total_bytes=card.total_memory)
-    planned = planned_facts(plan)
-    return differences(Facts(kind=planned.kind, card=planned.card, total_bytes=planned.total_bytes), here)
+        here = {"kind": "cuda", "card": card.name, "total_bytes": card.total_memory}
+    return differences(planned_facts(plan), here)
 
 
 def _as_number(micro_batch: int) -> str:
