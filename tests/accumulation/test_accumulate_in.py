@@ -15,7 +15,6 @@ from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.verification.verifying import verify
 from autoaccum.workload.spec import Workload
 
 ROUNDED = "gradients are summed in bfloat16, as accumulate_in=.parameters. asks: .* only to that"
@@ -122,13 +121,6 @@ def test_the_plan_counts_the_bytes_and_tells_of_them_and_the_step_keeps_to_it() 
     assert "Add up in float32" in emit_wrapper(wide)
     assert "Add up in float32" not in emit_wrapper(half)
     assert Plan.from_json(half.to_json()).workload["accumulate_in"] == "parameters"
-
-
-def test_verify_says_what_it_does_not_see() -> None:
-    workload = Workload(model=linear, batch=batch_of, loss=loss, accumulate_in="parameters")
-    found = verify(workload, target_batch=6)
-    assert any('accumulate_in is "parameters": gradients of half-precision' in note for note in found.notes)
-    assert found.equivalent
 
 
 def test_other_words_are_refused() -> None:

@@ -94,14 +94,6 @@ def test_frozen_and_foreign_parameters() -> None:
         assert torch.equal(parameter, before.get_parameter(name)) == (name != "last.weight")
 
 
-def test_runs_where_gradients_are_off() -> None:
-    model = net()
-    before = copy.deepcopy(model)
-    with torch.no_grad():
-        assert Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8)).updated
-    assert not torch.equal(model.first.weight, before.first.weight)
-
-
 class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ import copy
 import itertools
 import warnings
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
@@ -59,10 +57,6 @@ def differing(one: nn.Module, other: nn.Module, tolerance: float = TOLERANCE) ->
         for name, value in one.state_dict().items()
         if not torch.allclose(value.double(), theirs[name].double(), rtol=tolerance, atol=tolerance)
     ]
-
-
-def test_every_mode_has_something_that_runs_it() -> None:
-    assert tuple(BACKPROPAGATIONS) == MODES
 
 
 @FORGIVING
@@ -133,28 +127,6 @@ def test_a_shared_batchnorm_takes_its_calls_in_order_and_a_checkpoint_counts_onc
     block: Any = model.block
     assert updates_of(block[1]) == 1
     assert updates_of(model.shared) == 2
-
-
-class Activated(nn.BatchNorm2d):
-    """A forward of its own, as timm's BatchNormAct2d has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = self.momentum
-        assert self.num_batches_tracked is not None
-        assert factor is not None
-        self.num_batches_tracked.add_(1)
-        statistics = self.running_mean, self.running_var
-        x = nn.functional.batch_norm(x, *statistics, self.weight, self.bias, self.training, factor, self.eps)
-        return x.relu()
-
-
-@FORGIVING
-def test_a_batchnorm_with_a_forward_of_its_own() -> None:
-    model, batch = nn.Sequential(Activated(2), nn.AvgPool2d(5), nn.Flatten(), nn.Linear(2, 3)).double(), images(7)
-    whole = copy.deepcopy(model)
-    trained(model, batch, "running")
-    train_whole(whole, batch)
-    assert not {"0.running_mean", "0.running_var", "0.num_batches_tracked"} & set(differing(model, whole))
 
 
 @FORGIVING
@@ -243,15 +215,6 @@ def test_what_is_said_of_each_mode() -> None:
         trained(model.double(), batch_of(8), mode)
 
 
-def test_each_accumulator_warns_once() -> None:
-    model = small()
-    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4, batchnorm="running")
-    accumulator.step(batch_of(4))
-    with pytest.warns(AccumulationWarning, match="the gradient is not"):
-        accumulator.step(batch_of(8))
-    accumulator.step(batch_of(8))
-
-
 def test_modes_that_cannot_be_had_are_refused() -> None:
     model = small(track_running_stats=False)
     with pytest.raises(UsageError, match=r'"frozen", and 0 keep no running statistics') as refused:
@@ -261,20 +224,6 @@ def test_modes_that_cannot_be_had_are_refused() -> None:
         with pytest.raises(UsageError, match=f"no batchnorm mode {unknown!r}") as refused:
             Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm=unknown)  # type: ignore[arg-type]
         assert refused.value.hint == 'take one of "micro", "running", "frozen"'
-
-
-def test_a_mode_is_the_plan_s_and_another_than_the_plan_s_is_refused() -> None:
-    model = small()
-    model(batch_of(9)[0])
-    before = model[0].get_buffer("running_mean").clone()
-    plan: Any = SimpleNamespace(micro_batch=3, workload={"batchnorm": "frozen"}, device={})
-    Accumulator(model, sgd(model), CRITERION, plan=plan).step(batch_of(8))
-    assert torch.equal(model[0].get_buffer("running_mean"), before)
-    with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm micro"):
-        Accumulator(model, sgd(model), CRITERION, plan=plan, batchnorm="micro")
-    plan.workload["batchnorm"] = "exact"
-    with pytest.raises(UsageError, match="no batchnorm mode 'exact'"):
-        Accumulator(model, sgd(model), CRITERION, plan=plan)
 
 
 def attributes_of(model: nn.Module) -> list[Any]:
@@ -323,31 +272,6 @@ def test_a_repeated_attempt_counts_the_batch_once(shortage_at: Any) -> None:
     assert updates_of(model[0]) == 1
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("mode", ["running", "frozen"])
-@FORGIVING
-def test_whatever_is_raised_within_a_batchnorm_its_settings_come_back(mode: str, kind: type[BaseException]) -> None:
-    class Failing(nn.BatchNorm1d):
-        calls = 0
-
-        def forward(self, input: Tensor) -> Tensor:
-            outputs = super().forward(input)
-            Failing.calls += 1
-            if Failing.calls == 2:
-                raise kind("within")
-            return outputs
-
-    model = nn.Sequential(Failing(5), nn.Linear(5, 3)).double()
-    optimizer, batch = sgd(model), batch_of(8)
-    before = state_digest(model, optimizer)
-    with pytest.raises(kind, match="within"):
-        trained(model, batch, mode)
-    assert state_digest(model, optimizer) == before
-    assert model[0].momentum == pytest.approx(0.1)
-    assert model[0].training
-    assert not model[0]._forward_hooks
-
-
 @FORGIVING
 def test_parts_without_weight_do_not_count() -> None:
     model, (x, targets) = small(), batch_of(6)
@@ -356,24 +280,6 @@ def test_parts_without_weight_do_not_count() -> None:
     trained(model, (x, targets), "running")
     train_whole(whole, (x[3:], targets[3:]))
     assert not differing(model, whole)
-
-
-def test_code_that_goes_around_the_module_finds_its_own_momentum() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm1d(5), nn.Linear(5, 3)
-            self.seen: list[Any] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(self.norm.momentum)
-            return torch.as_tensor(self.head(self.norm(x)))
-
-    model: Any = Around().double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccumulationWarning)
-        trained(model, batch_of(8), "running")
-    assert model.seen == [0.1] * 3
 
 
 def test_what_another_momentum_corrects_and_what_it_does_not() -> None:

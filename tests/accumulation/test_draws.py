@@ -271,11 +271,6 @@ def test_a_shared_draw_is_that_of_the_part_recorded_first() -> None:
     assert whole == drawn[1] == drawn[2]
 
 
-def test_nothing_recorded_is_a_mismatch() -> None:
-    with pytest.raises(DrawMismatch, match="no part was recorded"), Draws((1, 1)).joined():
-        torch.rand(2)
-
-
 def test_the_generators_of_python_and_numpy_are_held() -> None:
     model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
     draws = Draws(SIZES)
@@ -377,25 +372,9 @@ def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said
         run_both(fresh(lambda: Between(between)), Draws(SIZES))
 
 
-def test_a_permutation_of_features_is_shared() -> None:
-    model, draws = fresh(lambda: Between(lambda x: x * x[..., torch.randperm(4)])), Draws(SIZES)
-    _, from_whole = run_both(model, draws)
-
-
 def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
     model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
     with draws.recording():
         accumulated(model, draws)
     with pytest.raises(DrawMismatch, match="1 random draws were recorded, a later run made 0 of them"), draws.joined():
         full(model.eval())
-
-
-def test_one_part_shares_nothing() -> None:
-    draws = Draws([6])
-    with draws.recording():
-        draws.begin_part(0)
-        first = torch.rand(6), torch.rand(())
-    with draws.joined():
-        assert torch.equal(torch.rand(6), first[0])
-        assert torch.equal(torch.rand(()), first[1])
-    assert draws.shared == ()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
+from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -72,15 +72,3 @@ def test_buffers_let_go_as_they_settle() -> None:
     buffers.settle()
     assert buffers.values() == []
     assert layer.bias.grad.tolist() == [3.0, 3.0]
-
-
-def test_dense_gradients_skips_what_has_none() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    parameters[1].grad = torch.ones(2)
-    assert dense_gradients(parameters)[0] is parameters[1].grad
-
-
-def test_buffers_are_for_trainable_half_precision() -> None:
-    half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    assert needs_buffers([nn.Parameter(torch.ones(2)), half])
-    assert not needs_buffers([nn.Parameter(torch.ones(2)), half.detach()])

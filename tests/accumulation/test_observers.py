@@ -127,13 +127,6 @@ def test_an_update_that_is_not_finite_is_refused_before_it_is_made(
     assert step(batch(8)).updated
 
 
-def test_without_the_check_such_an_update_is_made_as_in_plain_pytorch() -> None:
-    model = nn.Linear(3, 2)
-    result = accumulator(model, Heard()).step(batch(8, math.inf))
-    assert result.updated
-    assert not math.isfinite(result.loss)
-
-
 def test_a_scaler_s_overflow_is_not_refused() -> None:
     model = nn.Linear(3, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.reach import find_reachable, is_users
@@ -60,3 +60,28 @@ def test_nothing_is_asked_of_a_librarys_mapping() -> None:
     before = list(dict.items(ACT2FN))
     assert find_reachable([named, None]) == ({}, [])
     assert list(dict.items(ACT2FN)) == before
+
+
+def test_modules_and_generators_of_functions_are_found() -> None:
+    inner, bound, kept = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    generator, numpy_generator = torch.Generator(), np.random.default_rng()
+
+    class Loss:
+        def __init__(self) -> None:
+            self.teacher, self.generator = bound, generator
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            return model(batch)  # type: ignore[no-any-return]
+
+        def method(self, model: nn.Module, batch: Any) -> Tensor:
+            return model(batch)  # type: ignore[no-any-return]
+
+    def closing(model: nn.Module, batch: Any, noise: Any = numpy_generator) -> Tensor:
+        return TEACHERS["large"](inner(batch))  # type: ignore[no-any-return]
+
+    modules, generators = find_reachable([closing, Loss(), Loss().method, functools.partial(closing, model=kept), None])
+    assert {id(module) for module in modules.values()} == {
+        id(one) for one in (TEACHERS["large"], TEACHERS["small"][0], inner, bound, kept)
+    }
+    assert {"large", "inner", "teacher"} <= set(modules)
+    assert {id(one) for one in generators} == {id(generator), id(numpy_generator)}

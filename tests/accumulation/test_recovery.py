@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.accumulation.recovery import Shortage, find_shortage, is_context_dead, release_memory
+from autoaccum.accumulation.recovery import Shortage, find_shortage, is_context_dead
 
 CERTAIN = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.68 GiB",
@@ -161,13 +161,6 @@ def test_errors_raised_from_a_shortage() -> None:
         assert find_shortage(caught.value) == Shortage(certain=True, text="OutOfMemoryError")
 
 
-def test_a_suppressed_context_is_not_followed() -> None:
-    error = ValueError("my own")
-    error.__context__ = MemoryError()
-    error.__suppress_context__ = True
-    assert find_shortage(error) is None
-
-
 def test_a_certain_link_outranks_an_uncertain_one() -> None:
     error = RuntimeError("could not create a primitive")
     error.__cause__ = MemoryError()
@@ -184,8 +177,3 @@ def test_an_interruption_while_a_shortage_was_handled_stays_one() -> None:
     error = KeyboardInterrupt()
     error.__context__ = MemoryError()
     assert find_shortage(error) is None
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
-def test_release_memory_works_without_an_accelerator(device: torch.device | None) -> None:
-    release_memory(device)

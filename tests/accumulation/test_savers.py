@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -167,17 +166,6 @@ def test_what_is_kept_is_what_a_hand_counts() -> None:
     assert saved_bytes(model, inputs) == inside + between
 
 
-def test_a_forward_of_the_instances_own_is_put_back() -> None:
-    model = nn.Sequential(Wide(), Wide())
-    own = model[0].forward
-    model[0].forward = own
-    undo = checkpoint_blocks(model, ["0", "1"])
-    assert model[0].forward is not own
-    undo()
-    assert model[0].forward is own
-    assert "forward" not in vars(model[1])
-
-
 def test_without_gradients_blocks_run_once() -> None:
     calls = []
     first = Wide()
@@ -264,20 +252,6 @@ def test_layers_made_from_pytorchs_own_are_none() -> None:
         pass
 
     assert find_blocks(nn.Sequential(Norm(4), Norm(4))) == ()
-
-
-def test_copies_are_checkpointed_by_themselves() -> None:
-    model, inputs = nn.Sequential(Wide(), Wide()), torch.randn(2, 8)
-    checkpoint_blocks(model, find_blocks(model))
-    twin = copy.deepcopy(model)
-    for parameter in twin.parameters():
-        nn.init.ones_(parameter)
-    between = 2 * 8 * 4
-    assert saved_bytes(twin, inputs) == between
-    assert not torch.equal(model(inputs), twin(inputs))
-    plain = nn.Sequential(Wide(), Wide())
-    plain.load_state_dict(twin.state_dict())
-    assert torch.equal(plain(inputs), twin(inputs))
 
 
 @pytest.mark.parametrize(

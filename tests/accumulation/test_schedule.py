@@ -29,24 +29,6 @@ def test_divides_the_target_evenly() -> None:
     assert (schedule.micro_batch, schedule.smallest_part) == (86, 85)
 
 
-@pytest.mark.parametrize(
-    ("target", "ceiling", "parts"),
-    [
-        (1, 1, (1,)),
-        (256, 256, (256,)),
-        (256, 10**12, (256,)),
-        (256, 255, (128, 128)),
-        (16, 7, (6, 5, 5)),
-        (128, 65, (64, 64)),
-        (5, 1, (1,) * 5),
-        (7, 6, (4, 3)),
-    ],
-)
-def test_known_schedules(target: int, ceiling: int, parts: tuple[int, ...]) -> None:
-    assert make_schedule(target, ceiling).micro_batches == parts
-    assert split_evenly(target, ceiling) == parts
-
-
 def test_short_ranks_run_as_many_parts() -> None:
     assert make_schedule(3, 1, world_size=2).ranks == ((1, 1), (1, 0))
     assert make_schedule(3, 8, world_size=4).ranks == ((1,), (1,), (1,), (0,))
@@ -103,12 +85,6 @@ def test_equal_parts_need_a_divisible_target(target: int, world_size: int) -> No
 
 
 @settings(deadline=None)
-@given(targets, ceilings)
-def test_split_evenly_is_one_rank(samples: int, ceiling: int) -> None:
-    assert split_evenly(samples, ceiling) == make_schedule(samples, ceiling).micro_batches
-
-
-@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 500))
 def test_even_parts(total: int, count: int) -> None:
     parts = even_parts(total, count)
@@ -124,12 +100,6 @@ def test_refuses_what_is_no_count(name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"target_batch": 8, "ceiling": 4, "world_size": 1, name: value}
     with pytest.raises(UsageError, match=re.escape(f"the {name.replace('_', ' ')} is {value!r}")):
         make_schedule(**arguments)
-
-
-@pytest.mark.parametrize(("total", "count"), [(-1, 2), (4, 0), (4, -2)])
-def test_even_parts_refuses_what_is_no_count(total: int, count: int) -> None:
-    with pytest.raises(UsageError, match="the least is"):
-        even_parts(total, count)
 
 
 @pytest.mark.parametrize("ranks", [(), ((),), ((1, 1), (1,)), ((2, -1),), ((0, 0),)])

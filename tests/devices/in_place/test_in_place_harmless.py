@@ -274,38 +274,6 @@ def test_plain_attributes_of_a_model_come_back_and_are_told(live_device: Any, pa
     assert any("keeps in Python (calls, log, cache), which" in warning for warning in inspection.cautions)
 
 
-def test_an_attached_scheduler_goes_on_as_if_nothing_was(live_device: Any, pairs: Any) -> None:
-    model = plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    before, step = scheduler.state_dict(), vars(optimizer)["step"]
-    device = live_device(model, pairs, optimizer=optimizer)
-    device.inspect()
-    assert device.trial((2, 2)).outcome == "ok"
-    assert scheduler.state_dict() == before
-    assert vars(optimizer)["step"] is step
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        scheduler.step()  # As torch says it where no optimizer.step() was made: none was.
-
-
-def test_the_order_of_the_optimizer_s_keys_stays(live_device: Any, pairs: Any) -> None:
-    model = plain()
-    optimizer = with_state(model)
-    keys = list(reversed(optimizer.state))
-    for key in keys:
-        optimizer.state[key] = optimizer.state.pop(key)
-    device = live_device(model, pairs, optimizer=optimizer)
-
-    def reorder(model: nn.Module, batch: Any) -> Tensor:
-        optimizer.state[keys[0]] = optimizer.state.pop(keys[0])
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    device = live_device(model, pairs, reorder, optimizer=optimizer)
-    assert device.trial((2, 2)).outcome == "ok"
-    assert all(now is before for now, before in zip(optimizer.state, keys, strict=True))
-
-
 def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> None:
     class Counting(nn.Module):
         seen: Tensor

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
 from autoaccum.devices.in_place.keeper import LiveBytes, check_host_copy, count_live_bytes
@@ -29,7 +25,7 @@ CROSS_ENTROPY = resolve_objective(nn.CrossEntropyLoss())
 
 
 def live(model: Any, **others: Any) -> LiveObjects:
-    given = {"batch": (torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), "objective": CROSS_ENTROPY}
+    given: dict[str, Any] = {"batch": (torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), "objective": CROSS_ENTROPY}
     given |= {name: others.pop(name) for name in ("batch", "objective", "evaluate", "name") if name in others}
     return LiveObjects(model=model, options=Options(**others), **given)
 
@@ -91,51 +87,6 @@ def test_live_objects_become_a_workload_of_the_same() -> None:
         assert made.objective == objective
         assert made.build_model() is model
         assert made.build_optimizer(model) is optimizer
-
-
-def test_modules_and_generators_of_functions_are_found() -> None:
-    inner, bound, kept = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    generator, numpy_generator = torch.Generator(), np.random.default_rng()
-
-    class Loss:
-        def __init__(self) -> None:
-            self.teacher, self.generator = bound, generator
-
-        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-            return model(batch)  # type: ignore[no-any-return]
-
-        def method(self, model: nn.Module, batch: Any) -> Tensor:
-            return model(batch)  # type: ignore[no-any-return]
-
-    def closing(model: nn.Module, batch: Any, noise: Any = numpy_generator) -> Tensor:
-        return TEACHER(inner(batch))  # type: ignore[no-any-return]
-
-    modules, generators = find_reachable([closing, Loss(), Loss().method, functools.partial(closing, model=kept), None])
-    assert {id(module) for module in modules.values()} == {id(one) for one in (TEACHER, inner, bound, kept)}
-    assert {"TEACHER", "inner", "teacher"} <= set(modules)
-    assert {id(one) for one in generators} == {id(generator), id(numpy_generator)}
-
-
-class Unwilling(dict[str, Any]):
-    def __len__(self) -> int:
-        raise RuntimeError("not to be looked into")
-
-
-def test_what_fails_when_it_is_looked_into_is_left_alone() -> None:
-    inner: Any = nn.Linear(1, 1)
-    holder = SimpleNamespace()
-    event = threading.Event()
-    dead = weakref.proxy(event)
-
-    def closing(model: nn.Module, batch: Any, unwilling: Any = holder) -> Any:
-        return inner, dead
-
-    holder.unwilling = Unwilling()
-    model: Any = nn.Linear(1, 1)
-    model.unwilling, model.dead, model.listed = Unwilling(), dead, [dead, TEACHER]
-    del event
-    modules, _ = find_reachable([closing], find_held(model, None))
-    assert {id(module) for module in modules.values()} == {id(inner), id(TEACHER)}
 
 
 def test_live_bytes_are_counted_before_anything_is_copied() -> None:
@@ -255,12 +206,6 @@ def test_tqdm_s_thread_is_told_how_to_be_rid_of() -> None:
     finally:
         stop.set()
         monitor.join()
-    check_single_thread()
-
-
-def test_foreign_threads_that_have_ended_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = SimpleNamespace(is_alive=lambda: True, native_id=2**22 + 1, name="Dummy-1")
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), ended])
     check_single_thread()
 
 

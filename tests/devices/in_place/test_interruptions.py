@@ -55,17 +55,6 @@ def test_a_handler_that_goes_on_leaves_the_window_open() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_that_goes_on_before_a_window_leaves_it_open() -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        with Interruptions() as interruptions:
-            signal.raise_signal(signal.SIGUSR1)
-            with pytest.raises(KeyboardInterrupt), interruptions.window():
-                signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_a_signal_that_is_only_noted_leaves_a_shortage_an_outcome(live_device: Any, pairs: Any) -> None:
     """As of a scheduler that announces the end of a job (SIGUSR1), whose handler sets a flag."""
     noted: list[int] = []
@@ -84,12 +73,6 @@ def test_a_signal_that_is_only_noted_leaves_a_shortage_an_outcome(live_device: A
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert noted == [1]
-
-
-def test_an_error_without_a_signal_is_none() -> None:
-    with Interruptions() as interruptions:
-        assert not interruptions.ended(ValueError())
-        assert interruptions.ended(KeyboardInterrupt())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "update", "batch"])
