@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.options import AccumulateIn, read_accumulate_in
 from autoaccum.units import format_bytes
-from autoaccum.workload.modes import AccumulateIn, read_accumulate_in
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
 Facts: TypeAlias = "Mapping[str, Any]"
