@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -42,16 +42,16 @@ class MapStyleSource(Source):
         super().__init__(settings, "a map-style dataset" if loader is None else "a DataLoader over a map-style dataset")
         self._dataset, self._user_loader = dataset, loader
         if loader is None:
-            count = len(dataset)
-            self._sampler: Any = BatchSampler(RandomSampler(range(max(count, 1))), settings.target_batch, False)
-            self.samples_per_epoch = count
+            self.samples_per_epoch = len(dataset)
+            every = RandomSampler(range(max(len(dataset), 1)))
+            self._sampler: Any = BatchSampler(every, settings.target_batch, False)
         else:
             self._sampler = loader.batch_sampler
             self.samples_per_epoch = _samples_of(self._sampler)
         collate = settings.collate if loader is None else loader.collate_fn
         self._collate = default_collate if collate is None else collate
         self._loader: DataLoader[Any] = DataLoader(
-            PartFetcher(dataset, self._collate),  # type: ignore[arg-type]
+            PartFetcher(dataset, self._collate, settings.seed),  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
             collate_fn=handed_over,
             generator=torch.Generator(),
@@ -62,7 +62,6 @@ class MapStyleSource(Source):
         self._is_restored = False
         self._read = self._digest = 0
         self._done = 0, 0
-        self._order = _Order(self._sampler, loader, settings, 0)
         self._begin(0)
         if self.samples_per_epoch is not None:
             self._check_first(self.samples_per_epoch)
@@ -116,9 +115,9 @@ class MapStyleSource(Source):
         self._begin(state["epoch"])
         self._is_restored = True
         with kept_randomness():
-            while self._order.samples < state["samples"] and self._order.next_window():
-                pass
-        self._read, self._digest = state["samples"], self._order.digest
+            while self._read < state["samples"] and (following := next(self._windows, None)):
+                self._read += sum(map(len, following[0]))
+                self._digest = following[1]
         self.commit()
         if self._digest != state["order"]:
             return "the sampler gives another order than before: samples may be left out or come twice in this epoch"
@@ -138,8 +137,8 @@ class MapStyleSource(Source):
 
     def __iter__(self) -> Iterator[PartRequest]:
         """What the DataLoader takes for its batch sampler: requests from the place on, asked for ahead of reading."""
-        seed, place = self._settings.seed, self._order.samples
-        while window := self._order.next_window():
+        place = self._read
+        for window, digest in self._windows:
             if self._makes_parts:
                 indices = list(chain.from_iterable(window))
                 cuts = iter(indices)
@@ -147,8 +146,8 @@ class MapStyleSource(Source):
                     list(islice(cuts, size)) for size in split_evenly(len(indices), self.part_size, self.multiple_of)
                 ]
             for part in window:
-                self._sizes.append((len(part), self._order.digest))
-                yield PartRequest(seed, self._epoch, place, part)
+                self._sizes.append((len(part), digest))
+                yield PartRequest(self._epoch, place, part)
                 place += len(part)
 
     @property
@@ -162,7 +161,7 @@ class MapStyleSource(Source):
         self._reader = None
         self._epoch, self._read, self._digest, self._done = epoch, 0, 0, (0, 0)
         self._sizes.clear()
-        self._order = _Order(self._sampler, self._user_loader, self._settings, epoch)
+        self._windows = _windows(self._sampler, self._user_loader, self._settings, epoch)
 
     def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int]]:
         room = self._settings.target_batch
@@ -175,18 +174,17 @@ class MapStyleSource(Source):
             room -= size
         return parts, sizes
 
-    def _some_indices(self, count: int) -> Sequence[Any]:
+    def _some_indices(self, most: int) -> Sequence[Any]:
         """Spread over the dataset; those a sampler gives first, where it has no numbered samples."""
         if hasattr(self._dataset, "__len__") and not isinstance(self._dataset, Mapping):
-            return spread_indices(len(self._dataset), count)
-        return list(islice(chain.from_iterable(self._sampler), count))
+            return spread_indices(len(self._dataset), most)
+        return list(islice(chain.from_iterable(self._sampler), most))
 
 
 @dataclass(frozen=True)
 class PartRequest:
-    """What one part is made of: the run's seed, epoch, place of its first sample in it, indices in the dataset."""
+    """What one part is made of: the epoch, the place of its first sample there, and indices in the dataset."""
 
-    seed: int
     epoch: int
     place: int
     indices: Sequence[Any]
@@ -198,10 +196,11 @@ class PartFetcher:
     Args:
         dataset: The user's.
         collate: From a list of items to a batch.
+        seed: The run's.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.users_dataset, self._collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.users_dataset, self._collate, self._seed = dataset, collate, seed
         self._epoch: int | None = None
 
     def __getitems__(self, request: PartRequest) -> Any:
@@ -221,52 +220,43 @@ class PartFetcher:
             return list(
                 self.users_dataset[torch.as_tensor(request.indices)]
             )  # The same as row by row, and draws nothing.
-        base, items = mix(request.seed, "item", request.epoch), []
+        base, items = mix(self._seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
             seed_generators(item_seed(base, place))
             items.append(self.users_dataset[index])
         if not is_plain:
-            seed_generators(item_seed(mix(request.seed, "collate", request.epoch), request.place))
+            seed_generators(item_seed(mix(self._seed, "collate", request.epoch), request.place))
         return self._collate(items)
 
 
-class _Order:
-    """The indices of an epoch, window by window.
-
-    Attributes:
-        samples: How many were given so far.
-        digest: A checksum of those.
-    """
-
-    def __init__(self, sampler: Any, loader: DataLoader[Any] | None, settings: DataSettings, epoch: int) -> None:
-        self.samples = self.digest = 0
-        self._sampler, self._loader, self._settings, self._epoch = sampler, loader, settings, epoch
-        self._lists: Iterator[Iterable[Any]] | None = None
-        self._rest: list[Any] = []
-        self._windows = 0
-
-    def next_window(self) -> list[list[Any]]:
-        """Lists of indices that fill a window, fewer at the end, and none behind it; random states are left seeded."""
-        seed = mix(self._settings.seed, "order", self._epoch, self._windows)
+def _windows(
+    sampler: Any, loader: DataLoader[Any] | None, settings: DataSettings, epoch: int
+) -> Iterator[tuple[list[list[Any]], int]]:
+    """Each window's lists of indices, and a checksum of all so far; random states are left seeded."""
+    lists: Iterator[Iterable[Any]] = iter(())
+    rest: list[Any] = []
+    digest = 0
+    for number in count():
+        seed = mix(settings.seed, "order", epoch, number)
         seed_generators(seed)
-        if self._lists is None:
-            if self._loader is not None:
-                begin_epoch(self._loader, self._epoch, seed)
-            self._lists = iter(self._sampler)
-        window, room = [], self._settings.target_batch
+        if number == 0:
+            if loader is not None:
+                begin_epoch(loader, epoch, seed)
+            lists = iter(sampler)
+        window, room = [], settings.target_batch
         while room > 0:
-            if not self._rest:
-                following = next(self._lists, None)
+            if not rest:
+                following = next(lists, None)
                 if following is None:
                     break
-                self._rest = list(following)
-            window.append(self._rest[:room])
-            self._rest = self._rest[room:]
+                rest = list(following)
+            window.append(rest[:room])
+            rest = rest[room:]
             room -= len(window[-1])
-        self._windows += 1
-        self.samples += self._settings.target_batch - room
-        self.digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), self.digest)
-        return [indices for indices in window if indices]
+        if room == settings.target_batch:
+            return
+        digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), digest)
+        yield [indices for indices in window if indices], digest
 
 
 def _samples_of(sampler: Any) -> int | None:
