@@ -13,12 +13,20 @@ import torch
 from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import largest_entry
-from autoaccum.verification.factors import Decomposition, find_factors, find_residual, flatten, numbers
+from autoaccum.verification.factors import (
+    SUM,
+    Decomposition,
+    find_factors,
+    find_residual,
+    flatten,
+    numbers,
+    own_shares,
+    share,
+)
 from autoaccum.verification.inquiry import Inquiry
 from autoaccum.verification.records import Cause
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change, Outcome
-from autoaccum.verification.weights import SUM, own_shares, share
 from autoaccum.workload.candidates import count_candidates
 
 _SHARES = "they count for {factors}, their shares are {shares}"

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.verification.factors import Decomposition, find_residual, flatten, numbers
+from autoaccum.verification.factors import (
+    SUM,
+    Decomposition,
+    Weighting,
+    find_residual,
+    find_weighting,
+    flatten,
+    numbers,
+    own_shares,
+)
 from autoaccum.verification.inquiry import Inquiry
 from autoaccum.verification.records import Cause
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change
-from autoaccum.verification.weights import SUM, Weighting, find_weighting, own_shares
 from autoaccum.workload.batches import batch_size, join_batches
 from autoaccum.workload.candidates import Candidate, count_candidates
 from autoaccum.workload.weighting import advise, name_term

@@ -14,7 +14,15 @@ from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.verification.comparing import Tolerances, compare, is_finite
+from autoaccum.verification.comparing import (
+    Tolerances,
+    allow_own,
+    compare,
+    find_tolerances,
+    is_finite,
+    with_move,
+    with_update,
+)
 from autoaccum.verification.coupling_causes import KEPT_STATE, has_kept_state
 from autoaccum.verification.diagnosis import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
@@ -22,7 +30,6 @@ from autoaccum.verification.inquiry import find_notes
 from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Verification
 from autoaccum.verification.request import Subject, VerifyRequest, last_window, loaded_window, whole_window
 from autoaccum.verification.runs import Runs
-from autoaccum.verification.tolerance import allow_own, find_tolerances, with_move, with_update
 from autoaccum.verification.updates import Change
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.comparing import Tolerances, compare
-from autoaccum.verification.tolerance import DOUBLE, allow_own, find_tolerances, with_update
+from autoaccum.verification.comparing import DOUBLE, Tolerances, allow_own, compare, find_tolerances, with_update
 from autoaccum.verification.updates import UNCHANGED, Change, Outcome
 
 TARGETS = torch.arange(16) % 3
