@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,7 @@ from autoaccum.cli.flags import options
 from autoaccum.cli.parameters import count, natural, positive
 from autoaccum.cli.streams import stdout_kept
 from autoaccum.cli.words import running_words
-from autoaccum.errors import AutoaccumError, CheckpointError, UsageError
+from autoaccum.errors import AutoaccumError, CheckpointError
 from autoaccum.training.events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
@@ -95,29 +95,22 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     Exit code: 0 trained, 1 it does not fit or is not finite, 2 bad usage or workload, or an exception of its code,
     3 could not be planned or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all three after a checkpoint.
     """
-    _check_length(asked)
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     try:
         result = _train(workload, asked, seen, quiet=quiet)
         _show(result, asked, seen, as_json=as_json, quiet=quiet)
-    except KeyboardInterrupt:
-        seen.tell_end("interrupted")
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        if not _is_signal(leaving):
+            raise
+        seen.tell_end("interrupted" if isinstance(leaving, KeyboardInterrupt) else "ended")
+        if isinstance(leaving, SystemExit):
+            raise
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
-    except SystemExit as leaving:
-        if _is_signal(leaving):
-            seen.tell_end("ended")
-        raise
-
-
-def _check_length(asked: dict[str, Any]) -> None:
-    """What can be said before anything heavy is loaded."""
-    if asked["epochs"] is None and asked["steps"] is None:
-        raise UsageError("neither --epochs nor --steps is given", hint="say how long to train: --epochs 3")
-    if asked["plan"] is not None and asked["micro_batch"] is not None:
-        raise UsageError("--plan and --micro-batch are both given", hint="leave one of them away")
 
 
 def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
+    from autoaccum.devices.diagnosis import describe_failure
+    from autoaccum.devices.recording import failure_error
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.training_progress import TrainingProgress
     from autoaccum.training.fitting import train
@@ -142,19 +135,12 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
             seen.tell_kept()
             if isinstance(error, AutoaccumError):
                 raise
-            _raise_blaming(error)
+            # What is none of ours is raised as what it means: memory, or the user's code, shown as theirs.
+            raise failure_error(describe_failure(error, "training"), "the device") from error
 
 
 def _is_signal(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in _SIGNALLED)
-
-
-def _raise_blaming(error: BaseException) -> NoReturn:
-    """Raise an exception that is none of ours as what it means: memory, or the user's code, shown as theirs."""
-    from autoaccum.devices.diagnosis import describe_failure
-    from autoaccum.devices.recording import failure_error
-
-    raise failure_error(describe_failure(error, "training"), "the device") from error
 
 
 @contextmanager
@@ -173,7 +159,7 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: boo
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.fit_table import fit_record, print_fit
 
-    known: dict[str, Any] = {"target_batch": asked["target_batch"], "last": seen.whole or seen.last}
+    known: dict[str, Any] = {"target_batch": asked["target_batch"], "last": seen.last}
     if as_json:
         click.echo(json.dumps(fit_record(result, **known), indent=2, allow_nan=False))
     else:
@@ -189,47 +175,45 @@ class _Seen:
     """What was heard of a training, for where it ends early.
 
     Attributes:
-        last: The last update; None before the first.
-        whole: The last that was of a whole batch, as that at the end of an epoch may not be.
+        last: The last update of a whole batch, as that at the end of an epoch may not be; else the last.
     """
 
     def __init__(self, target_batch: int, *, starts_anew: bool) -> None:
         self.last: Updated | None = None
-        self.whole: Updated | None = None
-        self._target_batch = target_batch
+        self._update, self._samples, self._target_batch = 0, 0, target_batch
         self._kept: tuple[int, Path] | None = None
         self._same = "the same command without --resume" if starts_anew else "the same command"
 
     def hear(self, event: Any) -> None:
         """Take an event in."""
         if isinstance(event, Updated):
-            before = 0 if self.last is None else self.last.samples
-            if event.samples - before >= self._target_batch:
-                self.whole = event
-            self.last = event
+            if self.last is None or event.samples - self._samples >= self._target_batch:
+                self.last = event
+            self._update, self._samples = event.update, event.samples
         elif isinstance(event, CheckpointWritten):
             self._kept = event.update, event.path
         elif isinstance(event, Started) and event.resumed_from is not None:
-            self._kept = event.update, event.resumed_from
+            self._kept, self._update = (event.update, event.resumed_from), event.update
 
     def tell_end(self, how: str) -> None:
         """One line on stderr: what was kept, and how to go on."""
         if self._kept is None:
             _say(f"{how} before training began: nothing is lost")
             return
-        from autoaccum.reporting.plain_text import near_path
-
-        update, path = self._kept
-        at = update if self.last is None else self.last.update
-        since = "" if at == update else f", the newest checkpoint is from update {update}"
-        _say(f"{how} after update {at}{since}: {near_path(path)}; {self._same} goes on from there")
+        kept, path = self._kept
+        since = "" if kept >= self._update else f", the newest checkpoint is from update {kept}"
+        _say(f"{how} after update {max(kept, self._update)}{since}: {_near(path)}; {self._same} goes on from there")
 
     def tell_kept(self) -> None:
         """One line on stderr above an error: what is not lost."""
-        from autoaccum.reporting.plain_text import near_path
-
         if self._kept is not None:
-            _say(f"note: the state after update {self._kept[0]} is kept: {near_path(self._kept[1])}")
+            _say(f"note: the state after update {self._kept[0]} is kept: {_near(self._kept[1])}")
+
+
+def _near(path: Path) -> str:
+    from autoaccum.reporting.plain_text import near_path
+
+    return near_path(path)
 
 
 def _say(text: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.reporting.plain_text import near_path
-from autoaccum.reporting.rows import path_value, row_lines
+from autoaccum.reporting.rows import path_value, print_rows
 from autoaccum.reporting.update_line import format_seconds, format_values
 from autoaccum.training.events import FitResult, Updated
 from autoaccum.training.noise_scale import noise_sentence
@@ -33,9 +33,7 @@ def print_fit(
         last: The last update of a whole batch that this call made, or the last; None when it made none.
         command: The words of a command that goes on from here.
     """
-    for title, value in fit_rows(result, target_batch=target_batch, last=last):
-        for line in row_lines(console, title, value):
-            console.print(line, soft_wrap=True)
+    print_rows(console, fit_rows(result, target_batch=target_batch, last=last))
     console.print()
     for line in next_lines(result, command=command):
         console.print(line, soft_wrap=True)
@@ -58,14 +56,15 @@ def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> I
     if result.noise_scale is not None:
         yield "noise scale", Text(noise_sentence(result.noise_scale, target_batch))
     yield "time", Text(format_seconds(result.seconds))
-    if result.resumed_from is not None:
-        yield "resumed from", path_value(near_path(result.resumed_from))
-    if result.checkpoint is not None:
-        yield "checkpoint", path_value(near_path(result.checkpoint))
-    if result.model_path is not None:
-        yield "weights", path_value(near_path(result.model_path))
-    if result.ema_path is not None:
-        yield "average", path_value(near_path(result.ema_path))
+    paths = {
+        "resumed from": result.resumed_from,
+        "checkpoint": result.checkpoint,
+        "weights": result.model_path,
+        "average": result.ema_path,
+    }
+    for name, path in paths.items():
+        if path is not None:
+            yield name, path_value(near_path(path))
     if result.stopped is not None:
         yield "ended by", Text(f"a {result.stopped}")
 
@@ -88,30 +87,21 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
     `warnings`. What there is none of is null, and so is a number that is not finite.
     """
+    record = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    for name in ("model", "optimizer", "ema_model", "plan"):
+        del record[name]
+    record["weights"], record["ema_weights"] = record.pop("model_path"), record.pop("ema_path")
+    noise, evaluation = result.noise_scale, result.evaluation or {}
     return {
         "schema": SCHEMA,
         "target_batch": target_batch,
-        "updates": result.updates,
-        "epochs": result.epochs,
-        "samples": result.samples,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in record.items()},
         "loss": _finite(result.loss),
-        "evaluation": None
-        if result.evaluation is None
-        else {name: _finite(value) for name, value in result.evaluation.items()},
+        "evaluation": {name: _finite(value) for name, value in evaluation.items()} or None,
         "micro_batch": None if last is None else last.micro_batch,
         "iter_size": None if last is None else last.micro_batches,
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
-        "shortages": result.shortages,
-        "skipped": result.skipped,
-        "seconds": result.seconds,
-        "stopped": result.stopped,
-        "noise_scale": None if result.noise_scale is None else asdict(result.noise_scale),
-        "run_dir": _path(result.run_dir),
-        "checkpoint": _path(result.checkpoint),
-        "weights": _path(result.model_path),
-        "ema_weights": _path(result.ema_path),
-        "resumed_from": _path(result.resumed_from),
-        "unsaved": result.unsaved,
+        "noise_scale": None if noise is None else dataclasses.asdict(noise),
         "warnings": list(result.warnings),
     }
 
@@ -138,7 +128,3 @@ def _times(number: int) -> str:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)

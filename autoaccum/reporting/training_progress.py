@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
-from rich.live import Live
-from rich.text import Text
-
 from autoaccum.reporting.consoles import PlainConsole
-from autoaccum.reporting.errors import print_line
 from autoaccum.reporting.plain_text import near_path, one_line
-from autoaccum.reporting.progress import PlanProgress
+from autoaccum.reporting.progress import PlanProgress, Progress
 from autoaccum.reporting.update_line import UpdateLine, format_values
 from autoaccum.training import events
 
@@ -22,12 +17,11 @@ _LINE_SECONDS = 10.0
 _EPOCH_SECONDS = 1.0
 
 
-class TrainingProgress:
-    """Draws events on a console; use as a context manager, so that the live line goes away whatever happens.
+class TrainingProgress(Progress):
+    """Draws a training's events, and the planner's before it starts.
 
-    On a terminal one line is redrawn, at most four times a second and by no thread of its own: each time costs a
-    millisecond or two, and an update in between a microsecond. Elsewhere a line is written every ten seconds, at the
-    end of epochs, and at the end. A console that cannot be written any more ends the drawing, not the training.
+    On a terminal one line is redrawn, at most four times a second and by no thread of its own. Elsewhere a line is
+    written every ten seconds, at the end of epochs, and at the end.
 
     Args:
         console: Where to, stderr as a rule.
@@ -38,112 +32,63 @@ class TrainingProgress:
     def __init__(
         self, console: PlainConsole, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console
-        self._quiet = quiet
+        super().__init__(console, quiet=quiet, outlives_console=True, auto_refresh=False)
+        self._planning = PlanProgress(console, quiet=quiet, outlives_console=True)
         self._clock = clock
-        self._planning = PlanProgress(console, quiet=quiet)
-        self._live: Live | None = None
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0
-        self._warned: set[str] = set()
         self._line = UpdateLine()
         self._shown: events.Updated | None = None
-        self._drawers: Mapping[type, Callable[[Any], None]] = {
-            events.Planning: lambda _: None,
-            events.Printed: lambda event: self._planning.pass_on(event.line),
-            events.Started: self._start,
-            events.Updated: self._update,
-            events.EpochEnded: self._end_epoch,
-            events.ShortageMet: self._say_above,
-            events.CeilingRaised: self._say_above,
-            events.Evaluated: self._say_above,
-            events.Skipped: self._say_above,
-            events.EvaluationFailed: self._warn_above,
-            events.CheckpointFailed: self._warn_above,
-            events.CheckpointWritten: lambda _: None,
-            events.Noted: self._note,
-            events.Finished: lambda _: self._stop(),
-        }
-
-    def __enter__(self) -> TrainingProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._guarded(self._stop)
 
     def tell(self, event: Any) -> None:
         """Draw one event, of training or of the planner."""
-        draw = self._drawers.get(type(event), self._planning.tell)
-        self._guarded(draw, event)
+        if isinstance(event, events.Updated):
+            now = self._clock()
+            self._line.update(event, now)
+            if now >= self._next_drawn:
+                self._draw()
+        elif isinstance(event, events.Started):
+            self._planning.stop()
+            self._line.start(event)
+            self.say(headline(event))
+            self._next_drawn = self._clock() + self._seconds_between
+            self.show(self._line.text())
+        elif isinstance(event, events.EpochEnded):
+            self._line.end_epoch(event)
+            if not self.is_live and self._clock() >= self._next_drawn - _LINE_SECONDS + _EPOCH_SECONDS:
+                self._draw()
+        elif isinstance(event, events.Printed):
+            self._planning.pass_on(event.line)
+        elif isinstance(event, events.EvaluationFailed | events.CheckpointFailed):
+            self.warn(sentence(event))
+        elif isinstance(event, events.ShortageMet | events.CeilingRaised | events.Evaluated | events.Skipped):
+            self.say(sentence(event))
+        elif isinstance(event, events.Noted):
+            if event.warns:
+                self.warn(event.text)
+            else:
+                self.say(f"note: {event.text}")
+        elif not isinstance(event, events.Planning | events.CheckpointWritten | events.Finished):
+            self._planning.tell(event)
 
-    def warn(self, text: str) -> None:
-        """A warning, once; also where it is quiet."""
-        if text not in self._warned:
-            self._warned.add(text)
-            self._guarded(print_line, self._console, "warning", one_line(text), "yellow")
-
-    def _guarded(self, draw: Callable[..., None], *arguments: Any) -> None:
-        try:
-            draw(*arguments)
-        except OSError:  # A pipe without a reader, a terminal that was closed.
-            self._console.quiet = True
-
-    def _start(self, event: events.Started) -> None:
-        self._planning.__exit__(None, None, None)
-        self._line.start(event)
-        self._next_drawn = self._clock() + self._seconds_between
-        if self._quiet:
-            return
-        self._print(Text(headline(event)))
-        if self._console.can_redraw:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-            self._draw()
-
-    def _update(self, event: events.Updated) -> None:
-        now = self._clock()
-        self._line.update(event, now)
-        if now >= self._next_drawn and not self._quiet:
-            self._draw()
-
-    def _end_epoch(self, event: events.EpochEnded) -> None:
-        self._line.end_epoch(event)
-        if self._live is None and self._clock() >= self._next_drawn - _LINE_SECONDS + _EPOCH_SECONDS:
-            self._draw()
+    def stop(self) -> None:
+        """Take the live line away, and leave the last update's."""
+        self._planning.stop()
+        super().stop()
+        self._write()
 
     def _draw(self) -> None:
         """Bring the live line up to date; where there is none, write one if there is anything new."""
         self._next_drawn = self._clock() + self._seconds_between
-        if self._live is not None:
-            self._live.update(self._line.drawn(self._console.width), refresh=True)
-        elif self._line.last is not self._shown and not self._quiet:
+        if self.is_live:
+            self.show(self._line.text())
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        if self._line.last is not self._shown:
             self._shown = self._line.last
-            self._print(Text(self._line.plain()))
-
-    def _stop(self) -> None:
-        self._planning.__exit__(None, None, None)
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.stop()
-        self._draw()
-
-    def _say_above(self, event: Any) -> None:
-        if not self._quiet:
-            self._print(Text(one_line(sentence(event))))
-
-    def _warn_above(self, event: Any) -> None:
-        self.warn(sentence(event))
-
-    def _note(self, event: events.Noted) -> None:
-        if event.warns:
-            self.warn(event.text)
-        elif not self._quiet:
-            self._print(Text(f"note: {one_line(event.text)}"))
-
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+            self.say(self._line.text())
 
 
 def headline(event: events.Started) -> str:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from autoaccum.training import events
 from autoaccum.units import format_bytes
-
-_NARROWEST_BAR, _WIDEST_BAR = 8, 40
-_GAP = "  "
 
 
 class UpdateLine:
@@ -49,41 +41,21 @@ class UpdateLine:
         if not self._is_known and self._epochs is not None:
             self._updates = round(event.update / event.epoch * self._epochs)
 
-    def pieces(self) -> list[str]:
-        """The line, in pieces that can be left out from the end where it is too long."""
+    def text(self) -> str:
+        """The line."""
         about = "" if self._is_known else "about "
         of = "" if self._updates is None else f" of {about}{self._updates}"
         pieces = [f"update {self._update}{of}"]
-        if self.last is None:
-            return pieces
-        if self._epochs is not None and not (self._is_known and self._epochs == 1):
-            pieces[0] += f", epoch {self.last.epoch} of {self._epochs}"
-        pieces.append(f"loss {self.last.loss:.4g}")
-        if (left := self._seconds_left()) is not None:
-            pieces.append(f"{format_seconds(left)} left")
-        pieces.append(f"{_format_rate(self.last.samples_per_second)} samples/s")
-        if self.last.peak_bytes is not None:
-            pieces.append(f"peak {format_bytes(self.last.peak_bytes)}")
-        return pieces
-
-    def plain(self) -> str:
-        """The line for a log."""
-        return _GAP.join(self.pieces())
-
-    def drawn(self, width: int) -> Table:
-        """The line for a terminal, with a bar where there is room for one."""
-        pieces = self.pieces()
-        while len(pieces) > 1 and len(_GAP.join(pieces)) >= width:
-            pieces.pop()
-        room = min(_WIDEST_BAR, width - 1 - len(_GAP.join([*pieces, ""])))
-        cells: list[Any] = [Text(piece) for piece in pieces]
-        if self._updates and room >= _NARROWEST_BAR:
-            cells.insert(1, ProgressBar(self._updates, min(self._update, self._updates), width=room))
-        table = Table.grid(padding=(0, len(_GAP), 0, 0))
-        for _ in cells:
-            table.add_column(no_wrap=True)
-        table.add_row(*cells)
-        return table
+        if self.last is not None:
+            if self._epochs is not None and not (self._is_known and self._epochs == 1):
+                pieces[0] += f", epoch {self.last.epoch} of {self._epochs}"
+            pieces.append(f"loss {self.last.loss:.4g}")
+            if (left := self._seconds_left()) is not None:
+                pieces.append(f"{format_seconds(left)} left")
+            pieces.append(f"{_format_rate(self.last.samples_per_second)} samples/s")
+            if self.last.peak_bytes is not None:
+                pieces.append(f"peak {format_bytes(self.last.peak_bytes)}")
+        return "  ".join(pieces)
 
     def _seconds_left(self) -> float | None:
         made = self._update - self._first_update

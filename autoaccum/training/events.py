@@ -273,24 +273,8 @@ class Finished:
     result: FitResult
 
 
-TrainingEvent = (
-    Planning
-    | Printed
-    | Started
-    | Updated
-    | ShortageMet
-    | CeilingRaised
-    | EpochEnded
-    | Evaluated
-    | EvaluationFailed
-    | CheckpointWritten
-    | CheckpointFailed
-    | Skipped
-    | Noted
-    | Finished
-)
 TrainingListener = Callable[[Any], Any]
-"""Given every `TrainingEvent`, and the planner's events while it plans."""
+"""Given every event of this file, and the planner's while it plans."""
 
 
 class Teller:

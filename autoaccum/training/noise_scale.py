@@ -120,17 +120,9 @@ class _Part:
     samples: int
     share: float | None
     factor: float
-    norms: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[torch.device, Tensor] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
     has_pieces: bool = False
-    squares: list[Tensor] = field(default_factory=list)
-
-    def settle(self) -> None:
-        """Leave one scalar for each device of what were the norms of all parameters."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for norm in self.norms.values():
-            by_device.setdefault(norm.device, []).append(norm)
-        self.squares = [torch.linalg.vector_norm(torch.stack(norms)).square() for norms in by_device.values()]
-        self.norms.clear()
 
 
 class NoiseObserver(StepObserver):
@@ -171,15 +163,12 @@ class NoiseObserver(StepObserver):
         if phase == "batch" and self._last == "batch":
             self._parts.clear()
             self._listen()
-        elif phase == "clip":
-            self._settle()
         elif phase == "update":
-            self._read = _read([square for part in self._parts for square in part.squares])
+            self._read = _read([square for part in self._parts for square in part.squares.values()])
         self._last = phase
 
     def part(self, samples: int, share: float | None, factor: float) -> None:
         """See `StepObserver`."""
-        self._settle()
         self._parts.append(_Part(samples, share, factor))
         self._listening = True
 
@@ -193,24 +182,17 @@ class NoiseObserver(StepObserver):
         if reason is not None:
             self.estimator.refuse(reason)
             return
-        norm = result.grad_norm
-        assert norm is not None
+        norm, is_mean = result.grad_norm or 0.0, self._reduction == "mean"
         if not math.isfinite(norm) or not all(map(math.isfinite, squares)):
             self.estimator.refuse(NOT_FINITE)
-        elif self._reduction == "mean":
-            self.estimator.add(
-                [(part.share or 0.0) * result.samples for part in parts],
-                [square / part.factor**2 for part, square in zip(parts, squares, strict=True)],
-                result.samples,
-                norm**2,
-            )
-        else:
-            self.estimator.add(
-                [part.samples for part in parts],
-                [square / (part.factor * part.samples) ** 2 for part, square in zip(parts, squares, strict=True)],
-                result.samples,
-                (norm / result.samples) ** 2,
-            )
+            return
+        scales = [part.factor * (1 if is_mean else part.samples) for part in parts]
+        self.estimator.add(
+            [(part.share or 0.0) * result.samples if is_mean else part.samples for part in parts],
+            [square / scale**2 for scale, square in zip(scales, squares, strict=True)],
+            result.samples,
+            (norm / (1 if is_mean else result.samples)) ** 2,
+        )
 
     def _listen(self) -> None:
         """To every parameter that is trained now; one may be unfrozen later."""
@@ -222,12 +204,11 @@ class NoiseObserver(StepObserver):
     def _hear(self, key: int, gradient: Tensor) -> None:
         if self._listening:
             part = self._parts[-1]
-            part.has_pieces |= key in part.norms
-            part.norms[key] = _norm(gradient)
-
-    def _settle(self) -> None:
-        if self._parts and self._parts[-1].norms:
-            self._parts[-1].settle()
+            part.has_pieces |= key in part.heard
+            part.heard.add(key)
+            square = _norm(gradient).square()
+            before = part.squares.get(square.device)
+            part.squares[square.device] = square if before is None else before + square
 
 
 def noise_sentence(scale: NoiseScale, target_batch: int) -> str:

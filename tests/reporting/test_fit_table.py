@@ -109,19 +109,9 @@ def test_what_else_there_is_to_say(changes: dict[str, Any], row: str) -> None:
     assert row in draw(replace(RESULT, **changes))
 
 
-def test_a_training_that_had_nothing_left_to_do() -> None:
-    text = draw(replace(RESULT, loss=None), last=None)
-    assert "loss" not in text
-    assert "micro-batch" not in text
-
-
 def test_a_path_can_be_copied_from_a_narrow_terminal() -> None:
     path = Path("runs") / ("deep/" * 20) / "update-3000.pt"
     assert f"checkpoint   {path}\n" in draw(replace(RESULT, checkpoint=path), width=40)
-
-
-def test_what_others_named_does_not_break_lines() -> None:
-    assert "evaluation   odd [31mname 1\n" in draw(replace(RESULT, evaluation={"odd\x1b[31mname": 1.0}))
 
 
 def test_a_record_for_programs() -> None:
@@ -144,15 +134,3 @@ def test_a_record_for_programs() -> None:
     assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
     assert record["resumed_from"] is None
     assert record["warnings"] == ["careful"]
-
-
-def test_every_key_of_the_record_is_explained_and_nothing_of_the_result_is_left_out() -> None:
-    record = fit_record(RESULT, target_batch=256, last=None)
-    text = fit_record.__doc__ or ""
-    assert all(f"`{key}`" in text for key in record)
-    live = {"model", "ema_model", "optimizer", "plan"}
-    assert set(RESULT.__dataclass_fields__) - live == (
-        set(record)
-        - {"schema", "target_batch", "micro_batch", "iter_size", "planned_micro_batch", "weights", "ema_weights"}
-    ) | {"model_path", "ema_path"}
-    assert record["micro_batch"] is None

@@ -67,14 +67,6 @@ def test_a_raise_that_fails_does_not_lower_what_fitted(planned: int, data: st.Da
     assert settled == sorted(settled)
 
 
-def test_rare_large_batches_are_met_ever_more_rarely() -> None:
-    ceiling = Ceiling(256, patience=4)
-    limits = [100 if update % 7 == 0 else 256 for update in range(2000)]
-    failed = [update for update, (retries, _) in enumerate(run(ceiling, limits)) if retries]
-    assert len(failed) < 30
-    assert sum(update >= 1000 for update in failed) <= 8
-
-
 def test_a_success_restores_the_patience() -> None:
     ceiling = Ceiling(256, patience=4)
     run(ceiling, [100] * 100)
@@ -97,11 +89,3 @@ def test_a_state_of_a_larger_plan_is_bounded_by_the_plan_of_now() -> None:
     run(ceiling, [200] * 3)
     smaller.restore(ceiling.state())
     assert smaller.largest == 64
-
-
-def test_a_size_set_from_outside_is_taken_as_it_is() -> None:
-    ceiling = Ceiling(64, patience=2)
-    assert ceiling.after(0, 1000) is None
-    assert ceiling.largest == 64
-    assert ceiling.after(1, 60) is None
-    assert ceiling.largest == 60

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import autoaccum
-from autoaccum.errors import AutoaccumError, CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.errors import AutoaccumError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.events import (
     CheckpointFailed,
     CheckpointWritten,
-    EvaluationFailed,
     Skipped,
     Updated,
 )
@@ -141,23 +140,6 @@ def test_a_disk_that_stays_full_leaves_the_earlier_checkpoints_and_says_so(tmp_p
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
 
 
-def test_a_disk_that_is_full_from_the_beginning_is_known_before_training(tmp_path: Path) -> None:
-    heard: list[Any] = []
-    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
-        fit(samples(64), run_dir=tmp_path / "run", callbacks=[lambda e: heard.append(e)])
-    assert not any(isinstance(event, Updated) for event in heard)
-
-
-def test_a_folder_that_is_no_folder_is_refused_before_anything_else(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UsageError, match="is no folder, or lies below a file: give another folder"):
-            fit(samples(64), run_dir=folder)
-    with pytest.raises(UsageError, match="cannot be written to"):
-        fit(samples(64), run_dir="/proc/self/run")
-    assert (tmp_path / "file").read_text() == "precious"
-
-
 class Dying(Dataset[Any]):
     """Its worker is killed at one sample."""
 
@@ -210,21 +192,6 @@ def test_the_update_before_a_scheduler_that_raises_counts(tmp_path: Path) -> Non
         fit(samples(64), run_dir=tmp_path, scheduler=Late, checkpoint_every=2, optimizer="SGD")
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
     assert newest.name == "checkpoint-00000004.pt"
-
-
-def test_an_evaluation_cannot_end_the_run() -> None:
-    heard: list[Any] = []
-
-    def evaluate(model: nn.Module, batch: Any) -> float:
-        raise RuntimeError("a fault in the metric")
-
-    result = fit(
-        samples(64), eval_data=samples(9), evaluate=evaluate, eval_every=2, callbacks=[lambda e: heard.append(e)]
-    )
-    assert result.updates == 6
-    assert len([event for event in heard if isinstance(event, EvaluationFailed)]) == 3
-    assert result.evaluation is None
-    assert any("a fault in the metric" in text for text in result.warnings)
 
 
 class Unsavable(torch.optim.lr_scheduler.LRScheduler):
@@ -308,25 +275,6 @@ def test_where_no_update_was_made_it_says_so() -> None:
     result = fit(data, skip_nonfinite=True)
     assert result.skipped == 6
     assert result.warnings == ("of 6 updates none was made: the weights are those it began with",)
-
-
-class WithoutRate(torch.optim.SGD):
-    """Sets its own rate, as Adafactor's relative step does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        del self.param_groups[0]["lr"]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(parameter.grad, alpha=0.1)
-
-
-def test_an_optimizer_may_have_no_learning_rate(tmp_path: Path) -> None:
-    fit(samples(64), optimizer=WithoutRate, run_dir=tmp_path)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["learning_rate"] for line in lines} == {None}
 
 
 def test_a_criterion_that_learns_needs_an_optimizer_that_knows_it() -> None:

@@ -96,11 +96,6 @@ def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_the_workload_s_own_rate_changes_no_bit() -> None:
-    for mine, theirs in zip(fit(learning_rate=0.1)[0].model.parameters(), fit()[0].model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_a_schedule_begins_there() -> None:
     _, heard = fit(workload(scheduler=decaying), learning_rate=0.4)
     assert heard.rates == [0.4, 0.2, 0.1]

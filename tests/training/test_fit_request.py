@@ -141,12 +141,6 @@ def test_a_workload_s_list_is_one_of_samples_and_a_list_given_as_data_one_of_bat
     assert fit(path, [(torch.ones(10, 3), torch.ones(10, 2))] * 2).samples == 40
 
 
-def test_a_model_s_weights_follow_from_the_seed() -> None:
-    first, again, other = (fit(workload(dataset=DATA), seed=seed).model.weight for seed in (1, 1, 2))
-    assert torch.equal(first, again)  # type: ignore[arg-type]
-    assert not torch.equal(first, other)  # type: ignore[arg-type]
-
-
 def test_what_is_wrong_with_a_file_s_schedule_is_said() -> None:
     with pytest.raises(AutoaccumError, match="scheduler is an int: write def scheduler"):
         fit(workload(dataset=DATA, scheduler=3))
@@ -155,11 +149,6 @@ def test_what_is_wrong_with_a_file_s_schedule_is_said() -> None:
 def test_an_evaluation_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="eval_every is given, and there is nothing to evaluate on"):
         fit(workload(dataset=DATA), eval_every=2)
-
-
-def test_an_evaluation_that_can_be_read_only_once_is_refused() -> None:
-    with pytest.raises(UsageError, match="evaluation data"):
-        fit(workload(dataset=DATA), eval_data=iter([DATA[:4]]))
 
 
 def test_a_live_model_at_rest_is_planned_in_the_mode_it_is_trained_in() -> None:

@@ -60,28 +60,6 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
     assert covered / runs == pytest.approx(0.9, abs=4 * math.sqrt(0.09 / runs))
 
 
-def test_many_updates_find_the_scale_and_few_say_how_little_they_know() -> None:
-    few, many = NoiseEstimator(), NoiseEstimator(window=3000)
-    feed(few, [(2, 2)] * 12, np.random.default_rng(3))
-    feed(many, [(32, 32)] * 3000, np.random.default_rng(3))
-    known = many.estimate()
-    assert known.value == pytest.approx(NOISE / SQUARE, rel=0.1)
-    assert known.value is not None
-    assert known.low is not None
-    assert known.high is not None
-    assert known.high - known.low < 0.4 * known.value
-    unsure = few.estimate()
-    assert unsure.high is None or unsure.high - (unsure.low or 0.0) > known.high - known.low
-
-
-def test_the_window_forgets() -> None:
-    estimator = NoiseEstimator(window=20)
-    for square in (100.0, 1.0):
-        for _ in range(20):
-            estimator.add([4.0, 4.0], [square + 1, square + 1], 8.0, square + 0.5)
-    assert estimator.estimate() == NoiseScale(4.0, 4.0, 4.0, 20)
-
-
 @pytest.mark.parametrize(
     ("updates", "reason"),
     [

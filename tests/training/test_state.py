@@ -128,7 +128,8 @@ def moved(whole: Trainee, resumed: Trainee, settings: Any = None) -> list[str]:
     settings = capture_settings(whole) if settings is None else settings
     torch.save(portable([capture_training(whole), settings]), file)
     file.seek(0)
-    restore_training(*torch.load(file, weights_only=True), resumed, told.append)
+    state, kept = torch.load(file, weights_only=True)
+    restore_training(state, kept, resumed, told.append)
     return [event.text for event in told]
 
 
@@ -277,7 +278,8 @@ def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
     weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[Trainee]()
     for weight in weights:
         model = nn.Linear(2, 2)
-        optimizer = AdamW([{"params": model.parameters()}, {"params": [weight]}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [weight]}]
+        optimizer = AdamW(groups, lr=0.1)
         (model(torch.ones(1, 2)).sum() * weight.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -68,11 +67,6 @@ def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal
     assert reached == [number]
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_run_that_comes_to_its_end_meanwhile_leaves_all_the_same(number: signal.Signals) -> None:
-    assert code_of(end_of(lambda _: signal.raise_signal(number))) == 128 + number
-
-
 def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> None:
     reached = []
 
@@ -94,23 +88,6 @@ def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> No
     assert reached
 
 
-def test_it_is_raised_where_a_wait_ends_or_begins_when_it_was_eaten() -> None:
-    def wait(stopping: Stopping, reached: list[bool]) -> None:
-        with stopping.interruptible():
-            with suppress(BaseException):
-                signal.raise_signal(signal.SIGTERM)
-            reached.append(True)
-
-    def run(stopping: Stopping) -> None:
-        for first in (True, False):
-            reached: list[bool] = []
-            with pytest.raises(StopAsked):
-                wait(stopping, reached)
-            assert bool(reached) == first
-
-    assert code_of(end_of(run)) == 143
-
-
 def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
     def run(stopping: Stopping) -> None:
         with stopping.interruptible():
@@ -127,16 +104,6 @@ def test_an_error_of_its_own_is() -> None:
     def run(stopping: Stopping) -> None:
         with stopping.interruptible():
             raise error
-
-    assert end_of(run) is error
-
-
-def test_an_error_on_the_way_out_comes_through() -> None:
-    error = OSError("disk")
-
-    def run(stopping: Stopping) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        raise error
 
     assert end_of(run) is error
 
@@ -176,27 +143,6 @@ def test_what_is_ignored_stays_ignored() -> None:
         assert stopping.asked is None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
-
-
-def test_a_handler_set_within_is_kept() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Stopping():
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    assert signal.getsignal(signal.SIGTERM) is not before
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_other_threads_take_nothing() -> None:
-    before, seen = signal.getsignal(signal.SIGTERM), list[Any]()
-
-    def run() -> None:
-        with Stopping() as stopping, stopping.interruptible():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 class Watching(StepObserver):

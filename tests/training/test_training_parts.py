@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum.accumulation.observers import StepResult
@@ -17,16 +15,7 @@ from autoaccum.training.evaluation import Evaluation, Evaluator
 from autoaccum.training.events import CheckpointFailed, CheckpointWritten, Evaluated, Noted, Teller
 from autoaccum.training.progress import Goal, Progress
 
-COUNTS = st.integers(0, 10**6)
 RESULT = StepResult(0.5, 8, (4, 4), 1.0, 2, updated=True, terms={"loss": 0.5})
-
-
-@given(COUNTS, COUNTS, COUNTS, st.none() | st.dictionaries(st.text(), st.floats(allow_nan=False)))
-def test_progress_survives_being_kept(update: int, epoch: int, samples: int, evaluation: Any) -> None:
-    progress = Progress(update=update, epoch=epoch, samples=samples, evaluation=evaluation)
-    other = Progress()
-    other.restore(progress.state())
-    assert other == progress
 
 
 def test_progress_counts_windows_and_epochs() -> None:
@@ -46,17 +35,6 @@ def test_the_goal_is_the_first_of_both(
     epochs: int | None, steps: int | None, update: int, epoch: int, reached: bool
 ) -> None:
     assert Goal(epochs, steps, None).is_reached(Progress(update=update, epoch=epoch)) is reached
-
-
-def test_listeners_hear_before_callbacks_and_true_alone_ends_it() -> None:
-    heard: list[Any] = []
-    answers = iter([None, 1, "yes", True, False])
-    teller = Teller([lambda event: heard.append(("listener", event))], [lambda event: next(answers)])
-    teller.listeners.append(lambda event: heard.append(("later", event)))
-    for number in range(5):
-        teller.tell(number)
-        assert teller.ended is (number >= 3)
-    assert heard[:2] == [("listener", 0), ("later", 0)]
 
 
 def test_what_went_wrong_is_remembered_once() -> None:
