@@ -26,12 +26,8 @@ class AssertFits(Protocol):
         workload: str | os.PathLike[str],
         *,
         gpu: str | None = None,
-        device: str | None = None,
         micro_batch: int | None = None,
-        target_batch: int | None = None,
         limit: str | None = None,
-        precision: str | None = None,
-        optimizer: str | None = None,
         **further: Any,
     ) -> None:
         """Measure two micro-batches of `micro_batch`, or as many as make up `target_batch`.
@@ -40,14 +36,9 @@ class AssertFits(Protocol):
             workload: `model.py`, `model.py:name` or `package.module:name`; a file is looked for from pytest's root
                 folder, then beside the test.
             gpu: The card to simulate, such as `rtx3090` or `24GiB`.
-            device: In place of it, `cpu`, `cuda` or `cuda:N`, measured by three runs.
-            micro_batch: The most samples at once; planned where only a target batch is given.
-            target_batch: Samples per update.
+            micro_batch: The most samples at once; planned where only a `target_batch` is given.
             limit: The budget, such as `20GiB` or `80%`; what the card has when None.
-            precision: `fp32`, `bf16` or `fp16`, instead of the workload's.
-            optimizer: A name of `torch.optim`, instead of the workload's.
-            further: `reserve`, `world_size`, `equal`, `keeps`, `evaluation_batch`, `worst_of` and `batchnorm`, as of
-                `autoaccum.plan`.
+            further: `target_batch`, `device` in place of a card, and other options of `autoaccum.plan`.
         """
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoaccum.cli.flags import options
-from autoaccum.cli.outputs import check_apart
 from autoaccum.cli.parameters import count, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
@@ -43,7 +42,6 @@ _FORMS = ("text", "json", "markdown", "github")
 @click.option("--tolerance", metavar="SHARE|SIZE", help="How far the peak may grow.  [default: the project's, or 1%]")
 @click.option("--lock", metavar="FILE", help="The lock.  [default: the project's autoaccum.lock]")
 @click.option("--update", is_flag=True, help="Plan anew, and write the lock.")
-@click.option("--prune", is_flag=True, help="With --update: drop what pyproject.toml does not name.")
 @click.option("--baseline", metavar="REV", help="Compare with this git revision, measured too; no lock is needed.")
 @click.option("--time-limit", type=seconds, metavar="SECONDS", help="What all searches may take together.")
 @click.option(
@@ -63,7 +61,6 @@ def command(
     tolerance: str | None,
     lock: str | None,
     update: bool,
-    prune: bool,
     baseline: str | None,
     time_limit: float | None,
     form: str | None,
@@ -89,6 +86,7 @@ def command(
     from autoaccum.guarding.guarding import guard
     from autoaccum.guarding.project import find_project
     from autoaccum.guarding.records import parse_tolerance
+    from autoaccum.planning.files import write_text
 
     form = _chosen_form(form, as_json)
     with _annotating(form):
@@ -100,13 +98,12 @@ def command(
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd(), lock)
         if output is not None:
-            _check_output(output, project, workload, force=force)
+            _check_output(output, project, force=force)
         with _progress(form, quiet=quiet) as listeners:
             report = guard(
                 wanted,
                 project,
                 update=update,
-                prune=prune,
                 baseline=baseline,
                 tolerance=allowed,
                 time_limit=time_limit,
@@ -115,7 +112,7 @@ def command(
             )
         _show(report, form, project)
         if output is not None:
-            _keep(report, form, Path(output), force=force)
+            write_text(Path(output), _written(report, form), force=force)
     if report.exit_code:
         raise click.exceptions.Exit(report.exit_code)
 
@@ -128,23 +125,15 @@ def _chosen_form(form: str | None, as_json: bool) -> str:
     return form or ("github" if _on_github() else "text")
 
 
-def _check_output(output: str, project: Project, workload: str | None, *, force: bool) -> None:
+def _check_output(output: str, project: Project, *, force: bool) -> None:
     """Refuse now what could not be written later, and what must not be written over at all."""
-    from autoaccum.guarding.lock import read_lock
     from autoaccum.planning.files import check_output
-    from autoaccum.reporting.guard_github import source_file
 
     if Path(output).resolve() == project.lock.resolve():
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
+    if output.endswith(".py"):
+        raise UsageError(f"-o names a Python file, {output}", hint="give a report another name, such as report.md")
     check_output(output, force=force, way_out="for a report on stdout, take --format")
-    if workload is not None:
-        check_apart("-o", output, workload)
-    known = list(project.cases)
-    with suppress(AutoaccumError):  # The guard itself tells of a lock that cannot be read.
-        known += read_lock(project.lock, project.anew)
-    for case in known:
-        if source := source_file(case.workload, project.folder):
-            check_apart("-o", output, str(source))
 
 
 @contextmanager
@@ -166,13 +155,14 @@ def _show(report: Report, form: str, project: Project) -> None:
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.errors import print_line
     from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
-    from autoaccum.reporting.guard_text import print_report
+    from autoaccum.reporting.guard_text import print_report, report_text
 
     if form == "text":
         print_report(make_console(), report)
-        return
-    click.echo(harmless(_written(report, "text")) if form == "github" else _written(report, form), nl=False)
-    if form == "github":
+    elif form != "github":
+        click.echo(_written(report, form), nl=False)
+    else:
+        click.echo(harmless(report_text(report)), nl=False)
         for line in annotation_lines(report, project.folder, os.environ):
             click.echo(line)
         if unwritten := write_summary(report, os.environ):
@@ -181,23 +171,12 @@ def _show(report: Report, form: str, project: Project) -> None:
 
 def _written(report: Report, form: str) -> str:
     """The report as the text of a file."""
-    if form == "json":
-        return report.to_json()
-    if form in ("markdown", "github"):
-        from autoaccum.reporting.guard_github import report_markdown
-
-        return report_markdown(report)
+    from autoaccum.reporting.guard_github import report_markdown
     from autoaccum.reporting.guard_text import report_text
 
-    return report_text(report)
-
-
-def _keep(report: Report, form: str, path: Path, *, force: bool) -> None:
-    from autoaccum.planning.files import write_text
-
-    write_text(path, _written(report, form), force=force)
-    if form == "text":
-        click.echo(f"kept in {path}")
+    if form == "json":
+        return report.to_json()
+    return report_text(report) if form == "text" else report_markdown(report)
 
 
 @contextmanager

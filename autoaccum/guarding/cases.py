@@ -57,8 +57,8 @@ class Case:
     def asked(self) -> dict[str, Any]:
         """What it says, by names of fields: plain data for `make_case`."""
         options = self.options.to_record()
-        place = {name: options.pop(name) for name in ("gpu", "device") if name in options}
-        said: dict[str, Any] = {
+        place: dict[str, Any] = {name: options.pop(name) for name in ("gpu", "device") if name in options}
+        said = {
             "workload": self.workload,
             **place,
             "target_batch": self.target_batch,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
@@ -28,14 +28,7 @@ _HINTS: dict[Outcome, str] = {"regressed": "if it is meant, lock it in", "improv
 
 @dataclass(frozen=True)
 class _Figure:
-    """A figure before and now; of what is not known both are 0.
-
-    Attributes:
-        name: As it is called in sentences.
-        before_bytes, now_bytes: What it was, and is.
-        tolerance: By how much it may grow, or has to shrink to be told.
-        spread_bytes: How far apart equal runs are, on top of that.
-    """
+    """A figure before and now, 0 where it is not known; `spread_bytes` is how far apart equal runs are."""
 
     name: str
     before_bytes: int
@@ -164,28 +157,20 @@ def compare(
         command: Locks in what was measured; empty where there is no lock.
     """
     now = measured.measurement
+    judged = Judgement(case=case, outcome="unmeasured", before=before, now=now, warnings=measured.warnings)
     unlike = tuple(_unlike(before, now))
     if unlike:
         torch = before.versions.get("torch")
         install = f"install torch {torch}, " if torch != now.versions.get("torch") else ""
-        return Judgement(
-            case=case,
-            outcome="unmeasured",
-            exit_code=_UNMEASURED,
-            reasons=unlike,
-            hint=f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right",
-            command=command,
-            before=before,
-            now=now,
-            warnings=measured.warnings,
-        )
+        hint = f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right"
+        return dataclasses.replace(judged, exit_code=_UNMEASURED, reasons=unlike, hint=hint, command=command)
     figures = _Figures(before, now, tolerance)
     reasons = tuple(_faults(figures))
     outcome: Outcome = "regressed" if reasons else _harmless(figures)
     more = {"regressed": True, "improved": False}.get(outcome)
     found = growths(before, now, more=more)
-    return Judgement(
-        case=case,
+    return dataclasses.replace(
+        judged,
         outcome=outcome,
         exit_code=1 if reasons else 0,
         reasons=reasons,
@@ -193,9 +178,6 @@ def compare(
         command=command if outcome in _HINTS else "",
         explanation=_told(figures, explain(case, before, now, found, more=more)),
         growths=found,
-        before=before,
-        now=now,
-        warnings=measured.warnings,
         notes=tuple(_notes(figures)),
     )
 
@@ -229,16 +211,11 @@ def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
         yield f"what it is compared with is of micro-batches of {was}, this is of {is_now}"
     if before.card != now.card:
         yield f"the lock was measured on {before.card}, this is {now.card}"
-    for name, was, is_now in _different(before.versions, now.versions):
-        yield f"the lock was written with {name} {was}, this is {is_now}"
-    for name, was, is_now in _different(before.settings, now.settings):
-        yield f"the lock was written with {name} {was}, here it is {is_now}"
-
-
-def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            yield name, before.get(name, "not set"), now.get(name, "not set")
+    for were, are in ((before.versions, now.versions), (before.settings, now.settings)):
+        for name in sorted({*were, *are}):
+            if were.get(name) != are.get(name):
+                was, is_now = were.get(name, "not set"), are.get(name, "not set")
+                yield f"the lock was written with {name} {was}, here it is {is_now}"
 
 
 def _faults(figures: _Figures) -> Iterator[str]:
@@ -311,7 +288,8 @@ def explain(
         return fits
     told = _change(grown, before.peak_bytes) if grown else "the peak is as high as it was"
     if sign * held > 0 >= sign * grown:
-        told = f"{_change(held, before.held_bytes or 0)} of {_peak(grown)} are held"
+        other = f"a peak that is {precise_bytes(abs(grown))} {'lower' if grown < 0 else 'higher'}"
+        told = f"{_change(held, before.held_bytes or 0)} of {other if grown else 'the same peak'} are held"
     return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
 
 
@@ -375,9 +353,3 @@ def _joined(growths: Sequence[Growth]) -> list[_Cause]:
 
 def _change(grown: int, before: int) -> str:
     return f"{signed_bytes(grown)} ({percent(grown, before, sign=True)})"
-
-
-def _peak(grown: int) -> str:
-    if not grown:
-        return "the same peak"
-    return f"a peak that is {precise_bytes(abs(grown))} {'lower' if grown < 0 else 'higher'}"

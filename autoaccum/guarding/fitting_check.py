@@ -50,27 +50,18 @@ def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
     except UsageError:  # A file outside of the project goes by its whole path.
         reference = workload
     case = check_case(make_case(workload=reference, **asked))
-    schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
+    request, here = request_of(case), Checkout(project.folder)
+    schedule = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
     try:
-        measured = measure(case, Checkout(project.folder), micro_batches=schedule).measurement
+        measured = measure(case, here, micro_batches=schedule).measurement
     except DoesNotFitError as error:
-        measured = _of_single_samples(case, project, error)
+        try:  # The smallest micro-batches, of which not even one fits, show where the memory goes.
+            measured = measure(case, here, micro_batches=request.schedule(1).micro_batches).measurement
+        except AutoaccumError:
+            raise error from None
     if measured.fits:
         return ""
     return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project, measured)])
-
-
-def _of_single_samples(case: Case, project: Project, error: DoesNotFitError) -> Measurement:
-    """What the smallest micro-batches take, of which not even one fits.
-
-    Raises:
-        DoesNotFitError: That cannot be measured; `error`, as it came.
-    """
-    try:
-        schedule = request_of(case).schedule(1).micro_batches
-        return measure(case, Checkout(project.folder), micro_batches=schedule).measurement
-    except AutoaccumError:
-        raise error from None
 
 
 def _shortage(case: Case, measured: Measurement) -> str:

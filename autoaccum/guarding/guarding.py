@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,9 +38,6 @@ _MOST_AT_ONCE = 2
 """Simulations: each takes a processor and the memory of a PyTorch."""
 
 IsStopped = Callable[[], bool]
-Measure = Callable[[Case, Checkout, tuple[int, ...] | None], Measured]
-Judge = Callable[[Case, Measure], Judgement]
-"""Measures a case and says what that comes to, or raises an AutoaccumError that says why it cannot."""
 
 
 def guard(
@@ -50,7 +45,6 @@ def guard(
     project: Project,
     *,
     update: bool = False,
-    prune: bool = False,
     baseline: str | None = None,
     tolerance: Tolerance | None = None,
     time_limit: float | None = None,
@@ -68,7 +62,6 @@ def guard(
         project: Where they lie, and what is named there.
         update: Plan anew, and write the lock in place of comparing with it: once, at the end. What could not be
             measured keeps the entry it had.
-        prune: Drop entries that `pyproject.toml` does not name.
         baseline: Compare with this revision, measured here too; a lock names cases at most, and none is written.
         tolerance: By how much memory may grow; None: as the project has it, else 1 %.
         time_limit: Seconds that all searches may take; what is not known by then is `unmeasured`.
@@ -81,48 +74,38 @@ def guard(
         LockFileError: The lock cannot be read; it stays as it is.
         MissingLockError, NotMeasuredError: There is nothing to guard, or the revision cannot be checked out.
     """
-    _check_together(wanted, project, update=update, prune=prune, baseline=baseline)
+    if update and baseline is not None:
+        raise UsageError("both an update and a baseline are asked for", hint="a baseline needs no lock: take one")
     allowed = tolerance or project.tolerance or Tolerance()
     is_whole = all(part.is_whole for part in wanted)
     locked = {} if baseline is not None and is_whole else _entries(project, fresh=update and force)
-    known = project.cases if prune else (*project.cases, *locked)
+    known = (*project.cases, *locked)
     if not known and not is_whole:
         raise _nothing_known(wanted, project, baseline)
     if update:
         check_output(project.lock, force=True, way_out="name another by --lock")
     cases = select_cases(wanted, project, known)
-    is_named = any(part.workload for part in wanted)
     round_ = _Round(
+        project=project,
+        locked=locked,
+        tolerance=allowed,
+        is_named=any(part.workload for part in wanted),
         tell=on_event or (lambda event: None),
         on_output=on_output,
         deadline=None if time_limit is None else time.monotonic() + time_limit,
-        unmeasured=partial(_unmeasured, project=project, locked=locked, is_named=is_named),
     )
-    with _judge(round_, project, locked, allowed, update=update, baseline=baseline) as judge:
-        judgements = round_.judge_all(cases, judge)
     if baseline is not None:
+        with checked_out(project.folder, baseline) as there:
+            round_.tell(CheckedOut(baseline))
+            judgements = round_.judge_all(cases, partial(round_.compare_revisions, there, baseline))
         return Report(judgements=judgements, against=baseline, tolerance=allowed)
+    judgements = round_.judge_all(cases, round_.relock if update else round_.compare_with_lock)
     found = {one.case: one.now for one in judgements if one.outcome == "locked" and one.now is not None}
     if found:
         before = _entries(project, fresh=force)  # Another guard may have written it meanwhile.
-        kept = {case: entry for case, entry in before.items() if not prune or case in project.cases}
-        write_lock(project.lock, {**kept, **found})
+        write_lock(project.lock, {**before, **found})
     lock = _from_here(project.lock)
     return Report(judgements=judgements, against=lock, tolerance=allowed, updated=lock if found else None)
-
-
-def _check_together(
-    wanted: Sequence[Case], project: Project, *, update: bool, prune: bool, baseline: str | None
-) -> None:
-    if update and baseline is not None:
-        raise UsageError("both an update and a baseline are asked for", hint="a baseline needs no lock: take one")
-    if prune and (not update or any(part != Case() for part in wanted)):
-        raise UsageError("--prune is about the whole lock", hint="run `autoaccum guard --update --prune`")
-    if prune and not project.cases:
-        raise UsageError(
-            "--prune would drop everything: pyproject.toml names nothing that is guarded",
-            hint="name it in [[tool.autoaccum.guard]]",
-        )
 
 
 def _entries(project: Project, *, fresh: bool) -> dict[Case, Measurement]:
@@ -145,139 +128,105 @@ def _nothing_known(wanted: Sequence[Case], project: Project, baseline: str | Non
     return MissingLockError(f"there is no {project.lock.name} in {project.lock.parent}", hint=hint)
 
 
-@contextmanager
-def _judge(
-    round_: _Round,
-    project: Project,
-    locked: Mapping[Case, Measurement],
-    tolerance: Tolerance,
-    *,
-    update: bool,
-    baseline: str | None,
-) -> Iterator[Judge]:
-    """The way that a case is judged; within, a baseline is checked out."""
-    here = Checkout(project.folder)
-    if baseline is not None:
-        with checked_out(project.folder, baseline) as there:
-            round_.tell(CheckedOut(baseline))
-            yield partial(_judge_by_revision, here=here, there=there, revision=baseline, tolerance=tolerance)
-    elif update:
-        yield partial(_relock, here=here, locked=locked, tolerance=tolerance)
-    else:
-        yield partial(_judge_by_lock, here=here, locked=locked, project=project, tolerance=tolerance)
-
-
-def _judge_by_lock(
-    case: Case,
-    measure: Measure,
-    *,
-    here: Checkout,
-    locked: Mapping[Case, Measurement],
-    project: Project,
-    tolerance: Tolerance,
-) -> Judgement:
-    """Measure the locked schedule again, as it stands, and compare."""
-    command = project.command(case, "--update")
-    if case in locked:
-        now = measure(case, here, locked[case].micro_batches)
-        return compare(case, locked[case], now, tolerance, command=command)
-    name = project.lock.name
-    return Judgement(
-        case=case,
-        outcome="unmeasured",
-        exit_code=NotMeasuredError.exit_code,
-        reasons=(f"{name} has no entry for it" if project.lock.exists() else f"there is no {name}",),
-        hint="lock what it takes now, on a branch that is right",
-        command=command,
-    )
-
-
-def _relock(
-    case: Case, measure: Measure, *, here: Checkout, locked: Mapping[Case, Measurement], tolerance: Tolerance
-) -> Judgement:
-    """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault."""
-    now, before = measure(case, here, None), locked.get(case)
-    judgement = Judgement(case=case, outcome="locked", before=before, now=now.measurement, warnings=now.warnings)
-    if before is None:
-        return judgement
-    seen = compare(case, before, now, tolerance)
-    return dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
-
-
-def _judge_by_revision(
-    case: Case, measure: Measure, *, here: Checkout, there: Checkout, revision: str, tolerance: Tolerance
-) -> Judgement:
-    """Measure in both, and compare as with a lock."""
-    try:
-        check_there(there, case.workload, revision)
-        before = measure(case, there, None).measurement
-    except AutoaccumError as error:
-        raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
-    return compare(case, before, measure(case, here, before.micro_batches), tolerance)
-
-
-def _unmeasured(
-    case: Case, error: AutoaccumError, *, project: Project, locked: Mapping[Case, Measurement], is_named: bool
-) -> Judgement:
-    """That a case cannot be measured, and what to do about an entry that was left behind."""
-    told = unmeasured(case, error, called=is_named)
-    if case not in locked or case in project.cases:
-        return told
-    way_out = f"delete its entry from {project.lock.name}"
-    if project.cases:
-        way_out = f"drop its entry by `{shlex.join(['autoaccum', 'guard', *project.options, '--update', '--prune'])}`"
-    return dataclasses.replace(told, hint=f"{told.hint or 'mend it'}, or {way_out} if it is guarded no more")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Round:
     """One round over several cases: what goes wrong with one ends none of the others.
 
-    Attributes:
-        tell: Told of every step; by one thread at a time.
-        on_output: Given what workloads print, likewise; None: it goes to stderr.
-        deadline: When the searches have to be over, by `time.monotonic`; None: never.
-        unmeasured: Judges an error in place of figures.
+    `tell` and `on_output` are called by one thread at a time; `deadline` is by `time.monotonic`.
     """
 
+    project: Project
+    locked: Mapping[Case, Measurement]
+    tolerance: Tolerance
+    is_named: bool
     tell: Listener
     on_output: Callable[[str], None] | None
     deadline: float | None
-    unmeasured: Callable[[Case, AutoaccumError], Judgement]
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def judge_all(self, cases: Sequence[Case], judge: Judge) -> tuple[Judgement, ...]:
+    def judge_all(self, cases: Sequence[Case], judge: Callable[[Case, IsStopped], Judgement]) -> tuple[Judgement, ...]:
         """The judgements of all cases, in their order; simulated ones are measured two at a time.
 
         Raises:
             KeyboardInterrupt: As it came; every process has ended.
         """
-        jobs = [partial(self._judge, case, judge, number, len(cases)) for number, case in enumerate(cases, 1)]
+
+        def told(number: int, case: Case, is_stopped: IsStopped) -> Judgement:
+            self._tell(CaseStarted(case, number, len(cases)))
+            try:
+                judgement = judge(case, is_stopped)
+            except AutoaccumError as error:
+                judgement = self._unmeasured(case, error)
+            self._tell(CaseFinished(number, len(cases), judgement))
+            return judgement
+
+        jobs = [partial(told, number, case) for number, case in enumerate(cases, 1)]
         beside = [index for index, case in enumerate(cases) if case.options.gpu is not None]
         found = dict(zip(beside, _run_side_by_side([jobs[index] for index in beside]), strict=True))
         for index in set(range(len(cases))) - found.keys():
             found[index] = jobs[index](lambda: False)
         return tuple(found[index] for index in range(len(cases)))
 
-    def _judge(self, case: Case, judge: Judge, number: int, count: int, is_stopped: IsStopped) -> Judgement:
-        self._tell(CaseStarted(case, number, count))
+    def compare_with_lock(self, case: Case, is_stopped: IsStopped) -> Judgement:
+        """Measure the locked schedule again, as it stands, and compare."""
+        lock, command = self.project.lock, self.project.command(case, "--update")
+        if case in self.locked:
+            now = self._measure(case, is_stopped, micro_batches=self.locked[case].micro_batches)
+            return compare(case, self.locked[case], now, self.tolerance, command=command)
+        return Judgement(
+            case=case,
+            outcome="unmeasured",
+            exit_code=NotMeasuredError.exit_code,
+            reasons=(f"{lock.name} has no entry for it" if lock.exists() else f"there is no {lock.name}",),
+            hint="lock what it takes now, on a branch that is right",
+            command=command,
+        )
+
+    def relock(self, case: Case, is_stopped: IsStopped) -> Judgement:
+        """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault."""
+        now, before = self._measure(case, is_stopped), self.locked.get(case)
+        judgement = Judgement(case=case, outcome="locked", before=before, now=now.measurement, warnings=now.warnings)
+        if before is None:
+            return judgement
+        seen = compare(case, before, now, self.tolerance)
+        return dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
+
+    def compare_revisions(self, there: Checkout, revision: str, case: Case, is_stopped: IsStopped) -> Judgement:
+        """Measure in both, and compare as with a lock."""
         try:
-            judgement = judge(case, partial(self._measure, is_stopped))
+            check_there(there, case.workload, revision)
+            before = self._measure(case, is_stopped, there).measurement
         except AutoaccumError as error:
-            judgement = self.unmeasured(case, error)
-        self._tell(CaseFinished(number, count, judgement))
-        return judgement
+            raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
+        now = self._measure(case, is_stopped, micro_batches=before.micro_batches)
+        return compare(case, before, now, self.tolerance)
 
     def _measure(
-        self, is_stopped: IsStopped, case: Case, checkout: Checkout, micro_batches: tuple[int, ...] | None
+        self,
+        case: Case,
+        is_stopped: IsStopped,
+        checkout: Checkout | None = None,
+        micro_batches: tuple[int, ...] | None = None,
     ) -> Measured:
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
             raise NotMeasuredError("the limit on time was over before it was measured", hint="allow more")
-        on_output = None if self.on_output is None else self._pass_on
         return measure(
-            case, checkout, micro_batches=micro_batches, time_limit=left, is_stopped=is_stopped, on_output=on_output
+            case,
+            checkout or Checkout(self.project.folder),
+            micro_batches=micro_batches,
+            time_limit=left,
+            is_stopped=is_stopped,
+            on_output=None if self.on_output is None else self._pass_on,
         )
+
+    def _unmeasured(self, case: Case, error: AutoaccumError) -> Judgement:
+        """That a case cannot be measured, and what to do about an entry that was left behind."""
+        told = unmeasured(case, error, called=self.is_named)
+        if case not in self.locked or case in self.project.cases:
+            return told
+        way_out = f"delete its entry from {self.project.lock.name} if it is guarded no more"
+        return dataclasses.replace(told, hint=f"{told.hint or 'mend it'}, or {way_out}")
 
     def _tell(self, event: Event) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.errors import LockFileError
@@ -100,19 +100,12 @@ def write_lock(path: Path, entries: Mapping[Case, Measurement]) -> None:
     write_text(path, "\n".join([_HEAD, *told, f"{_END}\n"]), force=True)
 
 
-class Group(NamedTuple):
-    """What holdings have in common that are kept or folded together; `module` has `*` for each number in it."""
-
-    category: Category
-    module: str
-    kind: str
-    dtype: str
-    op: str
+Group = tuple[str, str, str, str, str]
 
 
 def group_of(holding: Holding) -> Group:
-    """The group that a holding belongs to."""
-    return Group(holding.category, numberless(holding.module), holding.kind, holding.dtype, holding.op)
+    """What a holding has in common with those that are kept or folded with it: all but numbers in the module's path."""
+    return holding.category, numberless(holding.module), holding.kind, holding.dtype, holding.op
 
 
 def fold(measurement: Measurement, keep: Set[Group] = frozenset()) -> Measurement:

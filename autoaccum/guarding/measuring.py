@@ -95,13 +95,7 @@ def request_of(case: Case, time_limit: float | None = None) -> Request:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be measured.
-
-    Attributes:
-        subject: The workload, and where it is tried.
-        request: What a plan of it is asked to do.
-        micro_batches: The schedule that is measured, whether it fits or not; None: the one that is planned.
-    """
+    """What is to be measured: of `micro_batches`, whether they fit or not; None: of the schedule that is planned."""
 
     subject: Subject
     request: Request
@@ -176,7 +170,7 @@ def measure_simulated(task: Task) -> Measured:
         categories={category: held for category, held in explanation.categories.items() if held},
         holdings=account.holdings,
         moments=account.moments,
-        versions=_versions(sizing.inspection),
+        versions=_versions(sizing.inspection, described),
         settings={**described["allocator"], **_variables(os.environ, _VARIABLES)},
     )
     return Measured(measurement=measurement, warnings=tuple(dict.fromkeys((*sizing.warnings, *prediction.warnings))))
@@ -202,17 +196,15 @@ def measure_by_runs(task: Task) -> Measured:
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
     device, environment = task.subject.device, sizing.inspection.environment
     described = device.describe()
-    on_card = described["kind"] == "cuda"
     measurement = sizing.measurement(
         kind="measured",
-        card=str(described["card"] if on_card else environment["processor"]),
+        card=str(described["card"] if described["kind"] == "cuda" else environment["processor"]),
         fits=len(peaks) == RUNS,
         limit_bytes=device.limit_bytes,
         peak_bytes=int(statistics.median(peaks)) if peaks else device.limit_bytes,
         runs=tuple(peaks),
-        versions=_card_versions(described, sizing.inspection) if on_card else _versions(sizing.inspection),
-        # Threads of the CPU have scratch of their own.
-        settings=_card_settings(described, environment) if on_card else {"threads": environment["threads"]},
+        versions=_versions(sizing.inspection, described),
+        settings=_settings(described, environment),
     )
     return Measured(measurement=measurement, warnings=tuple(dict.fromkeys(sizing.warnings)))
 
@@ -276,23 +268,19 @@ def _at_the_cap(task: Task) -> _Sizing | None:
     )
 
 
-def _versions(inspection: Inspection) -> dict[str, str]:
-    """Those of torch, whichever its build: what a card takes does not depend on that; and of autoaccum."""
-    return {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
+def _versions(inspection: Inspection, described: Mapping[str, Any]) -> dict[str, str]:
+    """Those of torch, whichever its build: what a card takes does not depend on that; of autoaccum, and of a card."""
+    own = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
+    known = {**inspection.environment, **described} if described["kind"] == "cuda" else {}
+    return own | {name: str(known[name]) for name in ("cuda", "cudnn", "driver") if known.get(name)}
 
 
-def _card_versions(described: Mapping[str, Any], inspection: Inspection) -> dict[str, str]:
-    known = {**inspection.environment, "driver": described["driver"]}
-    return {
-        **_versions(inspection),
-        **{name: str(known[name]) for name in ("cuda", "cudnn", "driver") if known.get(name)},
-    }
-
-
-def _card_settings(described: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(described: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a device that are not as they come; threads of the CPU have scratch of their own."""
+    if described["kind"] != "cuda":
+        return {"threads": environment["threads"]}
     allocator = {} if described["allocator"] == "native" else {"allocator": described["allocator"]}
-    own = _variables(environment["variables"], _CARD_VARIABLES)
-    return {**allocator, **_variables(os.environ, _VARIABLES), **own}
+    return {**allocator, **_variables(os.environ, _VARIABLES), **_variables(environment["variables"], _CARD_VARIABLES)}
 
 
 def _variables(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -25,14 +25,7 @@ _NEARLY_ALL = 0.8
 
 @dataclass(frozen=True)
 class Difference:
-    """What one module holds for one purpose, before and now.
-
-    Attributes:
-        category: What for.
-        module: Its path as it is now; before where it is gone. Empty for the model itself and what is no module's.
-        before: What it held.
-        now: What it holds.
-    """
+    """What one module holds for one purpose, before and now; the model itself has no path, nor has what is nobody's."""
 
     category: Category
     module: str

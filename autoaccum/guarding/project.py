@@ -150,13 +150,12 @@ def _read_table(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error})", hint="correct that, or guard another folder") from None
-    try:
-        settings = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        if "autoaccum" not in text:
+        content = path.read_bytes()
+        settings = tomllib.loads(content.decode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror})", hint="correct that") from None
+    except ValueError as error:  # TOML's errors are ValueErrors, too.
+        if b"autoaccum" not in content:
             return None
         raise UsageError(f"{path} is not valid TOML ({error})", hint="correct it") from None
     tools = settings.get("tool", {})

@@ -22,7 +22,6 @@ tolerance allows for, which passes. `too_large`: what was asked for does not fit
 `unmeasured`: nothing can be said, exit 3 or the error's. `locked`: by --update."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
-_NOTHING = re.compile(r"\s*0+(?:\.0+)?\s*[KMGT]?i?B\s*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Tolerance:
 
 
 def parse_tolerance(text: Any) -> Tolerance:
-    """Read `1%`, `0.5 %` or `50MiB`; `0%` and `0B` allow nothing.
+    """Read `1%`, `0.5 %` or `50MiB`; `0%` allows nothing.
 
     Raises:
         UsageError: It is neither a share up to 100 % nor a size.
@@ -65,8 +64,6 @@ def parse_tolerance(text: Any) -> Tolerance:
     share = _SHARE.fullmatch(text) if isinstance(text, str) else None
     if share is not None and float(share[1]) <= 100:
         return Tolerance(fraction=float(share[1]) / 100)
-    if isinstance(text, str) and _NOTHING.fullmatch(text):
-        return Tolerance(fraction=None, bytes=0)
     try:
         if share is None and isinstance(text, str):
             return Tolerance(fraction=None, bytes=parse_size(text).bytes)

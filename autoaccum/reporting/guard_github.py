@@ -7,7 +7,6 @@ reach the log as it is.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,20 +45,14 @@ _MOST_SUMMARY_BYTES = 1024 * 1024
 _OLD_COMMAND = "##["
 
 
-def report_markdown(report: Report, *, details: bool = True) -> str:
-    """The report for a comment or a step summary.
-
-    Args:
-        report: What to tell.
-        details: Tell what grew, why, and the way out, too.
-    """
+def report_markdown(report: Report) -> str:
+    """The report for a comment or a step summary."""
     counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
     against = compared(report)
     blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
     head = ["| case | outcome | peak | least budget | largest fit |", "| --- | --- | --- | --- | --- |"]
     blocks.append("\n".join([*head, *map(_row, report.judgements)]))
-    if details:
-        blocks += [block for judgement in report.judgements for block in _details(judgement)]
+    blocks += [block for judgement in report.judgements for block in _details(judgement)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -134,9 +127,8 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
     path = Path(name)
     try:
         room = _MOST_SUMMARY_BYTES - (path.stat().st_size if path.exists() else 0)
-        forms = (report_markdown(report, details=details).encode() for details in (True, False))
-        written = next((form for form in forms if len(form) <= room), None)
-        if written is None:
+        written = report_markdown(report).encode()
+        if len(written) > room:
             return f"the step's summary has no room for the report (GitHub shows {_MOST_SUMMARY_BYTES:,} bytes of it)"
         with path.open("ab") as file:
             file.write(written)
@@ -145,42 +137,21 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def source_file(workload: str, folder: Path) -> Path | None:
-    """The file that defines `workload`; a module is looked for in `folder` and its `src`. None where there is none."""
-    target, _, _ = split_reference(workload)
-    module = target.replace(".", "/")
-    names = [target, *(f"{base}{module}{end}" for base in ("", "src/") for end in (".py", "/__init__.py"))]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
 def _find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The file that defines a workload, from the repository's root, and the line; empty where there is none."""
-    path = source_file(workload, folder)
-    if path is None:
-        return {}
-    path, above = path.resolve(), [folder.resolve(), *folder.resolve().parents]
+    target, _, name = split_reference(workload)
+    module = target.replace(".", "/")
+    files = [target, *(f"{base}{module}{end}" for base in ("", "src/") for end in (".py", "/__init__.py"))]
+    path = next((folder / file for file in files if (folder / file).is_file()), None)
+    above = [folder.resolve(), *folder.resolve().parents]
     workspace = Path(environment.get("GITHUB_WORKSPACE") or "/").resolve()
     root = workspace if workspace in above[:-1] else next((one for one in above if (one / ".git").exists()), above[0])
-    if not path.is_relative_to(root):
+    if path is None or not path.resolve().is_relative_to(root):
         return {}
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError, RecursionError):
-        body = []
-    name = split_reference(workload)[2]
-    lines = {defined: statement.lineno for statement in body for defined in _defined(statement)}
-    line = next((lines[one] for one in ([name] if name else ["workload", "model"]) if one in lines), 1)
-    return {"file": path.relative_to(root).as_posix(), "line": str(line)}
-
-
-def _defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement of a module defines."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return [statement.name]
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name for alias in statement.names]
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    defined = re.compile(rf"(?:def |class )?{re.escape(name) or '(?:workload|model)'}\b")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    line = next((number for number, text in enumerate(lines, 1) if defined.match(text)), 1)
+    return {"file": path.resolve().relative_to(root).as_posix(), "line": str(line)}
 
 
 def _row(judgement: Judgement) -> str:

@@ -257,8 +257,8 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 
 
 def _finds_tensor(node: Any) -> bool:
-    kinds = Tensor | PackedSequence | Iterator | nn.Module
-    return any(isinstance(found, kinds) or holds_rows(found) for found in _walk(node))
+    found = _walk(node)
+    return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module) or holds_rows(each) for each in found)
 
 
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:

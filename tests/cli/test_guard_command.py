@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guarding
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.lock import write_lock
 from autoaccum.guarding.project import Project
 from autoaccum.guarding.records import CaseFinished, CaseStarted, Report, Tolerance
 from autoaccum.reporting.guard_github import report_markdown
@@ -108,10 +107,9 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
     )
     assert guard.asked["wanted"] == [case, make_case(**{**case.asked(), "gpu": "a100-80gb"})]
     assert guard.asked["project"].lock == folder.resolve() / "other.lock"
-    kept = {name: guard.asked[name] for name in ("update", "prune", "baseline", "tolerance", "time_limit", "force")}
+    kept = {name: guard.asked[name] for name in ("update", "baseline", "tolerance", "time_limit", "force")}
     assert kept == {
         "update": True,
-        "prune": False,
         "baseline": None,
         "tolerance": Tolerance(fraction=0.02),
         "time_limit": 60.0,
@@ -210,7 +208,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
         (["--json", "--format", "markdown"], "both --json and --format markdown are given: leave one of them away"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'markdown', 'github'"),
-        (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
+        (["train.py", "-o", "train.py", "--force"], "-o names a Python file, train.py"),
         (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
         (["-o", "/nowhere/report"], "there is no folder /nowhere"),
         (["train.py", "--target-batch", "0"], "0 is too small, the least is 1"),
@@ -235,18 +233,6 @@ def test_a_folder_that_is_there_no_more_is_told(folder: Path, monkeypatch: pytes
         2,
         "error: the current folder is not there any more: change to one that is\n",
     )
-
-
-def test_a_workload_that_the_project_names_is_not_overwritten(guard: Guard, folder: Path) -> None:
-    table = '[[tool.autoaccum.guard]]\nworkload = "{}"\ngpu = "rtx3090"\ntarget-batch = 8\n'
-    for workload in ("train.py:model", "train:model"):
-        (folder / "pyproject.toml").write_text(table.format(workload))
-        result = invoke("-o", "train.py", "--force")
-        assert result.exit_code == 2
-        assert "names the workload itself" in result.stderr
-    (folder / "pyproject.toml").unlink()
-    write_lock(folder / "autoaccum.lock", {CASE: BEFORE})
-    assert "names the workload itself" in invoke("-o", "train.py", "--force").stderr
 
 
 def test_an_interrupted_guard_says_so(guard: Guard) -> None:

@@ -83,7 +83,7 @@ def test_what_grew_since_the_lock_is_told(check: Check) -> None:
     assert same[-1] == "since autoaccum.lock: nothing grew"
     other = a_measurement(versions={"torch": "2.11.0", "autoaccum": "0.1.0"})
     other_torch = check.of({(32, 32): LARGE, (32,) * 8: other}, micro_batch=32)
-    assert other_torch[-1] == "since autoaccum.lock: the lock was written with torch 2.13.0, this is 2.11.0"
+    assert other_torch[-1] == "since autoaccum.lock: the lock was written with torch 2.13.0, here it is 2.11.0"
     failed = check.of({(32, 32): LARGE, (32,) * 8: WorkloadError("it raised")}, micro_batch=32)
     assert failed[-1] == "what grew since autoaccum.lock is not known: it raised"
     assert "autoaccum.lock" not in check.of({(32, 32): LARGE}, micro_batch=32, precision="fp16")[-1]

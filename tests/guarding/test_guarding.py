@@ -151,7 +151,11 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("other", "said", "way_out"),
     [
-        ({"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}}, "with torch 2.13.0, this is 2.11.0", "install torch"),
+        (
+            {"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}},
+            "with torch 2.13.0, here it is 2.11.0",
+            "install torch",
+        ),
         ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True", "--baseline REV"),
         ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40", "lock anew"),
     ],
@@ -193,20 +197,6 @@ def test_the_first_update_needs_no_lock(bench: Bench) -> None:
     assert bench.guard(wanted=TRAIN, update=True).exit_code == 0
     assert bench.entries == a_lock(TRAIN)
     assert bench.guard().exit_code == 0
-
-
-def test_prune_drops_what_is_named_no_more(locked: Bench) -> None:
-    with pytest.raises(UsageError, match="names nothing"):
-        locked.guard(update=True, prune=True)
-    locked.name(TRAIN)
-    for asked in ({"prune": True}, {"prune": True, "update": True, "wanted": make_case(workload="train.py")}):
-        with pytest.raises(UsageError, match="about the whole lock"):
-            locked.guard(**asked)
-    failed = by_workload(locked.guard({"other.py": WorkloadError("it is gone")}))["other.py"]
-    assert "drop its entry by `autoaccum guard --update --prune` if it is guarded no more" in failed.hint
-    assert locked.guard(update=True, prune=True).exit_code == 0
-    assert locked.entries == a_lock(TRAIN)
-    assert locked.asked[-1] == ("train.py", None)
 
 
 def test_a_lock_that_cannot_be_read_stays_until_it_is_written_anew(locked: Bench) -> None:
