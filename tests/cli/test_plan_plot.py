@@ -7,9 +7,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 from command_line import Done, autoaccum
 from pictured_plans import usual
 
+from autoaccum.cli import main
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
@@ -54,12 +56,6 @@ def test_a_simulated_card_shows_where_its_memory_goes(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["memory.svg", "model.py", "plan.json"]
 
 
-def test_the_same_question_gives_the_same_picture(folder: Path) -> None:
-    for name in ("one.svg", "other.svg"):
-        assert run(folder, *GPU, "--plot", name, "-q").returncode == 0
-    assert (folder / "one.svg").read_bytes() == (folder / "other.svg").read_bytes()
-
-
 def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path) -> None:
     words = ["--target-batch", "2", "--device", "cpu", "--memory", "600MiB", "--json", "-q"]
     done = run(folder, *words, "--plot", "memory.png")
@@ -67,16 +63,6 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path) -> None:
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
-
-
-def test_of_a_cpu_it_is_said_that_only_trials_are_drawn(folder: Path) -> None:
-    done = run(folder, "--target-batch", "2", "--device", "cpu", "--memory", "600MiB", "-q", "--plot", "memory.svg")
-    assert "\npicture in memory.svg, of the trials alone: where memory goes is told of cards\n" in done.stdout
-
-
-def test_the_command_that_is_offered_draws_no_picture_again(folder: Path) -> None:
-    done = run(folder, *GPU, "--plot", "memory.svg", "-q", "-v")
-    assert " --memory 1GiB -o plan.json\n" in done.stdout
 
 
 WITHOUT = """
@@ -113,15 +99,17 @@ main()
         ),
     ],
 )
-def test_bad_usage_costs_no_trial(folder: Path, words: list[str], says: str) -> None:
-    (folder / "model.py").write_text("raise SystemExit('loaded')")
-    (folder / "there.svg").write_text("precious")
-    done = run(folder, "--target-batch", "8", "--device", "cpu", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {says}")
-    assert len(done.stderr.splitlines()) == 1
-    assert (folder / "there.svg").read_text() == "precious"
-    assert sorted(path.name for path in folder.iterdir()) == ["model.py", "there.svg"]
+def test_bad_usage_is_refused_before_any_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("raise SystemExit('loaded')")
+    (tmp_path / "there.svg").write_text("precious")
+    result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "8", "--device", "cpu", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {says}")
+    assert (tmp_path / "there.svg").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py", "there.svg"]
 
 
 def test_says_what_is_missing_before_any_trial(folder: Path) -> None:
@@ -151,9 +139,3 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
 def test_without_pictures_matplotlib_is_not_needed(folder: Path) -> None:
     done = run(folder, *GPU, "-q", code=WITHOUT)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_picture_that_is_there_is_replaced_when_forced(folder: Path) -> None:
-    (folder / "memory.svg").write_text("old")
-    assert run(folder, *GPU, "-q", "--plot", "memory.svg", "--force").returncode == 0
-    assert any(text.startswith("limit") for text in texts(folder / "memory.svg"))

@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -402,29 +401,6 @@ def _relative(mine: list[Tensor], wanted: list[Tensor]) -> float:
     return float((flat - true).norm() / true.norm())
 
 
-def test_adding_up_in_half_precision_would_not_do(emit: Any) -> None:
-    """The error of the naive sum, beside that of the emitted one."""
-
-    def linear() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Linear(16, 4).bfloat16()
-
-    work = Workload(
-        model=linear,
-        batch=lambda n: (torch.randn(n, 16).bfloat16() + 1, torch.randn(n, 4).bfloat16()),
-        criterion=nn.MSELoss(),
-    )
-    module = emit(work, target=1024, ceiling=1)
-    model, batch = work.build_model(), work.build_batch(1024)
-    naive, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    full_batch(work, exact, cast(batch, torch.float64))
-    for row in range(1024):
-        torch.autograd.backward(F.mse_loss(naive(batch[0][row : row + 1]), batch[1][row : row + 1]) / 1024)
-    run(module, work, model, batch)
-    mine, theirs = (_relative(gradients(one), gradients(exact)) for one in (model, naive))
-    assert mine < 4e-3 < 1e-2 < theirs
-
-
 def test_half_precision_in_one_part_refuses_more(emit: Any) -> None:
     work = workload("elements", model=lambda: net().bfloat16(), batch=lambda n: cast(real(n), torch.bfloat16))
     module = emit(work, target=6, ceiling=6)
@@ -442,55 +418,3 @@ def test_hooks_are_gone_after_an_error(emit: Any) -> None:
     with pytest.raises(RuntimeError):
         run(module, work, model, (torch.zeros(18, 4), torch.zeros(18, 3)))
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-# --- what lives on ---------------------------------------------------------------------------------------------------
-
-
-class Kept:
-    alive = 0
-    most = 0
-
-    def __init__(self) -> None:
-        Kept.alive += 1
-        Kept.most = max(Kept.most, Kept.alive)
-
-    def __del__(self) -> None:
-        Kept.alive -= 1
-
-
-class Keeping(torch.autograd.Function):
-    """Keeps an object in its graph that no backward frees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.kept = Kept()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-@pytest.fixture
-def nothing_kept() -> Iterator[None]:
-    Kept.alive = Kept.most = 0
-    yield
-    assert Kept.alive == 0
-
-
-@pytest.mark.usefixtures("nothing_kept")
-@pytest.mark.parametrize("case", ["targets", "a sum", "samples", "terms", "a tensor"])
-@pytest.mark.parametrize("half", [False, True])
-def test_no_graph_lives_on(case: str, half: bool, emit: Any) -> None:
-    class Model(Net):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-            return Keeping.apply(super().forward(x))  # type: ignore[no-untyped-call]
-
-    dtype = torch.bfloat16 if half else torch.float64
-    work = workload(case, model=lambda: Model().to(dtype), batch=lambda n: cast(CASES[case]["batch"](n), dtype))
-    module = emit(work)
-    model, batch = work.build_model(), work.build_batch(18)
-    Kept.most = 0
-    run(module, work, model, batch)
-    assert Kept.most == 1

@@ -67,12 +67,6 @@ def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool 
     return file.getvalue()
 
 
-def test_a_tuned_plan_names_its_rate() -> None:
-    said = "tuned rate   0.0123457, the learning rate that `autoaccum fit --plan` trains by\n"
-    assert said in draw(make_plan(learning_rate=0.0123456789), verbose=True)
-    assert "tuned rate" not in draw(make_plan(), verbose=True)
-
-
 ANSWER = (
     "micro-batch  86\n"
     "iter_size    3\n"
@@ -113,6 +107,7 @@ def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
+        (make_plan(learning_rate=0.0123456789), "tuned rate   0.0123457, the learning rate that `autoaccum fit"),
         (make_plan(256, 1), "parts        256 x 1 = 256\n"),
         (make_plan(257, 90, world_size=1), "parts        86 + 86 + 85 = 257\n"),
         (make_plan(429, 86), "parts        4 x 86 + 85 = 429\n"),
@@ -152,16 +147,13 @@ def test_says_how_it_is(plan: Plan, text: str) -> None:
     assert text in draw(plan, verbose=True)
 
 
-def test_a_kept_plan_is_not_offered_to_be_kept() -> None:
-    text = draw(make_plan(), kept=Path("plan.json"))
-    assert "kept in plan.json\n" in text
-    assert " -o " not in draw(make_plan(), kept=Path("plan.json"), verbose=True)
-
-
 def test_names_what_was_written() -> None:
-    text = draw(make_plan(), emitted=Path("train_step.py"), pictured=Path("memory.svg"))
+    text = draw(make_plan(), kept=Path("plan.json"), emitted=Path("train_step.py"), pictured=Path("memory.svg"))
+    assert "kept in plan.json\n" in text
     assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
     assert "\npicture in memory.svg\n" in text
+    of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), pictured=Path("memory.svg"))
+    assert "\npicture in memory.svg, of the trials alone: where memory goes is told of cards\n" in of_cpu
 
 
 def test_tells_what_was_planned_along() -> None:
@@ -190,14 +182,15 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_others_named_stays_on_its_line() -> None:
-    odd = make_plan(notes=("a\nnote\x1b[31m",), device={"name": "cpu\x1b[2J", "kind": "cpu"})
+    odd = make_plan(
+        notes=("a\nnote\x1b[31m",),
+        warnings=("[red]careful[/red] :smile:",),
+        device={"name": "cpu\x1b[2J", "kind": "cpu"},
+    )
     text = draw(odd)
     assert "note         a note [31m\n" in text
+    assert "[red]careful[/red] :smile:" in text, "no markup"
     assert all(line.isprintable() for line in text.splitlines())
-
-
-def test_what_a_user_wrote_is_no_markup() -> None:
-    assert "[red]careful[/red] :smile:" in draw(make_plan(warnings=("[red]careful[/red] :smile:",)))
 
 
 @pytest.mark.parametrize(

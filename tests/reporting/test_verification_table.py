@@ -161,11 +161,6 @@ def test_a_function_is_a_line_of_its_own() -> None:
     assert '  def weight(batch): return (batch["labels"][:, 1:] != -100).sum()' in lines
 
 
-def test_names_cannot_command_a_terminal() -> None:
-    odd = dataclasses.replace(FOUND, notes=("a\x1b[31mred",))
-    assert "\x1b" not in drawn(odd)
-
-
 @pytest.mark.parametrize("found", [FOUND, DIFFERENT], ids=["equal", "different"])
 def test_json_goes_there_and_back(found: Verification) -> None:
     record = json.loads(found.to_json())
