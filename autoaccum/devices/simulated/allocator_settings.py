@@ -19,7 +19,6 @@ _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _INTERVALS: Final = 16
 _LEAST_LARGE_MIB: Final = 11
-_SWITCHES: Final = frozenset({"True", "False"})
 _WITHOUT_EFFECT: Final = frozenset(
     {
         "release_lock_on_cudamalloc",
@@ -103,128 +102,114 @@ def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
     for variable in _VARIABLES:
         text = environment.get(variable)
         if text is not None:
-            return _Reader(variable).read(text)
+            return _read(variable, text)
     return AllocatorSettings()
 
 
-class _Reader:
-    """Reads one variable; its name is part of every complaint."""
-
-    def __init__(self, variable: str) -> None:
-        self._variable = variable
-        self._changes: dict[str, Any] = {}
-        self._read: Mapping[str, Callable[[str, str], None]] = {
-            "large_segment_size_mb": self._large_segment,
-            "max_split_size_mb": self._max_split,
-            "max_non_split_rounding_mb": self._unsplit_rounding,
-            "roundup_power2_divisions": self._divisions,
-            "garbage_collection_threshold": self._threshold,
-            "per_process_memory_fraction": self._fraction,
-            "expandable_segments": self._expandable,
-            "backend": self._backend,
-            "throw_on_cudamalloc_oom": self._throw,
-        }
-
-    def read(self, text: str) -> AllocatorSettings:
-        pairs = self._pairs("".join(text.split()))
-        # torch reads the large segment first, because the other sizes may not lie below it.
-        for key, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
-            if key in self._read:
-                self._read[key](key, value)
-            elif key not in _WITHOUT_EFFECT:
-                raise self._refusal(f"{key}:{value}", "which is not simulated", "leave that key out")
-        return AllocatorSettings(**self._changes)
-
-    def _pairs(self, text: str) -> list[tuple[str, str]]:
-        entries = [entry for entry in re.split(r",(?![^\[]*\])", text) if entry]
-        pairs = [entry.partition(":") for entry in entries]
-        for (key, colon, value), entry in zip(pairs, entries, strict=True):
-            if not (key and colon and value) or value.count("[") != value.count("]"):
-                raise self._refusal(entry, "which is no key:value", "write key:value,key:value")
-        return [(key, value) for key, _, value in pairs]
-
-    def _refusal(self, seen: str, bound: str, way_out: str) -> UsageError:
-        return UsageError(f"{self._variable} has {seen}, {bound}", hint=way_out)
-
-    def _mebibytes(self, key: str, value: str, least: int) -> int:
-        digits = re.match(r"\d+", value)
-        if digits is None or int(digits[0]) < least:
-            raise self._refusal(f"{key}:{value}", f"and torch wants a number of at least {least}", f"try {key}:{least}")
-        return int(digits[0]) * MIB
-
-    def _share(self, key: str, value: str) -> float:
+def _read(variable: str, text: str) -> AllocatorSettings:
+    text = "".join(text.split())
+    pairs = [entry.partition(":") for entry in re.split(r",(?![^\[]*\])", text) if entry]
+    changes: dict[str, Any] = {}
+    # torch reads the large segment first, because the other sizes may not lie below it.
+    for key, colon, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
         try:
-            share = float(value)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            raise self._refusal(f"{key}:{value}", "which is no share between 0 and 1", f"try {key}:0.8")
-        return share
-
-    def _switch(self, key: str, value: str) -> bool:
-        if value not in _SWITCHES:
-            raise self._refusal(f"{key}:{value}", "and torch knows only True and False", f"write {key}:True")
-        return value == "True"
-
-    def _large_segment(self, key: str, value: str) -> None:
-        self._changes["large_segment_bytes"] = self._mebibytes(key, value, _LEAST_LARGE_MIB)
-        self._changes["max_unsplit_rounding_bytes"] = self._changes["large_segment_bytes"]
-
-    def _least(self) -> int:
-        return int(self._changes.get("large_segment_bytes", AllocatorSettings.large_segment_bytes)) // MIB
-
-    def _max_split(self, key: str, value: str) -> None:
-        self._changes["max_split_bytes"] = self._mebibytes(key, value, self._least())
-
-    def _unsplit_rounding(self, key: str, value: str) -> None:
-        self._changes["max_unsplit_rounding_bytes"] = self._mebibytes(key, value, self._least())
-
-    def _threshold(self, key: str, value: str) -> None:
-        share = self._share(key, value)
-        if share in (0.0, 1.0):
-            raise self._refusal(f"{key}:{value}", "and torch wants it between 0 and 1", f"try {key}:0.8")
-        self._changes["garbage_collection_threshold"] = share
-
-    def _fraction(self, key: str, value: str) -> None:
-        self._changes["memory_fraction"] = self._share(key, value)
-
-    def _expandable(self, key: str, value: str) -> None:
-        self._changes["expandable_segments"] = self._switch(key, value)
-
-    def _backend(self, key: str, value: str) -> None:
-        if value != "native":
-            raise self._refusal(
-                f"{key}:{value}", "and only PyTorch's own allocator is simulated", "leave it out, or write native"
-            )
-
-    def _throw(self, key: str, value: str) -> None:
-        if self._switch(key, value):
-            raise self._refusal(f"{key}:{value}", "which is not simulated", "leave that key out")
-
-    def _divisions(self, key: str, value: str) -> None:
-        """One number for all sizes, or `[MiB:number,...,>:number]` by the power of two a size lies above."""
-        if not value.startswith("["):
-            self._changes["roundup_divisions"] = (self._power(key, value, value),) * _INTERVALS
-            return
-        divisions, last = [0] * _INTERVALS, None
-        for entry in value.strip("[]").split(","):
-            boundary, _, number = entry.partition(":")
-            steps = 0 if number == "0" else self._power(key, number, value)
-            if boundary == ">":
-                first = 0 if last is None else last
-                divisions[first + 1 :] = [steps] * (_INTERVALS - first - 1)
+            if not (key and colon and value) or value.count("[") != value.count("]"):
+                raise ValueError("which is no key:value")
+            if key in _WITHOUT_EFFECT:
                 continue
-            index = min(self._power(key, boundary, value).bit_length() - 1, _INTERVALS - 1)
-            if last is None:
-                divisions[:index] = [steps] * index
-            divisions[index] = steps
-            last = index
-        self._changes["roundup_divisions"] = tuple(divisions)
+            if key not in _KEYS:
+                raise ValueError("which is not simulated")
+            name, parse = _KEYS[key]
+            found = parse(value, changes)
+        except ValueError as error:
+            hint = "leave that key out, or write what torch takes"
+            raise UsageError(f"{variable} has {key}{colon}{value}, {error}", hint=hint) from None
+        if name is not None:
+            changes[name] = found
+        if key == "large_segment_size_mb":
+            changes["max_unsplit_rounding_bytes"] = found
+    return AllocatorSettings(**changes)
 
-    def _power(self, key: str, text: str, value: str) -> int:
-        number = int(text) if re.fullmatch(r"\d+", text) else 0
-        if number < 1 or number & (number - 1):
-            raise self._refusal(
-                f"{key}:{value}", f"where {text or 'nothing'} is no power of two", f"try {key}:4 or {key}:[256:4,>:8]"
-            )
-        return number
+
+def _large_segment(value: str, changes: Mapping[str, Any]) -> int:
+    return _mebibytes(value, _LEAST_LARGE_MIB)
+
+
+def _size(value: str, changes: Mapping[str, Any]) -> int:
+    return _mebibytes(value, changes.get("large_segment_bytes", AllocatorSettings.large_segment_bytes) // MIB)
+
+
+def _mebibytes(value: str, least: int) -> int:
+    digits = re.match(r"\d+", value)
+    if digits is None or int(digits[0]) < least:
+        raise ValueError(f"and torch wants a number of at least {least}")
+    return int(digits[0]) * MIB
+
+
+def _share(value: str, changes: Mapping[str, Any]) -> float:
+    if not re.fullmatch(r"0*\.\d+|[01]\.?0*", value):
+        raise ValueError("which is no share between 0 and 1")
+    return float(value)
+
+
+def _threshold(value: str, changes: Mapping[str, Any]) -> float:
+    if _share(value, changes) in (0.0, 1.0):
+        raise ValueError("and torch wants it between 0 and 1")
+    return float(value)
+
+
+def _switch(value: str, changes: Mapping[str, Any]) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError("and torch knows only True and False")
+    return value == "True"
+
+
+def _native(value: str, changes: Mapping[str, Any]) -> None:
+    if value != "native":
+        raise ValueError("and only PyTorch's own allocator is simulated")
+
+
+def _never_thrown(value: str, changes: Mapping[str, Any]) -> None:
+    if _switch(value, changes):
+        raise ValueError("which is not simulated")
+
+
+def _divisions(value: str, changes: Mapping[str, Any]) -> tuple[int, ...]:
+    """One number for all sizes, or `[MiB:number,...,>:number]` by the power of two a size lies above."""
+    if not value.startswith("["):
+        return (_power(value),) * _INTERVALS
+    divisions, last = [0] * _INTERVALS, None
+    for entry in value.strip("[]").split(","):
+        boundary, _, number = entry.partition(":")
+        steps = 0 if number == "0" else _power(number)
+        if boundary == ">":
+            first = 0 if last is None else last
+            divisions[first + 1 :] = [steps] * (_INTERVALS - first - 1)
+            continue
+        index = min(_power(boundary).bit_length() - 1, _INTERVALS - 1)
+        if last is None:
+            divisions[:index] = [steps] * index
+        divisions[index] = steps
+        last = index
+    return tuple(divisions)
+
+
+def _power(text: str) -> int:
+    number = int(text) if re.fullmatch(r"\d+", text) else 0
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"where {text or 'nothing'} is no power of two")
+    return number
+
+
+_KEYS: Final[Mapping[str, tuple[str | None, Callable[[str, Mapping[str, Any]], Any]]]] = {
+    "large_segment_size_mb": ("large_segment_bytes", _large_segment),
+    "max_split_size_mb": ("max_split_bytes", _size),
+    "max_non_split_rounding_mb": ("max_unsplit_rounding_bytes", _size),
+    "roundup_power2_divisions": ("roundup_divisions", _divisions),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _threshold),
+    "per_process_memory_fraction": ("memory_fraction", _share),
+    "expandable_segments": ("expandable_segments", _switch),
+    "backend": (None, _native),
+    "throw_on_cudamalloc_oom": (None, _never_thrown),
+}
+"""By key: the setting it changes, and what reads its value beside the changes so far."""

@@ -202,11 +202,7 @@ class SimulatedDevice:
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """Predict one trial; `fresh` asks for a trace of just these parts.
-
-        Raises:
-            UsageError: As `inspect`.
-        """
+        """Predict one trial; `fresh` asks for a trace of just these parts."""
         began = time.monotonic()
         try:
             traces = self._traces.of_schedule(parts, fresh, limit_seconds)
@@ -221,11 +217,7 @@ class SimulatedDevice:
         )
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
-        """The peaks of sizes that follow from small ones, which are traced now; trials need them all the same.
-
-        Raises:
-            UsageError: As `inspect`.
-        """
+        """The peaks of sizes that follow from small ones, which are traced now; trials need them all the same."""
         self._peak_bytes(max(2, self._traces.step))
         return Foresight(peak_bytes=self._peak_bytes)
 

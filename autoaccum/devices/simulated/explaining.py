@@ -94,9 +94,6 @@ def curve_points(
 
     Returns:
         Ascending; empty where sizes do not follow from each other.
-
-    Raises:
-        WorkloadError, UsageError, NotMeasuredError: As `follow`.
     """
     low, high = follow(2), follow(max(size, 3))
     if low is None or high is None:

@@ -76,11 +76,7 @@ def trace_rehearsal(
 
 
 def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode) -> LabelledTrace:
-    """The same trace, with what its blocks are for; it takes longer to make.
-
-    Raises:
-        WorkloadError: As there.
-    """
+    """The same trace, with what its blocks are for; it takes longer to make."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()

@@ -120,11 +120,7 @@ class Traces:
         self.are_square = False
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
-        """As the tracer does.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As there.
-        """
+        """As the tracer does."""
         inspection = self.ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
@@ -133,11 +129,7 @@ class Traces:
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
-        """The trace of just these parts; where the family tells another one, it is believed no more.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
-        """
+        """The trace of just these parts; where the family tells another one, it is believed no more."""
         if parts not in self._made:
             self.keep(self.ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
         return self._made[parts]
@@ -154,11 +146,7 @@ class Traces:
             )
 
     def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
-        """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
-        """
+        """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made."""
         pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 else {parts: None}
         traces = []
         for pair in sorted(pairs, key=sum):  # The one that is made first tells whether others follow.
@@ -168,11 +156,7 @@ class Traces:
         return traces
 
     def ask(self, question: Callable[[Tracer], T]) -> T:
-        """Ask the tracer, which is started where there is none; after a failure another is.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
-        """
+        """Ask the tracer, which is started where there is none; after a failure another is."""
         try:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
@@ -191,11 +175,7 @@ class Traces:
         return self._made.get(trace.parts) is trace
 
     def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
-        """The trace of two parts of `size` as it follows from small ones; None where it does not.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As the tracer's.
-        """
+        """The trace of two parts of `size` as it follows from small ones; None where it does not."""
         if not self._follows or size < min(self._sizes):
             return None
         try:
