@@ -1,4 +1,4 @@
-"""What a process takes of a card outside of the allocator, and what trials and plans take there.
+"""What a process takes of a card outside of the allocator.
 
 Each probe takes the device, so that it also runs on the CPU, where figures of the first kind are 0.
 """
@@ -7,37 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from asking import make_settings
 from torch import Tensor, nn
 
 from autoaccum.devices.card import report_card
 from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import NvmlMissing, read_nvml
-from autoaccum.planning.device_choice import make_device
-from autoaccum.planning.planner import plan
-from autoaccum.units import GIB
-
-WORKLOAD = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-
-def batch(size):
-    return torch.randn(size, 3, 64, 64), torch.randint(0, 10, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
 
 
 def measure_context(place: torch.device, before: Any) -> dict[str, Any]:
@@ -84,39 +62,6 @@ def measure_growth(place: torch.device) -> dict[str, Any]:
     return grown
 
 
-def measure_trials(place: torch.device) -> dict[str, Any]:
-    """Seconds and peaks of a few trials, with 4 GiB of the card, or 1 GiB of the host."""
-    is_cpu = place.type == "cpu"
-    share, memory_bytes = 32 if is_cpu else 256, GIB if is_cpu else 4 * GIB
-    began = time.perf_counter()
-    with (
-        _workload() as reference,
-        make_device(make_settings(reference, share, memory_bytes, device=str(place))) as device,
-    ):
-        inspection = device.inspect()
-        seconds = time.perf_counter() - began
-        described = dict(device.describe())
-        trials = [device.trial((size, size)) for size in (share // 32, share // 8, share // 2)]
-        trials += [device.trial((share,)), device.trial((share // 2,) * 2, fresh=True)]
-    return {
-        "seconds_until_inspected": seconds,
-        "update_bytes": inspection.update_bytes,
-        "device": described,
-        "trials": [dataclasses.asdict(trial) for trial in trials],
-    }
-
-
-def measure_plan(place: torch.device) -> dict[str, Any]:
-    """A whole plan; on a card under 2 GiB."""
-    began = time.perf_counter()
-    target, memory = (16, "1GiB") if place.type == "cpu" else (4096, "2GiB")
-    with _workload() as reference:
-        made = plan(reference, target_batch=target, device=str(place), memory=memory)
-    seconds = time.perf_counter() - began
-    sizes = [(trial.micro_batch, trial.outcome, trial.peak_reserved_bytes, trial.seconds) for trial in made.trials]
-    return {"seconds": seconds, "largest_fit": made.largest_fit, "iter_size": made.iter_size, "trials": sizes}
-
-
 def allocated_bytes(place: torch.device) -> int:
     """What tensors hold, once the card has done all it was asked for."""
     if place.type == "cpu":
@@ -140,14 +85,6 @@ def as_json(answer: Any) -> Any:
     if isinstance(answer, NvmlMissing):
         return {"missing": answer.reason}
     return None if answer is None else dataclasses.asdict(answer)
-
-
-@contextmanager
-def _workload() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.py"
-        path.write_text(WORKLOAD, encoding="utf-8")
-        yield str(path)
 
 
 def _update(parameter: Tensor) -> Tensor:

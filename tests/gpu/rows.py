@@ -20,7 +20,7 @@ from tests.gpu.comparison import measure, predict, trace_case
 from tests.gpu.constants import compare_operation, measure_operation
 from tests.gpu.operation import Operation
 from tests.gpu.operations import all_operations
-from tests.gpu.probes import measure_context, measure_growth, measure_plan, measure_trials
+from tests.gpu.probes import measure_context, measure_growth
 from tests.gpu.simulated_operations import Simulated, ask_simulation
 
 Row = Mapping[str, Any]
@@ -55,9 +55,6 @@ class Bench:
         for case in CASES:
             yield "comparison", case.title, partial(self._compare, case)
         self.close()
-        if self.place is not None:
-            yield "probes", "trials", partial(measure_trials, self.place)
-            yield "probes", "plan", partial(measure_plan, self.place)
 
     def close(self) -> None:
         """End the processes of the device that is open."""

@@ -41,7 +41,7 @@ def test_each_section_has_rows(place: torch.device, tmp_path: Path) -> None:
     told = run_script(output, "--device", str(place), "--size", "2", "--match", "|".join(rows).replace("(0)", ".0."))
     assert "rows that failed: none" in told
     record = read_table(output)
-    assert set(record["probes"]) == {"context", "growth", "trials", "plan"}
+    assert set(record["probes"]) == {"context", "growth"}
     ran = record["comparison"]["lstm fp32_sgd 64"]["measured"]
     assert ran["peak_reserved_bytes"] > 0
     block, *_ = record["constants"][OPERATION.partition(": ")[2]]["rows"]

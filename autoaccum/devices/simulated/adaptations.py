@@ -126,7 +126,7 @@ class Generator(_NATIVE_GENERATOR, metaclass=_Generators):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """What it was asked for."""
+        """Return what it was asked for."""
         return self._asked
 
 

@@ -39,7 +39,7 @@ class Block:
 
     @property
     def split(self) -> bool:
-        """Whether it is only a part of its segment."""
+        """Return whether it is only a part of its segment."""
         return self.before is not None or self.behind is not None
 
     def cut(self, size: int) -> Block:

@@ -1,4 +1,4 @@
-"""What `PYTORCH_CUDA_ALLOC_CONF` asks of PyTorch's allocator, as far as it changes sizes.
+"""Settings: what `PYTORCH_CUDA_ALLOC_CONF` asks of PyTorch's allocator, as far as it changes sizes.
 
 The syntax, the bounds and which variable wins are those of `c10/core/AllocatorConfig.cpp` and
 `c10/cuda/CUDAAllocatorConfig.cpp` (torch 2.11 to 2.15): `key:value,key:[a:b,c:d]`, spaces anywhere, `True` and `False`
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """What changes how PyTorch's allocator rounds, splits, grows and gives back.
+    """Settings of how PyTorch's allocator rounds, splits, grows and gives back.
 
     Attributes:
         expandable_segments: Whether a pool is one segment that grows by handles, not many of fixed size.
@@ -69,7 +69,7 @@ class AllocatorSettings:
 
     @property
     def allowed_bytes(self) -> int | None:
-        """What the process is allowed to reserve; None without a limit (`setMemoryFraction`).
+        """Return what the process is allowed to reserve; None without a limit (`setMemoryFraction`).
 
         Raises:
             ValueError: There is a share, and nobody said of what.

@@ -23,7 +23,7 @@ _PROBE = 2
 def foresee_peaks(
     memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
 ) -> Foresight:
-    """What peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
+    """Return what peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
 
     The traces are made now, so that no other process is left while trials run.
     """

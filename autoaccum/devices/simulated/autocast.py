@@ -1,4 +1,7 @@
-"""What CUDA's autocast does to which operator: lists, no torch.
+"""Autocast on a card that is not there, as CUDA does it.
+
+CUDA's kernels ask in C++ whether a tensor is on CUDA and are told `meta`, so they would cast nothing: Python kernels
+take their place.
 
 Sources: aten/src/ATen/autocast_mode.h (the lists `AT_FORALL_*`, the same from 2.11 to 2.15 but for `rms_norm`, which is
 new in 2.12 or 2.13, and overloads that name dimensions, which went then) and autocast_mode.cpp (what CUDA adds:
@@ -81,7 +84,7 @@ UNKNOWN: Policy = "fp32"
 
 
 def policy_of(name: str) -> Policy:
-    """What is done to an operator that has a kernel for autocast, `UNKNOWN` where no list names it.
+    """Return what is done to an operator that has a kernel for autocast, `UNKNOWN` where no list names it.
 
     >>> policy_of("linear"), policy_of("softmax.int"), policy_of("of_tomorrow")
     ('lower', 'set_dtype', 'fp32')
@@ -96,7 +99,7 @@ _copy = torch.ops.aten._to_copy.default
 
 
 def eligible(tensor: Tensor) -> bool:
-    """Whether autocast may change the dtype of `tensor`."""
+    """Return whether autocast may change the dtype of `tensor`."""
     dtype = tensor.dtype
     return dtype.is_floating_point and dtype is not torch.float64 and tensor.is_cuda
 
@@ -242,7 +245,7 @@ def _overload(name: str) -> Any:
 
 
 def _tensor_positions(schema: torch.FunctionSchema) -> tuple[int, ...]:
-    """Where tensors and lists of tensors stand, last first: C++ as GCC compiles it casts them in that order."""
+    """Return where tensors and lists of tensors stand, last first: C++ as GCC compiles it casts them in that order."""
     types = ("Tensor", "Optional[Tensor]", "List[Tensor]")
     return tuple(i for i, argument in reversed(list(enumerate(schema.arguments))) if str(argument.type) in types)
 

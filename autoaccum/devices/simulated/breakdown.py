@@ -1,4 +1,4 @@
-"""What a labelled trace holds at every event, by what it is for, and its peak by category and by module."""
+"""The memory a labelled trace holds at every event, by what it is for, and its peak by category and by module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AGAIN: tuple[Role, ...] = ("recomputed", "workspace")
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a block is for.
+    """The purpose of a block.
 
     Attributes:
         category: What it is at first.
@@ -154,7 +154,7 @@ class Ledger:
 
     @cached_property
     def held_bytes(self) -> Sequence[int]:
-        """What is held after each event."""
+        """Return what is held after each event."""
         return [sum(held) for held in zip(*self.totals.values(), strict=True)]
 
     @cached_property
@@ -189,7 +189,7 @@ _MOST = 10
 
 
 def module_shares(ledger: Ledger, event: int, growth: tuple[Demand, Demand] | None = None) -> list[ModuleShare]:
-    """What each module holds after an event, in the model's order; like ones are one record.
+    """Return what each module holds after an event, in the model's order; like ones are one record.
 
     Averages are no module's: they count among what belongs to none, so that the shares add up to all that is held.
     """
@@ -261,7 +261,7 @@ _APART: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
 
 
 def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
-    """What is held after an event, in the order of the model; what belongs to no module is first.
+    """Return what is held after an event, in the order of the model; what belongs to no module is first.
 
     Of operators that made as much of one holding it names the first. What tells how attention is computed is apart.
     """

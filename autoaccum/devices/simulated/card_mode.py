@@ -168,7 +168,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise fake_tensor.DataDependentOutputException(func) from error
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operator gives whose shape follows from values, where those are known."""
+        """Return what an operator gives whose shape follows from values, where those are known."""
         if func is _aten.masked_select.default and values_of(args[1]) is not None:
             tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             return tensor[mask]
@@ -259,7 +259,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return info
 
     def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a fake tensor is among the arguments, or is to be made, or another operator takes itself apart."""
+        """Return whether a fake tensor is given, or is to be made, or another operator takes itself apart."""
         if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
             return True
         device = kwargs.get("device")
@@ -283,13 +283,13 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
-    """What C++ is told: `meta` of tensors on the card."""
+    """Return what C++ is told: `meta` of tensors on the card."""
     device = tensor.fake_device
     return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
 
 
 def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy goes from the host to the card as the tensor lies, as those of a model's weights do."""
+    """Return whether a copy goes from the host to the card as the tensor lies, as those of a model's weights do."""
     if kwargs.get("device") != DEVICE or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     is_plain = kwargs.get("layout") in (None, torch.strided)

@@ -1,4 +1,4 @@
-"""What could be changed about a workload so that it takes another amount of memory, and the workload so changed."""
+"""Changes by which a workload takes another amount of memory, and the workload so changed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _trained_blocks(model: nn.Module) -> list[str]:
 
 
 def _losses(model: nn.Module) -> Iterator[Offer]:
-    """Whether there is a table that logits of many classes may be made by; whether they are, its simulation tells."""
+    """Offer it where a table may make logits of many classes; whether it does, the simulation tells."""
     if any(parameter.dim() == 2 and is_wide(*reversed(parameter.shape)) for parameter in model.parameters()):
         yield Offer(
             CHUNKED,
@@ -109,7 +109,7 @@ def _optimizers(optimizer: Optimizer) -> Iterator[Offer]:
 
 
 def _companions(workload: Workload) -> Iterator[Offer]:
-    """What stands around the step, and could be less."""
+    """Return what stands around the step, and could be less."""
     how = {
         "outputs": "let outputs and loss of a micro-batch go before the next one (no --keeps outputs)",
         "ema": "average the weights on the host, or not at all (no --keeps ema)",
@@ -121,7 +121,7 @@ def _companions(workload: Workload) -> Iterator[Offer]:
 
 
 def _takes_lists(optimizer: Optimizer) -> bool:
-    """Whether nobody chose, and PyTorch takes lists of parameters on a card (`_default_to_fused_or_foreach`).
+    """Return whether nobody chose, and PyTorch takes lists of parameters on a card (`_default_to_fused_or_foreach`).
 
     Those of its optimizers that do not, such as Adafactor, do not ask that function.
     """
@@ -167,7 +167,7 @@ def _half_evaluated(workload: Workload, optimizer: str | None) -> tuple[Workload
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """What `own` makes of `params`, made once more with other options; its groups keep theirs beside these.
+    """Return what `own` makes of `params`, made once more with other options; its groups keep theirs beside these.
 
     Raises:
         WorkloadError: It does not make one optimizer.

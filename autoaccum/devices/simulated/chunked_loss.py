@@ -26,7 +26,7 @@ _FIRST = slice(None)
 
 
 class Logits:
-    """What a head makes of hidden states, once somebody reads it.
+    """The logits that a head makes of hidden states, once somebody reads them.
 
     Args:
         hidden: What it takes.
@@ -212,7 +212,7 @@ class ChunkedLoss(TorchFunctionMode):
 
 
 def _in_rows(logits: Logits, target: Any) -> bool:
-    """Whether the target tells one class for each row, as PyTorch reads both."""
+    """Return whether the target tells one class for each row, as PyTorch reads both."""
     plain = isinstance(target, Tensor) and not target.is_floating_point()
     return plain and target.shape == logits.hidden.shape[:-1] and (logits.swapped or logits.ndim == 2)
 
@@ -222,7 +222,7 @@ def _is_table(other: Any) -> bool:
 
 
 def is_wide(inputs: int, outputs: int) -> bool:
-    """Whether what is so projected may be logits worth a thought."""
+    """Return whether what is so projected may be logits worth a thought."""
     return outputs >= _LEAST_CLASSES and outputs > inputs
 
 

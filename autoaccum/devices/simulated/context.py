@@ -1,4 +1,4 @@
-"""What a process takes of a card outside PyTorch's allocator: the CUDA context, and kernels as they are loaded."""
+"""Memory a process takes of a card outside PyTorch's allocator: the CUDA context, and kernels as they are loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outside:
 
     @property
     def bytes(self) -> int:
-        """What a training process holds outside the allocator."""
+        """Return what a training process holds outside the allocator."""
         return self.start_bytes + self.modules_bytes
 
 

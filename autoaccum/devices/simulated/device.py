@@ -48,7 +48,7 @@ class CardSupply:
 
     @property
     def free_bytes(self) -> int:
-        """What is left beside the context, and allowed."""
+        """Return what is left beside the context, and allowed."""
         free_bytes = max(0, self.card.total_bytes - self.outside.bytes)
         return free_bytes if self.allowed_bytes is None else min(free_bytes, self.allowed_bytes)
 
@@ -83,7 +83,7 @@ class Band:
         )
 
     def made_of(self) -> str:
-        """What the band covers and what it does not, as a sentence for the plan."""
+        """Return what the band covers and what it does not, as a sentence for the plan."""
         parts = [f"the CUDA context ({format_bytes(self.outside.bytes)} assumed)"]
         if self.demand.band_bytes:
             rules = ", ".join(rule.replace("_", " ") for rule in self.demand.guessed) or "libraries"
@@ -164,7 +164,7 @@ class SimulatedDevice:
         return self._limit_bytes
 
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records: the card as it is assumed to be, and how the budget is enforced."""
+        """Return what the plan records: the card as it is assumed to be, and how the budget is enforced."""
         card = self._card
         return {
             "name": self.name,
@@ -222,7 +222,7 @@ class SimulatedDevice:
         return Foresight(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """What is predicted of `parts`, of which a fresh trial is known, whether they fit or not.
+        """Return what is predicted of `parts`, of which a fresh trial is known, whether they fit or not.
 
         Raises:
             WorkloadError, NotMeasuredError: They cannot be traced.

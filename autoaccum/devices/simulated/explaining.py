@@ -54,7 +54,7 @@ def _like_peak(ledger: Ledger) -> int:
 
 
 def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tuple[tuple[int, Phase], ...]:
-    """Which phase begins in which stretch; of several that do, the last. What precedes the first is its preparation."""
+    """Return the phases by stretch; of several that begin in one, the last. What precedes the first prepares it."""
     later = [(index - start, phase) for index, phase in phases if index >= start]
     found: dict[int, Phase] = {0: later[0][1]} if later else {}
     for index, phase in later:
@@ -110,7 +110,7 @@ def curve_points(
 
 
 def _last_size(size: int, low_bytes: int, high_bytes: int, limit_bytes: int) -> int:
-    """Where the line through the peaks at 2 and at `size` leaves the picture; well beyond `size` where it is flat."""
+    """The size where the line through the peaks at 2 and at `size` leaves the picture; far off where it is flat."""
     slope = max((high_bytes - low_bytes) / (size - 2), high_bytes / (4 * size))
     return size + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope))
 
@@ -140,7 +140,7 @@ _EXPANDING = "expandable_segments"
 
 
 class Clock:
-    """What is left of a limit on time; none is left for ever."""
+    """The rest of a limit on time; without a limit it is endless."""
 
     def __init__(self, limit_seconds: float | None) -> None:
         self._end = None if limit_seconds is None else time.monotonic() + limit_seconds
@@ -152,7 +152,7 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Return whether nothing is left."""
         return self._end is not None and time.monotonic() >= self._end
 
 
@@ -251,7 +251,7 @@ class Accountant:
         return None if clock.is_over else self.traces.follow(size, clock.left_seconds)
 
     def _growth(self, trace: Trace, clock: Clock) -> tuple[Demand, Demand] | None:
-        """What the events of `trace` ask for at two sizes."""
+        """Return what the events of `trace` ask for at two sizes."""
         size = max(trace.parts)
         pair: tuple[Trace | None, Trace | None] = None, None
         with suppress(AutoaccumError):
@@ -267,7 +267,7 @@ class Accountant:
     def _all_changes(
         self, trace: Trace, labelled: LabelledTrace, clock: Clock
     ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-        """What each change gives, the most saving first; and a sentence where not all could be asked."""
+        """Return what each change gives, the most saving first; and a sentence where not all could be asked."""
         if labelled.trace != trace:  # What differs by itself would be told as what a change does.
             return (), (
                 "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
@@ -296,7 +296,7 @@ class Accountant:
         return tuple(sorted(found, key=_saving)), said
 
     def _expanded(self, trace: Trace) -> Iterator[Change]:
-        """What another allocator would make of the same requests."""
+        """Return what another allocator would make of the same requests."""
         replays = self.replays.expanding()
         if replays is not None:
             what = "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)"
@@ -323,7 +323,7 @@ class Accountant:
 
 
 def _saves_much(change: Change) -> bool:
-    """Whether a tenth of the peak goes; what is much work to write is not offered for less."""
+    """Return whether a tenth of the peak goes; what is much work to write is not offered for less."""
     return change.saved_bytes is not None and 9 * change.saved_bytes >= (change.peak_bytes or 0)
 
 

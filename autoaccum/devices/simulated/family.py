@@ -85,7 +85,7 @@ def make_family(traces: Sequence[Trace]) -> Family:
 
 
 def grow_squarely(traces: Sequence[Trace]) -> bool:
-    """Whether some block grows with the square of the micro-batch, as a table of samples by samples does."""
+    """Return whether some block grows with the square of the micro-batch, as a table of samples by samples does."""
     sizes = [trace.parts[0] for trace in traces]
     rows = zip(*(trace.sizes for trace in traces), strict=False)
     return len(set(sizes)) > 2 and any(_is_square(sizes, [n for n in row if isinstance(n, int)]) for row in rows)

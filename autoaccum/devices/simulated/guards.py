@@ -38,7 +38,7 @@ _RAISING = ("_assert", "_check")
 
 
 def passing_value(frame: FrameType, *, is_float: bool, is_bool: bool) -> Number | None:
-    """What the frame's check has to see to pass; None where it does not ask for a check alone."""
+    """Return what the frame's check has to see to pass; None where it does not ask for a check alone."""
     for check in _checks(frame):
         asked = _asked(check, frame)
         if asked is not None:
@@ -111,7 +111,7 @@ def _asked(check: _Check, frame: FrameType) -> ast.expr | None:
 
 
 def _reading(instructions: bytes, last: int) -> int:
-    """Where what is asked was made: of a jump that may be said to stand for a whole statement, what is before it."""
+    """The place where what is asked was made: of a jump that stands for a whole statement, what is before it."""
     if not opname[instructions[last]].startswith(_DECIDES):
         return last
     last -= 2
@@ -121,7 +121,7 @@ def _reading(instructions: bytes, last: int) -> int:
 
 
 def _operands(test: ast.expr) -> Iterator[ast.expr]:
-    """What may be asked for within a condition, without its column; a number before the comparison it is for."""
+    """Return what may be asked for within a condition, without its column; a number before the comparison it is for."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _operands(value)

@@ -1,4 +1,4 @@
-"""What `torch.cuda` and its kin say of the simulated card.
+"""Answers of `torch.cuda` and its kin for the simulated card.
 
 User code asks these before it chooses a device, a dtype or a kernel. What only a real driver could tell or do is
 refused by what PyTorch itself raises.
@@ -198,7 +198,7 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
 
 
 class _CudaDeviceProperties(SimpleNamespace):
-    """What `get_device_properties` returns; clocks and the cache are an A100's, and decide nothing here."""
+    """Properties of the device; clocks and the cache are an A100's, and decide nothing here."""
 
 
 def _properties(card: Card) -> _CudaDeviceProperties:

@@ -29,7 +29,7 @@ _OVERWRITE = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Ten
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """What is in `tensor`, on the CPU; None where that is not known.
+    """Return what is in `tensor`, on the CPU; None where that is not known.
 
     Raises:
         NotBuiltError: It would be known had a batch been built with values.
@@ -49,7 +49,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def verdict_of(tensor: Tensor) -> bool | None:
-    """What a question whether numbers are finite is answered with: they are; None for other questions."""
+    """Return what a question whether numbers are finite is answered with: they are; None for other questions."""
     mark = _mark(tensor)
     return mark if isinstance(mark, bool) else None
 
@@ -85,7 +85,7 @@ def follow_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator returns on the CPU, whose shape follows from values; None where they are not known."""
+    """Return what an operator returns on the CPU, whose shape follows from values; None where they are not known."""
     for tensor in (*_tensors(args), *_tensors(kwargs.values())):
         if isinstance(tensor, FakeTensor) and (_kept(tensor) is None or values_of(tensor) is None):
             return None
@@ -114,7 +114,7 @@ def mark_unbuilt(tensor: FakeTensor) -> None:
 
 
 class _Form:
-    """Where a tensor lies in its storage."""
+    """The place of a tensor in its storage."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
@@ -127,7 +127,7 @@ class _Form:
 
 
 class _Kept:
-    """What is in a storage, computed when it is asked for."""
+    """Contents of a storage, computed when it is asked for."""
 
     def __init__(self, call: Callable[[], Any], index: int, form: _Form) -> None:
         self._call: Callable[[], Any] | None = call
@@ -150,7 +150,7 @@ class _Kept:
 
 
 class _Written(_Kept):
-    """What is in a storage after an operator wrote into a part of it."""
+    """Contents of a storage after an operator wrote into a part of it."""
 
     def __init__(self, before: _Kept | None, part: Tensor, func: Any, args: Sequence[Any], kwargs: Any) -> None:
         self._before, self._part, self._form = before, _Form(part), _Form(part)
@@ -231,7 +231,7 @@ def _follow_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tar
 
 
 def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Written | None:
-    """What is in the storage of the target then, which is the first argument; None where that is not known."""
+    """Return what is in the storage of the target then, which is the first argument; None where that is not known."""
     before = _kept(target)
     if before is None and (
         func not in _OVERWRITE
@@ -280,7 +280,7 @@ _VERDICTS: Mapping[Any, Callable[..., bool | None]] = {
 
 
 def _mark(tensor: Any) -> _Kept | bool | None:
-    """What is known of a tensor's storage: its values, or that it answers whether numbers are finite."""
+    """Return what is known of a tensor's storage: its values, or that it answers whether numbers are finite."""
     try:
         mark: _Kept | bool | None = getattr(tensor.untyped_storage(), _MARK, None)
     except NotImplementedError:  # It has none, as a sparse one.
@@ -298,7 +298,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether fractions are zeros and ones only, as a mask of samples by places is often made of."""
+    """Return whether fractions are zeros and ones only, as a mask of samples by places is often made of."""
     if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
         return False
     few = tensor.flatten()[:64]
@@ -319,7 +319,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operator writes into: their places and names."""
+    """Return which arguments an operator writes into: their places and names."""
     schema = func._schema
     given = enumerate(schema.arguments) if schema.is_mutable else ()
     return tuple((at, each.name) for at, each in given if each.alias_info and each.alias_info.is_write)
@@ -327,7 +327,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_certain(func: Any) -> bool:
-    """Whether what it returns follows from what it is given."""
+    """Return whether what it returns follows from what it is given."""
     name: str = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty", "resize", "set_")) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
@@ -347,7 +347,7 @@ def remember_host(moved: Tensor, origin: Tensor) -> None:
 
 
 def recall_host(tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a copy back to the host holds; None where that is not known: it was computed, or has been written to."""
+    """Return what a copy back to the host holds; None where it was computed, or has been written to."""
     values: Tensor | None
     values, version = vars(tensor).get(_HELD, (None, -1)) if isinstance(tensor, FakeTensor) else (None, -1)
     if values is None or tensor._version != version or torch.device(kwargs.get("device") or "cuda").type != "cpu":

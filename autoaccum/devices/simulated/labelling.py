@@ -1,4 +1,4 @@
-"""Which module of a model an operator runs for: in forward, in backward, and in a forward within backward."""
+"""Labels for the blocks of a rehearsal: the module an operator runs for, and who holds the block."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def cudnn_version() -> int:
 
 
 def is_strictly_deterministic() -> bool:
-    """Whether determinism is asked for, not only warned about.
+    """Return whether determinism is asked for, not only warned about.
 
     Kernels of attention take the slower way in the first case alone (`attention_backward.cu` and `sdp_utils.cpp` in
     `aten/src/ATen/native/transformers/cuda`).

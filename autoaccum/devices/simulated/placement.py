@@ -202,7 +202,7 @@ def _can_be_mapped(f: Any) -> bool:
 
 
 class _Places:
-    """Where `map_location` wants each storage of a file.
+    """Places where `map_location` wants each storage of a file.
 
     Attributes:
         on_card: Those that belong on the card, by their address; they are on the host as yet.

@@ -46,7 +46,7 @@ class Recorder:
 
     @property
     def alive_bytes(self) -> int:
-        """What the storages hold that are alive."""
+        """Return what the storages hold that are alive."""
         return sum(size for _, _, size, _ in self._alive.values() if isinstance(size, int))
 
     def see(self, out: Any) -> None:
@@ -110,7 +110,7 @@ class Recorder:
         self.last_update = len(self.events)
 
     def trace(self, parts: Sequence[int]) -> Trace:
-        """What was noted since `begin`; nothing is asked for its phase, or told a witness, any more."""
+        """Return what was noted since `begin`; nothing is asked for its phase, or told a witness, any more."""
         self._phase, self._witness = _no_phase, None
         return Trace(
             parts=tuple(parts),

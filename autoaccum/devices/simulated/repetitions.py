@@ -48,7 +48,7 @@ class Repetitions:
         self._known: dict[Any, Remake] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What tells one call from another as far as the form of its result goes; None where that is not enough."""
+        """Return what tells calls apart as far as the form of the result goes; None where that is not enough."""
         key: list[Any] = [func]
         try:
             _describe(args, key)
@@ -61,7 +61,7 @@ class Repetitions:
         return tuple(key)
 
     def find(self, key: Any) -> Remake | None:
-        """What remakes the result of a call with this key, if there was one."""
+        """Return what remakes the result of a call with this key, if there was one."""
         return self._known.get(key)
 
     def learn(self, key: Any, func: Any, args: Sequence[Any], out: Any) -> None:
@@ -149,7 +149,7 @@ def _tensors(values: Any) -> Any:
 
 
 def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
-    """Whether two results are of one storage that is none of the arguments'."""
+    """Return whether two results are of one storage that is none of the arguments'."""
     given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
     made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
     fresh = [storage for storage in made if storage not in given]

@@ -16,7 +16,7 @@ _NOTHING: Mapping[int, Hashable] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What came of a replay.
+    """The outcome of a replay.
 
     Attributes:
         peak_allocated_bytes: The most that blocks held, each as large as it is.
@@ -41,7 +41,7 @@ class Replay:
 
     @property
     def fits(self) -> bool:
-        """Whether every event found memory."""
+        """Return whether every event found memory."""
         return self.failed_at is None
 
 
@@ -222,7 +222,7 @@ def least_capacity(
 
 
 def _floor_bytes(events: Sequence[int], sizes: Sequence[int], grain: int, optional: Container[int]) -> int:
-    """What no allocator of such segments can do without: those of the small blocks alive, and of the large ones."""
+    """Return what no allocator of such segments can do without: those of the small blocks alive, and the large."""
     alive, most = {True: 0, False: 0}, 0
     for event in events:
         block = event if event >= 0 else ~event

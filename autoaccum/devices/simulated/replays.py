@@ -1,4 +1,4 @@
-"""What a trace asks of one card's allocator: every block's bytes, and how far off they may be."""
+"""Trials as replays: every block's bytes on one card, and the trace in its allocator, with a limit and without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Demand:
     optional: Mapping[int, Scratch] = field(default_factory=dict)
 
     def phase_at(self, event: int) -> Phase:
-        """Where the step is at an event; of an update that is repeated, where it was the first time."""
+        """Return where the step is at an event; of an update that is repeated, where it was the first time."""
         last, end = self.trace.last_update, len(self.trace.events)
         if event >= end:
             event = last + (event - last) % (end - last)
@@ -99,7 +99,7 @@ class Replays:
         self._known: dict[Trace, tuple[Demand, Replay]] = {}
 
     def weigh(self, trace: Trace) -> Demand:
-        """What `trace` asks for, block by block."""
+        """Return what `trace` asks for, block by block."""
         return self._uncapped(trace)[0]
 
     def peak_bytes(self, trace: Trace) -> int:
@@ -122,7 +122,7 @@ class Replays:
         return self._within(limit_bytes, *self._uncapped(trace)).peak_reserved_bytes
 
     def reserved_bytes(self, trace: Trace) -> list[int]:
-        """What the allocator holds after each event where nothing limits it, of the last update when it is repeated."""
+        """Return what the allocator holds after each event without a limit, of the last update when it is repeated."""
         return reserved_over(trace.events, self.weigh(trace).sizes, self._settings, trace.last_update)
 
     def expanding(self) -> Replays | None:
@@ -173,7 +173,7 @@ class Replays:
         return roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)
 
     def _replay(self, demand: Demand, capacity: int | None) -> Replay:
-        """What nothing limits is settled by the third update; what has to give back is asked for longer."""
+        """Return what nothing limits is settled by the third update; what has to give back is asked for longer."""
         return replay(
             demand.trace.events,
             demand.sizes,

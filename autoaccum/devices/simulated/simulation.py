@@ -1,4 +1,9 @@
-"""What a build of PyTorch without CUDA lacks, and a simulation needs."""
+"""PyTorch on a card that is not there: CUDA tensors are fake, everything on the CPU stays real.
+
+`FakeTensorMode` alone runs no backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and takes
+CUDA's guards and streams, which need one. Here that question (`prim.device`) is answered with `meta`, whose path every
+build of PyTorch has; Python sees `cuda:0`, and the dispatch keys stay CUDA's, so that its kernels are still chosen.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +120,7 @@ def _hide_fake_tensors(stack: ExitStack) -> None:
 
 
 class _NoTensor:
-    """What no tensor is an instance of."""
+    """A class no tensor is an instance of."""
 
 
 def _is_of(kind: str, tensor: FakeTensor) -> bool:

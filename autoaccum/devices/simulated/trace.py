@@ -1,4 +1,4 @@
-"""What a training step asked of a card's allocator, in order: pure records."""
+"""Requests of a training step to a card's allocator, in order, and what is known of their blocks: pure records."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ autograd hands a gradient to its parameter. `workspace`: memory that a kernel or
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a block comes from.
+    """The origin of a block.
 
     Attributes:
         op: The operator, such as `aten.mm`; empty for what was there before.
@@ -109,7 +109,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a block is for, as who holds it says.
+    """The purpose of a block, as who holds it says.
 
     Attributes:
         category: Its category.

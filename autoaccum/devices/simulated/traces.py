@@ -66,7 +66,7 @@ class Tracer:
         return LabelledTrace.from_record(self.ask("labelled", limit_seconds=limit_seconds, parts=parts)["labelled"])
 
     def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        """What could be changed."""
+        """Return what could be changed."""
         return tuple(Offer(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
 
     def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
@@ -171,7 +171,7 @@ class Traces:
             raise
 
     def has_made(self, trace: Trace) -> bool:
-        """Whether the tracer told just this one."""
+        """Return whether the tracer told just this one."""
         return self._made.get(trace.parts) is trace
 
     def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
@@ -209,7 +209,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def _agrees(family: Family, made: Trace) -> bool:
-    """Whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
+    """Return whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
     if len(made.parts) != 2 or min(made.parts) < min(family.sizes):
         return True
     try:

@@ -1,4 +1,4 @@
-"""What is said when somebody asks for a value that is not there, or for what a simulated card cannot do."""
+"""Answers to who asks for a value that is not there, and refusals of what a simulated card cannot do."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _answer(frame: FrameType | None) -> float | None:
 
 
 def _place(frame: FrameType) -> str:
-    """Where a frame is, and for whom: a library's line with the user's."""
+    """Return where a frame is, and for whom: a library's line with the user's."""
     first, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
     outer = frame.f_back
     while outer is not None and not is_own:
@@ -208,7 +208,7 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
 
 
 def reads_host(error: BaseException) -> bool:
-    """Whether `error` comes of a tensor on the CPU that has no values."""
+    """Return whether `error` comes of a tensor on the CPU that has no values."""
     return any(
         isinstance(cause, NotBuiltError) or (isinstance(cause, UnknownValue) and cause.on_host)
         for cause in _chain(error)

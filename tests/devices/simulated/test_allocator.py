@@ -57,47 +57,6 @@ def test_rounds_and_asks_for_segments(asked: int, block: int, segment: int) -> N
     assert (made.reserved_bytes, made.segments) == (segment, 1)
 
 
-def test_a_large_segment_may_be_of_another_size() -> None:
-    made = Allocator(settings=configuration("large_segment_size_mb:32"))
-    made.malloc(5 * MIB)
-    assert made.reserved_bytes == 32 * MIB
-
-
-def test_small_and_large_blocks_do_not_share() -> None:
-    """`get_pool`."""
-    made = Allocator()
-    made.malloc(2 * MIB)
-    made.malloc(MIB)
-    assert made.reserved_bytes == 22 * MIB
-
-
-@pytest.mark.parametrize(("asked", "whole"), [(19 * MIB, True), (19 * MIB - 512, False)])
-def test_a_large_rest_of_a_mebibyte_is_not_split_off(asked: int, whole: bool) -> None:
-    """`should_split`: more than kSmallSize."""
-    made = Allocator()
-    made.free(made.malloc(20 * MIB))
-    assert (made.malloc(asked).size == 20 * MIB) == whole
-
-
-def test_a_small_rest_of_512_bytes_is_split_off() -> None:
-    made = Allocator()
-    first = [made.malloc(MIB), made.malloc(MIB - 512)]
-    assert made.malloc(512).address == first[1].address + first[1].size
-    assert made.reserved_bytes == 2 * MIB
-
-
-def test_the_smallest_block_that_holds_it_is_taken_and_of_equals_the_lowest() -> None:
-    """`get_free_block`, `BlockComparatorSize`."""
-    made = Allocator()
-    blocks = [made.malloc(size * MIB) for size in (40, 30, 50, 30)]
-    for block in blocks:
-        made.free(block)
-    assert made.malloc(29 * MIB) is blocks[1]
-    assert made.malloc(29 * MIB) is blocks[3]
-    assert made.malloc(29 * MIB).address == blocks[0].address
-    assert made.segments == 4
-
-
 def test_what_is_freed_joins_its_neighbours_of_the_same_segment_only() -> None:
     """`try_merge_blocks`."""
     made = Allocator()
@@ -122,25 +81,6 @@ def test_what_is_cached_is_given_back_only_when_there_is_no_room() -> None:
     assert (made.reserved_bytes, made.retries, made.releases) == (70 * MIB, 1, 1)
     assert made.allocated_bytes == 50 * MIB + held.size
     assert made.denied_bytes == 142 * MIB
-
-
-def test_a_segment_in_part_use_is_not_given_back() -> None:
-    made = Allocator(40 * MIB)
-    first = made.malloc(5 * MIB)
-    made.free(made.malloc(12 * MIB))
-    made.free(made.malloc(2 * MIB))
-    with pytest.raises(CapacityExceeded, match=r"22.0 MiB more are asked for when 20.0 MiB of 40.0 MiB") as caught:
-        made.malloc(22 * MIB)
-    assert (caught.value.asked_bytes, caught.value.reserved_bytes, caught.value.exit_code) == (22 * MIB, 20 * MIB, 1)
-    made.free(first)
-    assert made.malloc(22 * MIB).size == 22 * MIB
-
-
-def test_whole_segments_have_to_fit() -> None:
-    """`alloc_block`: 1.5 MiB need 20."""
-    with pytest.raises(CapacityExceeded):
-        Allocator(19 * MIB).malloc(3 * MIB // 2)
-    assert Allocator(20 * MIB).malloc(3 * MIB // 2).size == 3 * MIB // 2
 
 
 # --- what settings change -------------------------------------------------------------------------------------------
@@ -179,15 +119,6 @@ def test_oversize_blocks_are_not_split_and_serve_only_their_like() -> None:
     assert made.reserved_bytes == 100 * MIB, "20 MiB more are too many"
 
 
-def test_oversize_blocks_go_first_when_there_is_no_room() -> None:
-    """`release_available_cached_blocks`: as many as it takes, which are no retries to PyTorch."""
-    made = Allocator(200 * MIB, configuration("max_split_size_mb:40"))
-    for block in [made.malloc(size * MIB) for size in (100, 50, 30)]:
-        made.free(block)
-    made.malloc(68 * MIB)
-    assert (made.reserved_bytes, made.retries, made.releases) == (148 * MIB, 0, 1)
-
-
 def test_a_share_of_the_card_is_a_limit_by_segments() -> None:
     """`setMemoryFraction`, `alloc_block`."""
     settings = configuration("per_process_memory_fraction:0.5").for_card(100 * MIB)
@@ -215,13 +146,6 @@ def test_old_segments_are_collected_above_the_threshold() -> None:
     assert made.releases == 0, "what lay in the cache was used"
 
 
-def test_without_a_share_nothing_is_collected() -> None:
-    made = Allocator(settings=configuration("garbage_collection_threshold:0.1"))
-    for size in (20, 40, 80):
-        made.free(made.malloc(size * MIB))
-    assert (made.reserved_bytes, made.releases) == (140 * MIB, 0)
-
-
 # --- expandable segments --------------------------------------------------------------------------------------------
 
 
@@ -233,20 +157,6 @@ def test_an_expandable_segment_grows_by_handles() -> None:
     assert second.address == first.address + first.size
     made.malloc(100)
     assert made.reserved_bytes == 62 * MIB, "2 MiB handles of small blocks"
-
-
-def test_an_expandable_block_is_split_down_to_512_bytes() -> None:
-    made = Allocator(settings=EXPANDABLE)
-    assert made.malloc(40 * MIB - 512).size == 40 * MIB - 512
-
-
-def test_the_tail_of_an_expandable_segment_is_kept_for_growing() -> None:
-    """`get_free_block`: with the addresses behind it the tail counts as larger than any hole."""
-    made = Allocator(settings=EXPANDABLE)
-    hole = made.malloc(18 * MIB)
-    made.malloc(8 * MIB)  # 14 MiB are left at the end.
-    made.free(hole)
-    assert made.malloc(10 * MIB).address == hole.address
 
 
 def test_a_freed_tail_grows_where_fixed_segments_would_be_asked_anew() -> None:
@@ -269,14 +179,6 @@ def test_handles_that_are_wholly_free_are_unmapped_when_there_is_no_room() -> No
     made.free(end)
     made.malloc(60 * MIB)
     assert (made.reserved_bytes, made.retries) == (100 * MIB, 0)
-
-
-def test_less_than_one_handle_of_room_is_none() -> None:
-    made = Allocator(39 * MIB, EXPANDABLE)
-    made.malloc(20 * MIB)
-    with pytest.raises(CapacityExceeded):
-        made.malloc(2 * MIB)
-    assert made.malloc(100).size == 512
 
 
 def test_a_share_is_tested_by_the_size_of_a_fixed_segment() -> None:

@@ -85,11 +85,6 @@ def test_what_is_left_of_a_micro_batch_stays_an_activation() -> None:
     assert (0, "activations") in ledger.alive(2)
 
 
-def test_outputs_that_are_claimed_are_outputs_from_the_start() -> None:
-    found = labelled([0, 1, 2, ~0], [(0, "forward"), (1, "backward")], claims={0: Claim("outputs", 1)})
-    assert list(ledger_of(found).totals["outputs"]) == [1, 1, 1, 0]
-
-
 def test_a_forward_within_backward_has_activations_of_its_own() -> None:
     roles: dict[int, Role] = {2: "recomputed", 3: "workspace", 4: "recomputed", 6: "recomputed"}
     events = [0, 1, 2, 3, ~3, 4, ~2, 5, ~4, 6, 7, ~6]
@@ -262,12 +257,6 @@ def test_modules_that_differ_by_a_number_are_one() -> None:
     assert found == {"h.*.attn": (12, 96)}
 
 
-def test_others_are_not() -> None:
-    assert names({"a.0": ("Linear", 8), "b.0": ("Linear", 8)}) == {"a.0": (1, 8), "b.0": (1, 8)}
-    assert names({"a.0": ("Linear", 8), "a.1": ("Conv2d", 8)}) == {"a.0": (1, 8), "a.1": (1, 8)}
-    assert names({"a.0": ("Linear", 8), "a.1": ("Linear", 9)}) == {"a.0": (1, 8), "a.1": (1, 9)}
-
-
 def test_stages_of_equal_blocks_are_told_apart() -> None:
     stages = {4: (4, 5, 6), 8: (8, 9), 16: (11,)}
     holds = {f"{block}.up.0": ("Conv2d", size) for size, blocks in stages.items() for block in blocks}
@@ -287,13 +276,6 @@ def test_names_are_unique_and_nothing_is_lost(holds: dict[str, tuple[str, int]])
     assert len({share.name for share in shares}) == len(shares)
     assert sum(share.count for share in shares) == len(holds)
     assert sum(share.bytes for share in shares) == sum(size for _, size in holds.values())
-
-
-def test_the_largest_are_told_first_and_no_more_than_ten() -> None:
-    shares = module_shares(
-        ledger_module({letter: ("Linear", 1 + index) for index, letter in enumerate("abcdefghijkl")}), 11
-    )
-    assert [share.name for share in largest(shares)] == list("lkjihgfedc")
 
 
 CONVOLUTIONAL = """
@@ -391,7 +373,6 @@ def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., 
 
 
 SAMPLES = 1024
-ACTIVATION = 4 * SAMPLES * WIDTH
 Held = dict[tuple[str, str], int]
 
 
@@ -505,8 +486,6 @@ def attend(layer, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 Attention.attend = attend
 """
-WIDENED = "Attention.attend = lambda layer, q, k, v: F.gelu(q.float()) * k.float() + v.float()\n"
-NARROW = "Attention.attend = lambda layer, q, k, v: F.gelu(q) * k + v\n"
 
 
 @pytest.mark.parametrize("after", ["", "keeps = ['ema', 'outputs']\nevaluation_batch = 2\n"], ids=["plain", "more"])
@@ -536,22 +515,6 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
 def by_category(rows: tuple[Holding, ...]) -> dict[Category, int]:
     totals = {category: sum(row.bytes for row in rows if row.category == category) for category in CATEGORIES}
     return {category: total for category, total in totals.items() if total}
-
-
-def at_the_end_of_forward(found: Any) -> dict[tuple[str, Category, str], Holding]:
-    at = [index for index, name in found.labelled.trace.phases if name == "backward"][-1] - 1
-    return {(row.module, row.category, row.dtype): row for row in holdings_at(found.ledger, at)}
-
-
-@pytest.mark.parametrize("attention", ["aten._scaled_dot_product_flash_attention", "aten._softmax"])
-def test_how_attention_is_computed_shows_beside_what_makes_more(attention: str) -> None:
-    """In a module that calls both its attention and its MLP itself."""
-    sizes, ops = (10, 100, 20), (attention, "aten.gelu", attention)
-    trace = Trace(parts=(1,), events=(0, 1, 2), sizes=sizes, phases=((0, "forward"),), last_update=0)
-    origins = tuple(Origin(op, 1, dtype="bfloat16") for op in ops)
-    labelled = LabelledTrace(trace=trace, modules=(NO_MODULE, ModuleName("0", "Block")), origins=origins, claims={})
-    rows = holdings_at(Ledger(labelled, Demand(trace, sizes, 0, ())), 2)
-    assert {row.op: row.bytes for row in rows} == {attention: 30, "aten.gelu": 100}
 
 
 def test_a_row_names_the_operator_that_made_most_of_it() -> None:
@@ -600,12 +563,3 @@ def test_the_first_tensor_of_a_storage_tells_its_dtype(mode: CardMode) -> None:
     assert seen.dtypes[:3] == [torch.int16, torch.bfloat16, torch.bfloat16]
     assert seen.dtypes[3:5] == [torch.float32, torch.float32]
     assert set(seen.dtypes[5:]) == {None, torch.float32}
-
-
-def test_memory_that_a_storage_gives_up_goes_once(mode: CardMode) -> None:
-    mode.recorder.begin(lambda: "forward")
-    tensor = torch.empty(8, device="cuda")
-    tensor.untyped_storage().resize_(0)
-    mode.recorder.see(tensor)
-    del tensor
-    assert (mode.recorder.events, mode.recorder.alive_bytes) == ([0, ~0], 0)

@@ -80,18 +80,6 @@ def test_a_change_is_what_it_is_by_hand(simulated: Any, change: str) -> None:
     assert peak_bytes(changed) == peak_bytes(by_hand)
 
 
-def test_the_options_of_groups_stay_as_they_are(simulated: Any) -> None:
-    groups = """
-def optimizer(params):
-    few, many = params[:4], params[4:]
-    return torch.optim.Adagrad([{"params": few, "weight_decay": 0.1}, {"params": many}], lr=0.1, SETTING)
-"""
-    changed = read(simulated(BLOCKS + groups.replace(", SETTING", ""))("changed", parts=PARTS, change="foreach=False"))
-    hand = read(simulated(BLOCKS + groups.replace("SETTING", "foreach=False"))("trace", parts=PARTS))
-    # The first optimizer is made, and gives its state back, before the one with the other option.
-    assert peak_bytes(changed) == peak_bytes(hand)
-
-
 def test_the_blocks_that_are_named_are_those_that_are_checkpointed(simulated: Any) -> None:
     frozen = "    net.blocks[2].requires_grad_(False)\n    net.blocks[3].requires_grad_(False)\n    return net\n"
     plain = f"def model():\n    net = Model(plain)\n{frozen}"
@@ -129,14 +117,6 @@ def _held_at_first_backward(trace: Trace) -> int:
         elif isinstance(size, int):
             alive[event] = size
     return sum(alive.values())
-
-
-def test_a_change_leaves_the_next_trace_as_it_was(simulated: Any) -> None:
-    before = read(simulated(BLOCKS + OWN)("trace", parts=PARTS))
-    ask = simulated(BLOCKS + OWN)
-    for change in BY_HAND:
-        ask("changed", parts=(3, 2), change=change)
-    assert read(ask("trace", parts=PARTS)) == before
 
 
 def test_a_change_that_fails_says_why_and_leaves_no_trace(simulated: Any) -> None:
@@ -233,13 +213,6 @@ def test_batch_norms_that_would_count_twice_are_told() -> None:
 def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: list[str]) -> None:
     found = offers(nn.Linear(2, 2), card=card, **fields)
     assert [name for name in found if name in ("bf16", "fp16")] == half
-
-
-def test_frozen_blocks_are_not_checkpointed() -> None:
-    model = nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))
-    for block in (model[0], model[1]):
-        block.requires_grad_(False)
-    assert "checkpoint" not in offers(model)
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,6 @@ def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
     assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
 
 
-def test_two_sizes_do_not_tell_what_a_third_would() -> None:
-    family = make_family([trace(size, lambda n: n * n) for size in (2, 4)])
-    assert family.at(8).sizes == (40,)
-    assert not family.checked
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -104,14 +98,6 @@ def test_two_sizes_do_not_tell_what_a_third_would() -> None:
 def test_other_events_are_named(other: tuple[int, ...], message: str) -> None:
     with pytest.raises(NotAffineError, match=message):
         make_family([trace(2, weight, row), trace(3, weight, row, events=other)])
-
-
-def test_other_phases_and_other_parts_make_no_family() -> None:
-    one, other = trace(2, weight), trace(3, weight)
-    with pytest.raises(NotAffineError, match="phases of the step are not in the same places at 2 and 3 samples"):
-        make_family([one, dataclasses.replace(other, phases=((0, "forward"),))])
-    with pytest.raises(NotAffineError, match="2 parts and 1 parts make no family"):
-        make_family([one, trace(3, weight, parts=1)])
 
 
 def test_smaller_than_any_traced_is_not_told() -> None:

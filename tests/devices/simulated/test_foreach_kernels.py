@@ -97,15 +97,6 @@ def test_state_lies_on_the_card_but_the_step_counts() -> None:
         assert fused.state[weights[0]]["step"].device.type == "cuda"
 
 
-def test_a_former_group_outlives_itself() -> None:
-    """Two dtypes are two groups; the first one's temporaries live until the second one's are there."""
-    with on_card() as recorder:
-        optimizer = torch.optim.AdamW([*parameters(), *parameters(torch.bfloat16)])
-        optimizer.step()
-        halves = BYTES // 2 - 14  # seven of them count as a scalar above
-        assert extra_bytes(recorder, optimizer.step) == BYTES + halves
-
-
 def test_clips_the_norm_over_lists() -> None:
     with on_card() as recorder:
         weights = parameters()
@@ -143,14 +134,3 @@ def test_a_grad_scaler_steps() -> None:
                     weight.grad = torch.empty_like(weight)
                 scaler.step(optimizer)
                 scaler.update()
-
-
-def test_groups_by_the_device_that_python_sees() -> None:
-    with on_card():
-        weights: list[Tensor | None] = [*parameters(), *parameters(torch.bfloat16)]
-        groups = torch.optim.Optimizer._group_tensors_by_device_and_dtype([weights, []], with_indices=True)
-        assert [(str(device), dtype) for device, dtype in groups] == [
-            ("cuda:0", torch.float32),
-            ("cuda:0", torch.bfloat16),
-        ]
-        assert [indices for _, indices in groups.values()] == [[0, 1, 2], [3, 4, 5]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from textwrap import indent
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
-import autoaccum
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.simulation import simulate
@@ -83,18 +81,6 @@ def test_values_are_those_of_a_real_run(name: str, mode: CardMode) -> None:
     assert not mode.checks
 
 
-UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
-    "drawn": lambda ids: torch.randint(0, 3, (2,), device=ids.device),
-    "drawn in place": lambda ids: ids.clone().random_(3),
-    "not written": lambda ids: torch.empty_like(ids),
-    "written with unknown ones": lambda ids: ids.clone().copy_(torch.randn(3, 4, device=ids.device)),
-    "partly written": lambda ids: torch.empty_like(ids)[1:].zero_(),
-    "of a net": lambda ids: torch.randn(3, 4, device=ids.device).argmax(-1) + ids[:, 0],
-    "a sample": lambda ids: torch.full((3,), 0.5).to(ids.device),
-    "too large": lambda ids: torch.zeros(1 << 23, dtype=torch.uint8, device=ids.device),
-}
-
-
 def test_the_gradient_comes_back_through_a_known_mask(mode: CardMode) -> None:
     x = torch.randn(3, 4, 5, device="cuda", requires_grad=True)
     chosen = x[IDS.to("cuda") > 1]
@@ -102,13 +88,6 @@ def test_the_gradient_comes_back_through_a_known_mask(mode: CardMode) -> None:
     torch.autograd.backward(chosen.sum())
     assert x.grad is not None
     assert x.grad.shape == x.shape
-
-
-def test_writing_on_the_host_later_changes_nothing(mode: CardMode) -> None:
-    host = IDS.clone()
-    card = host.to("cuda")
-    host.zero_()
-    assert card.tolist() == IDS.tolist()
 
 
 @pytest.mark.parametrize("mask", ["torch.ones(n, 6000)", "(torch.rand(n, 6000) > -1).float()"])
@@ -290,13 +269,3 @@ def test_a_card_gives_back_what_it_was_given_until_that_is_written_to() -> None:
         moved.mul_(2)
         with pytest.raises(Exception, match="a value is read"):
             moved.cpu().tolist()
-
-
-def test_a_plan_of_a_loss_with_class_weights(tmp_path: Path) -> None:
-    file = tmp_path / "weighted.py"
-    head = "import torch\nfrom torch import nn\ndef batch(n): return torch.randn(n, 8), torch.randint(0, 4, (n,))\n"
-    file.write_text(head + TABLE + WEIGHTED["a table"])
-    plan = autoaccum.plan(file, target_batch=64, gpu="rtx3090", max_micro_batch=16)
-    assert plan.micro_batches == (16, 16, 16, 16)
-    assert plan.workload["weight"] == "class weights of the targets != -100 (CrossEntropyLoss)"
-    assert not [note for note in plan.notes if "traced by itself" in note]

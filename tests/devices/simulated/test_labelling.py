@@ -81,11 +81,6 @@ def test_an_operator_runs_for_the_innermost_module(explained: Callable[..., Any]
     assert "Net" in {found.labelled.modules[origin.module].kind for origin in found.labelled.origins}
 
 
-def test_a_module_of_two_names_has_the_first(explained: Callable[..., Any]) -> None:
-    found = explained(HEAD)
-    assert "other_name" not in {module.path for module in found.labelled.modules}
-
-
 def test_a_module_that_the_model_does_not_know_counts_as_who_calls_it(explained: Callable[..., Any]) -> None:
     found = explained(HEAD + "hidden = nn.Softplus()\nInner.forward = lambda inner, x: hidden(x)\n")
     paths = {found.path(origin.module) for origin in found.labelled.origins if "softplus" in origin.op}
@@ -213,55 +208,6 @@ def test_checkpointing_leaves_its_input(explained: Callable[..., Any]) -> None:
         assert set(tanh) >= {f"deep.{n}.1" for n in range(DEPTH - 1)}
         assert max(found.ledger.totals["activations"]) >= DEPTH * ACTIVATION
         assert max(found.ledger.totals["outputs"]) == 0
-
-
-def test_functions_that_are_run_again_in_backward_hold_activations(explained: Callable[..., Any]) -> None:
-    run = (
-        "def own(x):\n"
-        "    for _ in range(4): x = torch.tanh(x)\n"
-        "    return x\n"
-        "Net.run = lambda net, x: checkpoint(own, net.deep(x), use_reentrant=False)\n"
-    )
-    found = explained(NET + run)
-    again = [
-        (purpose.category, found.path(purpose.module))
-        for purpose, origin in zip(found.ledger.purposes, found.labelled.origins, strict=True)
-        if origin.role == "recomputed" and origin.op == "aten.tanh"
-    ]
-    assert len(again) >= 3 * 3
-    assert set(again) == {("activations", "")}
-
-
-def test_what_the_library_keeps_is_workspace(explained: Callable[..., Any]) -> None:
-    dropped = (
-        "class Recurrent(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.rnn, self.out = nn.LSTM(32, 64, 2, dropout=0.5), nn.Linear(64, 4)\n"
-        "    def forward(self, x):\n"
-        "        return self.out(self.rnn(x.transpose(0, 1))[0][-1])\n"
-        "model = Recurrent\n"
-        "def batch(n): return torch.randn(n, 50, 32), torch.randint(0, 4, (n,))\n"
-    )
-    found = explained(dropped)
-    random_state = [block for block, size in enumerate(found.labelled.trace.sizes) if size == (2 << 20) + 512]
-    assert [found.ledger.purposes[block].category for block in random_state] == ["workspace"]
-
-
-def test_a_custom_loss_on_a_mapping_is_no_module_s(explained: Callable[..., Any]) -> None:
-    lines = (
-        "def batch(n): return {'x': torch.randn(n, 8), 'y': torch.randn(n, 4)}\n"
-        "def loss(model, batch): return ((model(batch['x']) - batch['y']) ** 2).mean()\n"
-        "del globals()['criterion']\n"
-    )
-    found = explained(NET + lines)
-    held = found.before("backward")
-    # The difference, for the square's backward, and scalars: the loss, its share, a copy, and that of the first.
-    inputs = SAMPLES * 4 * (8 + 4)
-    assert held["activations"] == inputs + (DEPTH + 1) * ACTIVATION + LOGITS + 3 * SCALAR + FIRST
-    assert held["temporaries"] == 0
-    owners = {found.path(origin.module) for origin in found.labelled.origins if origin.op == "aten.pow"}
-    assert owners == {""}
 
 
 def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:

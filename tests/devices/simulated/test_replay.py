@@ -50,16 +50,6 @@ def test_tells_peaks_of_a_roomy_card() -> None:
     assert (done.retries, done.repeat_retries, done.asked_bytes) == (0, 0, 0)
 
 
-def test_tells_which_event_found_no_memory() -> None:
-    done = replay((0, ~0, 1, 2), (10 * MIB, 30 * MIB, 20 * MIB), capacity=40 * MIB)
-    assert (done.fits, done.failed_at, done.asked_bytes, done.retries) == (False, 3, 20 * MIB, 1)
-
-
-def test_blocks_of_no_bytes_are_not_allocated() -> None:
-    done = replay((0, 1, ~0, ~1), (0, 512))
-    assert (done.peak_allocated_bytes, done.peak_reserved_bytes) == (512, 2 * MIB)
-
-
 @pytest.mark.parametrize(
     ("events", "start", "expected"),
     [
@@ -98,15 +88,6 @@ def test_an_update_that_needs_releases_every_time_is_told() -> None:
     assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "nobody asked"
 
 
-def test_releases_that_end_with_the_third_update_are_no_matter() -> None:
-    # 0 is kept until its heir 1 is there; the segment 2 wants is freed once more, and from then on is there.
-    events, sizes = (0, 1, ~0, 2, ~2), (21 * MIB, 21 * MIB, 30 * MIB)
-    once = replay(events, sizes, capacity=60 * MIB, repeat_from=1)
-    assert (once.fits, once.retries, once.repeat_retries) == (True, 2, 1)
-    settled = replay(events, sizes, capacity=60 * MIB, repeat_from=1, repeats=8)
-    assert (settled.fits, settled.retries, settled.repeat_retries) == (True, 2, 0)
-
-
 def test_an_update_that_fails_only_after_some_others_is_found() -> None:
     # 2 takes the place of 0, and lies elsewhere each time.
     events, sizes = (0, 1, 2, ~0, ~1, 3, ~3), (30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB)
@@ -114,12 +95,6 @@ def test_an_update_that_fails_only_after_some_others_is_found() -> None:
     assert (first.fits, first.retries, first.repeat_retries) == (True, 1, 0)
     later = replay(events, sizes, capacity=100 * MIB, repeat_from=1, repeats=8)
     assert later.failed_at == 20, "in the fifth update"
-
-
-def test_an_update_that_leaves_something_is_not_repeated() -> None:
-    events, sizes = (0, ~0, 1, 2, ~2), (30 * MIB, 40 * MIB, 5 * MIB)
-    done = replay(events, sizes, capacity=62 * MIB, repeat_from=2)
-    assert (done.fits, done.retries, done.repeat_retries) == (True, 1, 1)
 
 
 def test_an_update_that_leaves_what_it_found_is_repeated() -> None:
@@ -205,19 +180,6 @@ def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: Alloca
         assert done == replay(events, sizes, capacity=done.like_below_bytes - 1, settings=kind)
 
 
-def test_more_memory_rarely_makes_it_fail() -> None:
-    """Success is no matter of more or less; over random traces, exceptions above the answer are rare."""
-    exceptions = tried = 0
-    for seed in range(30):
-        events, sizes = random_trace(random.Random(seed), 60)
-        least = least_capacity(events, sizes)
-        for capacity in range(least, replay(events, sizes).peak_reserved_bytes, 2 * MIB):
-            tried += 1
-            exceptions += not replay(events, sizes, capacity=capacity).fits
-    print(f"{exceptions} of {tried} capacities above the least fail")
-    assert exceptions <= tried // 5
-
-
 def test_an_optional_block_that_is_refused_is_done_without() -> None:
     events, sizes = (0, 1, ~1, 2, ~2, ~0), (30 * MIB, 40 * MIB, 20 * MIB)
     assert replay(events, sizes, capacity=50 * MIB).failed_at == 1
@@ -265,13 +227,6 @@ def test_a_refused_workspace_does_not_end_what_is_held(replays: Replays, limit_m
     known = trace(30 * MIB, 30 * MIB, WORKSPACE, 32 * MIB, events=(0, 1, 2, ~2, 3))
     assert replays.peak_bytes(known) == 100 * MIB
     assert replays.held_bytes(known, limit_mib * MIB) == held_mib * MIB
-
-
-def test_the_cache_is_given_back_within_a_limit(replays: Replays) -> None:
-    known = trace(40 * MIB, 60 * MIB, events=(0, ~0, 1))
-    assert replays.peak_bytes(known) == 100 * MIB
-    assert replays.held_bytes(known, 99 * MIB) == 60 * MIB
-    assert replays.trial(known, 99 * MIB).peak_reserved_bytes == 100 * MIB
 
 
 def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:

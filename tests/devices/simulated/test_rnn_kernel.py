@@ -89,15 +89,6 @@ def test_band_of_the_reserve_lives_as_long() -> None:
         assert sum(isinstance(size, Scratch) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
 
 
-def test_a_trace_begins_with_bands_that_are_alive() -> None:
-    with on_card() as recorder:
-        out = nn.GRU(INPUTS, UNITS, device="cuda:0")(samples())[0]
-        recorder.begin(lambda: "forward")
-        band = recorder.sizes.index(Scratch("recurrent_reserve", (6 * ROWS * UNITS * 4, 25)))
-        del out
-        assert ~band in recorder.events
-
-
 def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
     with on_card() as recorder:
         network, x = nn.LSTM(INPUTS, UNITS, batch_first=True).cuda(), samples()
@@ -159,13 +150,6 @@ def test_autocast_copies_weights_for_each_call() -> None:
         assert {parameter.grad.dtype for parameter in network.parameters() if parameter.grad is not None} == {
             torch.float32
         }
-
-
-def test_bf16_weights_are_copied_into_a_buffer() -> None:
-    with on_card() as recorder:
-        network = nn.LSTM(INPUTS, UNITS, device="cuda:0", dtype=torch.bfloat16)
-        weights = sum(parameter.numel() for parameter in network.parameters())
-        assert weights * 2 in sizes_of(recorder, lambda: network(samples(torch.bfloat16)))
 
 
 def test_packed_sequences_count_their_own_rows() -> None:

@@ -60,16 +60,6 @@ def test_staging_area_fills_the_card_once(of: str, blocks: int) -> None:
     assert column_sums(8192, columns, on) == min(-(-blocks // 8), 8192 // 4 // 16) * 8 * 65_536
 
 
-def test_flags_count_the_columns_of_blocks() -> None:
-    assert column_sums(4096, 768, rule="reduction_flags") == 4 * 6
-    assert column_sums(512, 768, rule="reduction_flags") == 0
-
-
-def test_odd_columns_are_read_one_by_one() -> None:
-    """No vectors: 16 rows of 32 threads, so that each sums 256 values of 4,096 in 16 blocks."""
-    assert column_sums(4096, 255) == 4 * 255 * 16 * 32
-
-
 def test_sum_along_the_fastest_dimension_shares_a_block() -> None:
     """128 x 4 threads: 2,048 values each, shared by at most 128 blocks (16 values are the least)."""
     layout = reduction_layout((4, 2**20), (2**20, 1), (1,))
@@ -161,12 +151,6 @@ def test_workspace_of_products(on: Card, version: tuple[int, int], expected: int
     assert bytes_of("product_with_bias", 1, 2048, on=on, version=version) == 2048
 
 
-def test_workspace_between_two_known_versions_is_a_band() -> None:
-    between = estimate(Scratch("product", (0, -1)), B200, (2, 13))
-    assert not between.measured
-    assert between.bytes - between.band_bytes == 8_519_680
-
-
 def test_environment_configures_workspaces() -> None:
     assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}) == 8_519_680
     assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": "much"}) == -1
@@ -193,14 +177,6 @@ def test_convolution_copies_half_precision_into_the_layout_that_tensor_cores_wan
     assert tried.band_bytes == 4 * usual.band_bytes
     assert not usual.measured
     assert usual.optional
-
-
-def test_convolution_in_tf32_may_copy_too() -> None:
-    copies = 1 << 30
-    for tf32, channels_last, card, band in ((1, 0, H100, copies), (0, 0, H100, 32 << 20), (1, 1, H100, 32 << 20)):
-        told = estimate(Scratch("convolution", (copies // 2, copies // 2, 4, channels_last, tf32, 0)), card, NEWEST)
-        assert (told.bytes, told.band_bytes) == (0, band)
-    assert estimate(Scratch("convolution", (copies, 0, 4, 0, 1, 0)), T4, NEWEST).band_bytes == 32 << 20
 
 
 def test_layer_norm_takes_partial_sums_of_many_narrow_rows() -> None:
@@ -282,17 +258,6 @@ def test_no_rule_is_negative(rule: str, data: st.DataObject, on: Card, version: 
     assert answer.band_bytes >= 0
     assert answer.measured or answer.band_bytes > 0 or answer.bytes == 0
     assert not (answer.measured and answer.band_bytes)
-
-
-@given(
-    rows=st.integers(1, 20_000),
-    more=st.integers(0, 20_000),
-    rule=st.sampled_from(["embedding_sums", "flash_gradient", "efficient_row_sums", "loss_elements"]),
-)
-def test_more_rows_never_take_less(rows: int, more: int, rule: str) -> None:
-    rest = {"embedding_sums": (5000, 64, 4, 3073), "flash_gradient": (12, 128, 64, 0), "efficient_row_sums": (12, 128)}
-    smaller, larger = (bytes_of(rule, count, *rest.get(rule, ())) for count in (rows, rows + more))
-    assert smaller <= larger
 
 
 @given(rows=st.integers(1, 1 << 20), columns=st.integers(1, 1 << 14), on=st.sampled_from(CARDS))

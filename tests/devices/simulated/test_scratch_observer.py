@@ -113,13 +113,6 @@ def test_products_take_and_give_back_from_2_15() -> None:
     assert watch.of("product") == [(0, -1)]
 
 
-@pytest.mark.parametrize(("version", "kept"), [((2, 11), [Scratch("product_with_bias", (0, -1))]), ((2, 13), [])])
-def test_product_with_bias_keeps_a_workspace_of_its_own_in_2_11(version: tuple[int, int], kept: list[Scratch]) -> None:
-    with watched(version) as watch:
-        torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
-    assert list(watch.resident) == [Scratch("product", (0, -1)), *kept, Scratch("product", (1, -1))]
-
-
 def test_layouts_that_differ_are_copied() -> None:
     with watched() as watch:
         weight = card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
@@ -178,17 +171,6 @@ def test_efficient_and_cudnn_attention() -> None:
     assert list(cudnn.transient) == [Scratch("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
 
-def test_attention_layer_gives_a_gradient_that_is_copied() -> None:
-    """`nn.MultiheadAttention` brings heads and samples together before the output is projected."""
-    with watched() as watch:
-        layer = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda:0")
-        tokens = card_tensor(2, 16, 64)
-        torch.autograd.backward(layer(tokens, tokens, tokens, need_weights=False)[0].sum())
-    sums = watch.transient.index(Scratch("efficient_row_sums", (2, 4, 16)))
-    assert watch.transient[sums - 1] == Scratch("layout_copy", (4 * 2 * 16 * 64,))
-    assert watch.of("efficient_gradient") == [(2, 4, 16, 16, 16, 16, 4, 0, 0)]
-
-
 @pytest.mark.parametrize(("warn_only", "expected"), [(True, 0), (False, 1)])
 def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: int) -> None:
     with simulate(H100):
@@ -203,25 +185,6 @@ def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: i
             torch.use_deterministic_algorithms(False)
     assert Scratch("flash_gradient", (2, 8, 100, 64, expected)) in flash.transient
     assert Scratch("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
-
-
-def test_recurrent_layer_and_batch_norm() -> None:
-    with simulate(H100):
-        steps, cl = card_tensor(20, 8, 16), card_tensor(8, 16, 4, 4).to(memory_format=torch.channels_last)
-        lstm = see(
-            _aten._cudnn_rnn.default,
-            *(steps, [], 4, None, steps, steps, 2, 32, 0, 2, False, 0.0, True, True, [], None),
-            out=[steps, steps, steps, card_tensor(1000, dtype=torch.uint8)],
-        )
-        forward = see(_aten.native_batch_norm.default, cl, None, None, None, None, True, 0.1, 1e-5)
-        backward = see(_aten.native_batch_norm_backward.default, cl, cl, None, None, None, None, None, True)
-        evaluated = see(_aten.native_batch_norm.default, cl, None, None, None, None, False, 0.1, 1e-5)
-        planes = see(_aten.native_batch_norm.default, card_tensor(8, 16, 4, 4), *[None] * 4, True)
-    assert list(lstm.beside) == [(3, Scratch("recurrent_reserve", (1000, 50)))]
-    assert list(lstm.transient) == [Scratch("recurrent", (160, 32, 4, 2, 4))]
-    assert list(forward.transient) == [Scratch("batch_norm", (128, 16, 16))]
-    assert list(backward.transient) == [Scratch("batch_norm", (128, 16, 8))]
-    assert list(evaluated.transient) == list(planes.transient) == []
 
 
 def test_batch_norm_of_cudnn() -> None:
@@ -288,15 +251,6 @@ def asked(recorder: Recorder) -> list[int]:
     ]
 
 
-def test_mask_of_dropout_comes_before_its_output() -> None:
-    with simulate(H100, recorder := Recorder()):
-        values = card_tensor(1024, 768)
-        recorder.begin(lambda: "forward")
-        kept = F.dropout(values, 0.1)
-    assert asked(recorder)[-2:] == [1024 * 768, 4 * 1024 * 768]
-    del kept
-
-
 def test_inputs_are_laid_out_before_outputs_are_made() -> None:
     with simulate(H100, recorder := Recorder()):
         values, layer = card_tensor(768, 1024).t(), nn.LayerNorm(768, device="cuda:0")
@@ -319,13 +273,6 @@ def test_blocks_are_given_back_in_the_order_told() -> None:
         recorder.take([first, second, GivenBack(), Returned(), third], out)
     assert recorder.events == [0, 1, ~1, 2, 3, ~3, ~0]
     assert recorder.sizes == [first, second, 1024, third]
-
-
-def test_gradient_of_a_softmax_holds_a_product() -> None:
-    with watched() as watch:
-        torch.autograd.backward(card_tensor(1024, 4096, dtype=torch.bfloat16).requires_grad_().softmax(-1).sum())
-        torch.autograd.backward(card_tensor(16, 8).requires_grad_().log_softmax(-1).sum())
-    assert watch.of("softmax_product") == [(1024 * 4096 * 2,)]
 
 
 def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:

@@ -321,20 +321,6 @@ def checkpointed_anew(device: str, x: Tensor, w: Tensor) -> None:
     checkpointed(device, x, w, reentrant=False)
 
 
-class Custom(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return torch.mm(x, w)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return torch.mm(grads[0], w.t()), torch.mm(x.t(), grads[0])
-
-
 SCENARIOS = (twice, nested_and_again, disabled_within, without_cache, cleared, no_gradient_then_gradient, inference) + (
     another_dtype_within,
     of_no_leaf,
@@ -425,32 +411,6 @@ def test_a_checkpoint_within_a_backward_pass_within_autocast_keeps_no_weight(car
 
 
 # Behaviour
-
-
-def test_a_softmax_of_fp16_makes_no_copy_and_one_of_bf16_does(card: CardMode) -> None:
-    for dtype, casts in ((HALF, 0), (BF16, 1)):
-        scores = made(4, 4, dtype=dtype, grad=True)
-        with torch.autocast("cuda", dtype), Copies() as copies:
-            out = scores.softmax(-1)
-        assert (out.dtype, len(copies.noted)) == (FP32, casts)
-        backward(out)
-        assert scores.grad is not None
-        assert scores.grad.dtype is dtype
-
-
-def test_what_is_banned_says_so(card: CardMode) -> None:
-    with torch.autocast("cuda", HALF), pytest.raises(RuntimeError, match="unsafe to autocast"):
-        F.binary_cross_entropy(made(2), made(2))
-
-
-def test_a_custom_function_runs_as_it_was_declared(card: CardMode) -> None:
-    x, w = made(2, 4), made(4, 4, grad=True)
-    with torch.autocast("cuda", BF16):
-        out: Tensor = Custom.apply(x, w)  # type: ignore[no-untyped-call]
-    assert out.dtype is BF16
-    backward(out)
-    assert w.grad is not None
-    assert w.grad.dtype is FP32
 
 
 # The end

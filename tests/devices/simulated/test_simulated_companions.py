@@ -10,7 +10,6 @@ import pytest
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.family import make_family
-from autoaccum.devices.simulated.replay import find_heirs
 from autoaccum.devices.simulated.trace import Trace
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
@@ -76,14 +75,6 @@ def test_outputs_that_are_kept_are_there_until_the_next_have_their_name(trace: M
     assert when_made(keeping, forward=0) == when_made(plain, forward=0), "nothing is kept before"
 
 
-def test_an_update_that_keeps_outputs_leaves_what_it_found(trace: Make) -> None:
-    keeping = trace('keeps = "outputs"\n')
-    sizes = [size if isinstance(size, int) else 0 for size in keeping.sizes]
-    heirs = find_heirs(keeping.events, sizes, keeping.last_update)
-    assert heirs is not None
-    assert sorted(sizes[block] for block in heirs) == [LOSS, LOGITS]
-
-
 def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> None:
     plain, averaging = trace(), trace('keeps = "ema"\n')
     for phase in ("forward", "backward", "clip"):
@@ -136,23 +127,6 @@ def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any
     assert failure["blames"] == "user"
     assert "in evaluation: a value is read" in failure["message"]
     assert "`return model(batch[0]).mean().item()`" in failure["message"]
-
-
-def test_the_longest_samples_make_the_batches_of_a_trace(simulated: Callable[..., Any]) -> None:
-    lines = """
-del batch
-dataset = [(torch.zeros(length, 8), 1) for length in (3, 9, 4, 9, 2)]
-def collate(samples):
-    inputs = nn.utils.rnn.pad_sequence([inputs for inputs, _ in samples], batch_first=True)
-    return inputs, torch.tensor([label for _, label in samples])
-class Pooling(Net):
-    def forward(self, x):
-        return super().forward(x.mean(1))
-model = Pooling
-"""
-    assert "defines no 'batch'" in simulated(HEAD + lines)("inspect")["failure"]["message"]
-    reply = simulated(HEAD + lines, worst_of=5)("trace", parts=[6, 6])
-    assert 6 * 9 * 8 * 4 in Trace.from_record(reply["trace"]).sizes
 
 
 def test_what_stands_around_the_step_is_offered_to_be_less(simulated: Callable[..., Any], trace: Make) -> None:

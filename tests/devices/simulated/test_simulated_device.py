@@ -47,11 +47,6 @@ def test_what_the_allocator_is_told_to_keep_to_is_a_budget() -> None:
         device(memory=MemorySize(bytes=20 * GIB), environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
 
 
-def test_settings_that_are_not_simulated_are_refused_at_once() -> None:
-    with pytest.raises(UsageError, match="only PyTorch's own allocator is simulated"):
-        device(environment={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
-
-
 def test_describes_what_is_assumed() -> None:
     described = device().describe()
     assert (described["name"], described["kind"]) == ("rtx3090 (simulated)", "simulated")
@@ -62,12 +57,6 @@ def test_describes_what_is_assumed() -> None:
     expandable = device(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert expandable.describe()["allocator"] == {"expandable_segments": True}
     assert described["source"]
-
-
-def test_what_is_only_assumed_of_a_card_is_said() -> None:
-    notes = device(card=find_card("24GiB")).predict((8, 8)).notes
-    assert notes[1].startswith("what is known of a card with 24.0 GiB: assumed: all of it visible to PyTorch")
-    assert not any("what is known of" in note for note in device().predict((8, 8)).notes)
 
 
 # --- the outcome ----------------------------------------------------------------------------------------------------
@@ -89,14 +78,6 @@ def test_a_trial_that_does_not_says_where_and_what_it_would_take() -> None:
     assert trial.phase in ("forward", "backward")
     assert trial.peak_reserved_bytes > 5 * GIB
     assert trial.message.startswith(f"micro-batch 200 does not fit: {trial.phase} asks for 1.2 GiB more; where nothing")
-
-
-def test_a_trial_may_have_a_smaller_budget_of_its_own() -> None:
-    made = device()
-    peak = made.trial((30, 30)).peak_reserved_bytes
-    trial = made.trial((30, 30), limit_bytes=peak // 2)
-    assert (trial.outcome, trial.limit_bytes, trial.peak_reserved_bytes) == ("oom", peak // 2, peak)
-    assert made.trial((30, 30), limit_bytes=peak).outcome == "ok"
 
 
 def test_what_is_least_is_enough_and_less_is_not() -> None:
@@ -193,13 +174,6 @@ def test_memory_that_shrinks_with_the_batch_does_not_follow_for_ever() -> None:
         assert made.trial((64, 64)).outcome == "ok"
         assert made.trial((200, 199), fresh=True).outcome == "ok"
         assert any("is not what those of 2, 3, 5 promised" in said for said in made.predict((200, 199)).warnings)
-
-
-def test_a_last_part_of_another_size_is_no_contradiction() -> None:
-    made = device()
-    made.trial((30, 30))
-    made.trial((30, 29), fresh=True)
-    assert not made.trial((31, 31)).fresh
 
 
 def test_a_tracer_gets_the_time_that_is_left() -> None:

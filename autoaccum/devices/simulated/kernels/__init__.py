@@ -1,1 +1,1 @@
-"""Which kernel CUDA would choose, and the memory that it takes and keeps."""
+"""The kernels CUDA would choose, and the memory that they take and keep."""

@@ -27,7 +27,7 @@ _DEFAULT_PRIORITY = [1, 2, 0, 3]
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Decide by the card, not by the device that C++ sees (facts 1.4).
+    """Decide by the card, not by the device that C++ sees.
 
     Encoders in evaluation without gradients go the way of training, since their fast path asks masks for values.
     """
@@ -201,7 +201,7 @@ def _operand(tensor: Tensor, *, is_mask: bool = False) -> Operand:
 
 
 def _backends() -> Backends:
-    """What the process allows now."""
+    """Return what the process allows now."""
     flags: dict[Kernel, bool] = {
         "flash": torch._C._get_flash_sdp_enabled(),
         "efficient": torch._C._get_mem_efficient_sdp_enabled(),

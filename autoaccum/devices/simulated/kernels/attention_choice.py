@@ -1,4 +1,9 @@
-"""What attention is asked for, and on what: pure records."""
+"""The kernel `scaled_dot_product_attention` runs on a card: a decision without PyTorch.
+
+The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, in the order in
+which they are asked there. Where a rule came with a release, the release stands beside it. Nested tensors are not
+modelled.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What `scaled_dot_product_attention` was called with."""
+    """A call of `scaled_dot_product_attention`."""
 
     query: Operand
     key: Operand
@@ -47,13 +52,13 @@ class AttentionCall:
 
     @property
     def trains(self) -> bool:
-        """Whether any of query, key and value is differentiated."""
+        """Return whether any of query, key and value is differentiated."""
         return any(operand.requires_grad for operand in (self.query, self.key, self.value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """What the process allows: flags of `torch.backends.cuda`, the order of priority, deterministic mode, cuDNN.
+    """Backends the process allows: flags of `torch.backends.cuda`, the order of priority, deterministic mode, cuDNN.
 
     Attributes:
         enabled: The kernels whose flag is on.
@@ -86,7 +91,7 @@ class Question:
 
     @property
     def big_cudnn_heads(self) -> bool:
-        """Whether cuDNN takes heads of 256 (2.15, sm90 and sm10x, cuDNN after 9.22)."""
+        """Return whether cuDNN takes heads of 256 (2.15, sm90 and sm10x, cuDNN after 9.22)."""
         major, minor = self.card.capability
         fitting = ((major, minor) == (9, 0) or major == 10) and self.backends.cudnn_version > 92_200
         return self.torch_version >= (2, 15) and fitting and not (minor == 7 and self.backends.cudnn_version <= 92_500)

@@ -187,7 +187,7 @@ def _run(
 
 
 def _read(steps: Tensor) -> Tensor:
-    """What `_cudnn_rnn` reads instead of `steps`: a copy unless they are contiguous; autocast has made it fp16."""
+    """The tensor `_cudnn_rnn` reads instead of `steps`: a copy unless they are contiguous; under autocast fp16."""
     if steps.is_contiguous():
         return steps
     halves = torch.is_autocast_enabled("cuda") and steps.dtype != torch.float64

@@ -1,4 +1,4 @@
-"""What cuDNN keeps of a recurrent network between forward and backward: a rule without PyTorch."""
+"""Outputs of cuDNN's recurrent networks for tensors without values, and what is kept between forward and backward."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reserve_bytes(
 
 
 def band_percent(cell: Cell, *, layers: int, directions: int, dropout: bool, projection: int) -> int:
-    """How far off `reserve_bytes` may be, either way, in percent of it."""
+    """Return how far off `reserve_bytes` may be, either way, in percent of it."""
     if cell == "rnn":
         return PLAIN_PERCENT
     measured = directions == 1 and not projection and not (dropout and layers > 1)

@@ -1,4 +1,4 @@
-"""What reductions and indexing take beside their tensors: which rule, by which numbers."""
+"""Memory of reductions and indexing beside their tensors: which rule, by which numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def accumulator_bytes(dtype: torch.dtype) -> int:
 def reductions(
     tensor: Tensor, dims: Sequence[int], *, accumulator: int, element_bytes: int | None = None, unroll: int = 4
 ) -> list[Scratch]:
-    """What a reduction of `tensor` over `dims` (all when there are none) takes."""
+    """Return what a reduction of `tensor` over `dims` (all when there are none) takes."""
     count = tensor.dim()
     reduced = {dim % count for dim in dims} if dims and count else set(range(count))
     numbers = reduction_numbers(

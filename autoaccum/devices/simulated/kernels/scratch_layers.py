@@ -1,4 +1,4 @@
-"""What layers and attention take beside their tensors: which rule, by which numbers."""
+"""Memory of layers and attention beside their tensors: which rule, by which numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _workspace(call: Call, read: int, written: int, layout: torch.memory_format)
 
 
 def _depthwise(call: Call) -> bool:
-    """Whether PyTorch's own kernel may run instead of cuDNN's (ATen/native/Convolution.cpp, use_cudnn_depthwise)."""
+    """Tell whether PyTorch's own kernel may run instead of cuDNN's (Convolution.cpp, use_cudnn_depthwise)."""
     tensor, groups = call["input"], call["groups"]
     return bool(groups > 1 and tensor.shape[1] == groups and not call["transposed"])
 
@@ -175,7 +175,7 @@ def _recurrent(call: Call) -> list[Scratch]:
 
 
 def _reserve(call: Call) -> list[tuple[int, Scratch]]:
-    """How far off the reserve may be, as long as it lives."""
+    """Return how far off the reserve may be, as long as it lives."""
     share = band_percent(
         CELLS[call["mode"]],
         layers=call["num_layers"],
@@ -234,7 +234,7 @@ def _efficient(call: Call) -> list[Scratch]:
 
 
 def _efficient_gradient(call: Call) -> list[Step]:
-    """Where no kernel sums the rows of output times gradient, that is done first, and given back but for the sums."""
+    """Sum the rows of output times gradient first where no kernel does it, and give all back but the sums."""
     query, key, value = call["query"], call["key"], call["value"]
     batch, heads, queries, size = query.shape
     flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(is_strictly_deterministic()))

@@ -50,7 +50,7 @@ _WITH_BIAS = ("addmm", "_addmm_activation")
 
 @dataclass(frozen=True)
 class Seen:
-    """What one operator takes.
+    """Memory that one operator takes.
 
     Attributes:
         transient: Memory until it returns; where that is told, in which order among what it returns.
@@ -64,7 +64,7 @@ class Seen:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the steps tell when it makes what it returns; else it does so first."""
+        """Return whether the steps tell when it makes what it returns; else it does so first."""
         return any(isinstance(step, Returned) for step in self.transient)
 
 
@@ -137,7 +137,7 @@ def _on_card(args: Sequence[Any]) -> bool:
 
 
 def _needs_copy(tensor: Any) -> bool:
-    """Whether cuBLAS cannot read it as it lies (ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas)."""
+    """Return whether cuBLAS cannot read it as it lies (ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas)."""
     if not isinstance(tensor, Tensor) or tensor.dim() < 2:
         return False
     (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -145,6 +145,6 @@ def _needs_copy(tensor: Any) -> bool:
 
 
 def _light(args: Sequence[Any]) -> bool:
-    """Whether a product with a bias goes through cuBLASLt (ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
+    """Tell whether a product with a bias goes through cuBLASLt (Blas.cpp, isInputCompliesAddmmCudaLt)."""
     bias, left, right = args[:3]
     return bool(bias.dim() == 1 and bias.is_contiguous() and left.shape[1] > 1 and right.shape[1] > 1)

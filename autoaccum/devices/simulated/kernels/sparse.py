@@ -47,14 +47,14 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
 
 def has_parts(args: Sequence[Any]) -> bool:
-    """Whether one of `args` is a sparse tensor, or holds one."""
+    """Return whether one of `args` is a sparse tensor, or holds one."""
     return any(
         has_parts(arg) if isinstance(arg, list | tuple) else _PARTS in getattr(arg, "__dict__", ()) for arg in args
     )
 
 
 def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Make, take: Take) -> Any:
-    """What an operator returns that takes sparse tensors, or makes one.
+    """Return what an operator returns that takes sparse tensors, or makes one.
 
     Raises:
         SimulationLimit: It is not known what that takes.

@@ -1,4 +1,4 @@
-"""What tensors do not show: memory that kernels and libraries take beside them. One rule, one place."""
+"""Memory that tensors do not show: what kernels and libraries take beside them. One rule, one place."""
 
 from __future__ import annotations
 

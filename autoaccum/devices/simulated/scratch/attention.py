@@ -152,7 +152,7 @@ def _efficient_tile(numbers: Numbers, card: Card) -> _Tile:
 
 
 def _kernel_sums_rows(numbers: Numbers, card: Card) -> bool:
-    """Whether operators need not do it (`kKernelComputesDelta`): of halves, except wide heads on Volta."""
+    """Return whether operators need not do it (`kKernelComputesDelta`): of halves, except wide heads on Volta."""
     *_, element_bytes, _, _ = numbers
     on_volta = (7, 0) <= card.capability < (7, 5)
     return element_bytes < 4 and (_efficient_tile(numbers, card).in_registers or not on_volta)

@@ -1,4 +1,11 @@
-"""What a rule says about a kernel's own memory; and the workspaces of cuBLAS."""
+"""Estimates of a kernel's own memory, and the workspaces of cuBLAS.
+
+ATen/cuda/CublasHandlePool.cpp (`parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`). Up to 2.14 a workspace is
+kept for each (handle, stream): one for the thread that runs forward passes, one for autograd's. From 2.15 on it is
+allocated for each product and freed, unless `TORCH_CUBLAS_WORKSPACE_CACHE=1`. cuBLASLt, which adds a bias, has one of
+its own in 2.11, kept likewise beside that of cuBLAS; later it shares that one where it is kept
+(pytorch/pytorch#168175), unless `TORCH_CUBLASLT_UNIFIED_WORKSPACE=0`.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +97,7 @@ def product_with_bias(numbers: Numbers, card: Card, torch_version: tuple[int, in
 
 
 def configured_bytes(environment: Mapping[str, str]) -> int:
-    """What `CUBLAS_WORKSPACE_CONFIG` asks for, -1 when it is not set or not understood.
+    """Return what `CUBLAS_WORKSPACE_CONFIG` asks for, -1 when it is not set or not understood.
 
     >>> configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), configured_bytes({})
     (33554432, -1)
@@ -100,7 +107,7 @@ def configured_bytes(environment: Mapping[str, str]) -> int:
 
 
 def configured_lt_bytes(environment: Mapping[str, str]) -> int:
-    """What `CUBLASLT_WORKSPACE_SIZE` (in KiB) asks for, -1 when it is not set or not understood.
+    """Return what `CUBLASLT_WORKSPACE_SIZE` (in KiB) asks for, -1 when it is not set or not understood.
 
     >>> configured_lt_bytes({"CUBLASLT_WORKSPACE_SIZE": "2048"})
     2097152
@@ -110,14 +117,14 @@ def configured_lt_bytes(environment: Mapping[str, str]) -> int:
 
 
 def keeps_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
-    """Whether a workspace stays once it was needed."""
+    """Return whether a workspace stays once it was needed."""
     if torch_version < (2, 15):
         return True
     return bool(_flag(environment, "TORCH_CUBLAS_WORKSPACE_CACHE"))
 
 
 def shares_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
-    """Whether cuBLASLt takes what cuBLAS keeps (`unified_cublas_and_lt_workspaces`)."""
+    """Return whether cuBLASLt takes what cuBLAS keeps (`unified_cublas_and_lt_workspaces`)."""
     asked = _flag(environment, "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
     return torch_version >= (2, 12) if asked is None else asked
 

@@ -97,20 +97,20 @@ def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> E
 
 
 def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """How far off the reserve may be, which is a tensor with a size of its own. Numbers: its bytes, percent of it."""
+    """The band of the reserve, which is a tensor with a size of its own. Numbers: its bytes, percent of it."""
     reserve_bytes, percent = numbers
     return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), measured=False)
 
 
 def _partial_rows(rows: int, columns: int, card: Card) -> int:
-    """How many partial sums there are for each column; 0 where one kernel does it all."""
+    """Return how many partial sums there are for each column; 0 where one kernel does it all."""
     if rows <= 64 * 1024 or columns // 32 >= card.multiprocessors // 2:
         return 0
     return min(32 * 1024 // ceil_div(columns, 32), ceil_div(rows, 32))
 
 
 def _partial_sums(numbers: Numbers, card: Card) -> Numbers:
-    """What the rules of reductions take: partial sums are added up over their rows, in fp32 at least."""
+    """Return what the rules of reductions take: partial sums are added up over their rows, in fp32 at least."""
     rows, columns, element_bytes = numbers
     layout = reduction_layout((_partial_rows(rows, columns, card), columns), (columns, 1), (0,))
     return reduction_numbers(layout, accumulator_bytes=max(4, element_bytes), element_bytes=element_bytes)
@@ -135,13 +135,13 @@ def embedding_indices(numbers: Numbers, card: Card, torch_version: tuple[int, in
 
 
 def embedding_segments(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Where runs of equal indices begin, or their partial sums do. Numbers: as of `embedding_indices`."""
+    """Return where runs of equal indices begin, or their partial sums do. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
     return Estimate(bytes=min(indices, rows) * index_bytes if indices >= least else 0)
 
 
 def embedding_partials(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Where each partial sum begins. Numbers: as of `embedding_indices`."""
+    """Return where each partial sum begins. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
     return Estimate(bytes=_partials(indices, rows, least) * index_bytes)
 
@@ -182,7 +182,7 @@ def scan(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estima
 
 
 def index_threshold(*, bag: bool) -> int:
-    """From how many indices on the gradient of an embedding is sorted (ATen/native/cuda/Embedding.cu)."""
+    """Return from how many indices on the gradient of an embedding is sorted (ATen/native/cuda/Embedding.cu)."""
     return 1 if bag else _FEW_INDICES + 1
 
 

@@ -32,7 +32,7 @@ class _Dimension:
     stride: int
 
     def comes_after(self, other: _Dimension) -> bool | None:
-        """Whether it belongs after `other`; None when nothing decides."""
+        """Return whether it belongs after `other`; None when nothing decides."""
         if (self.out == 0) != (other.out == 0):
             return other.out == 0
         for mine, theirs in ((self.out, other.out), (self.stride, other.stride)):
@@ -45,7 +45,7 @@ class _Dimension:
         return None
 
     def continues(self, inner: _Dimension) -> bool:
-        """Whether walking over it goes on where `inner` ends."""
+        """Return whether walking over it goes on where `inner` ends."""
         if self.size == 1 or inner.size == 1:
             return True
         return inner.size * inner.out == self.out and inner.size * inner.stride == self.stride
@@ -121,7 +121,7 @@ def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 
 
 def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
-    """What the rules take: bytes of an accumulator and of an input, values read at once, then the input's layout."""
+    """Numbers the rules take: bytes of an accumulator and an input, values read at once, the input's layout."""
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 
@@ -178,7 +178,7 @@ def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, lay
 
 
 def _output_vector(layout: Layout) -> int:
-    """How many neighbouring outputs one thread takes: as many of four as shape and strides are multiples of."""
+    """Return how many neighbouring outputs one thread takes: as many of four as shape and strides are multiples of."""
     if layout.strides[layout.reduced] != 1:
         return 1
     numbers = [layout.shape[layout.reduced]]
