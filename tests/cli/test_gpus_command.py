@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner, Result
@@ -52,18 +50,6 @@ def test_a_name_leaves_the_cards_that_have_it_and_tells_their_sources() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("name", "kind"), [("hopper", "Hopper"), ("VOLTA", "Volta")])
-def test_a_generation(name: str, kind: str) -> None:
-    assert {record["architecture"] for record in json.loads(invoke(name, "--json").stdout)} == {kind}
-
-
-def test_a_plain_size_shows_what_is_assumed() -> None:
-    (record,) = json.loads(invoke("24GiB", "--json").stdout)
-    assert (record["total_bytes"], record["measured"]) == (24 * 2**30, False)
-    assert "assumed" in record["source"]
-    assert "assumed" in invoke("24GiB").stdout
-
-
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_no_such_card(flags: list[str]) -> None:
     result = invoke("rtx4091", *flags)
@@ -71,33 +57,3 @@ def test_no_such_card(flags: list[str]) -> None:
     assert result.stderr.startswith("error: there is no 'rtx4091' among the")
     assert "did you mean rtx4090" in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_bad_usage() -> None:
-    assert invoke("a", "b").exit_code == 2
-    assert "see `autoaccum gpus --help`" in invoke("--jsn").stderr
-
-
-def test_help_names_the_command() -> None:
-    assert "  gpus    List the cards that can be simulated." in CliRunner().invoke(main, ["--help"]).stdout
-    assert invoke("--help").stdout.startswith("Usage: autoaccum gpus [OPTIONS] [NAME]")
-
-
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_a_reader_that_went_away_is_no_error(flags: list[str]) -> None:
-    command = [sys.executable, "-m", "autoaccum", "gpus", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        stderr = process.stderr.read()
-    assert (process.returncode, stderr) == (141, b"")
-
-
-def test_it_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom autoaccum.cli import main\n"
-        "try: main(['gpus'])\nexcept SystemExit: pass\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna', 'pynvml')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -151,34 +151,6 @@ def test_the_command_is_offered_as_it_was_called(
     assert f"  {offered} ./-odd.py --target-batch 2 -o plan.json\n" in result.stdout
 
 
-def test_a_script_that_is_on_the_path_needs_no_path(
-    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "autoaccum"
-    script.touch(mode=0o755)
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "  autoaccum plan m.py" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-v"]).stdout
-
-
-def test_no_plan_that_is_there_is_offered_to_be_written(
-    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("plan.json").touch()
-    Path("plan-2.json").touch()
-    assert " -o plan-3.json\n" in CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-v"]).stdout
-
-
-def test_warnings_are_said_once(planned: dict[str, Any]) -> None:
-    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-q"])
-    assert "warning      BatchNorm is not exact\n" in result.stdout
-    assert result.stderr == ""
-    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-q", "--json"])
-    assert json.loads(result.stdout)["warnings"] == ["BatchNorm is not exact"]
-    assert result.stderr == "warning: BatchNorm is not exact\n"
-
-
 def test_a_plan_that_cannot_be_kept_is_shown(
     planned: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from command_line import Done, autoaccum
 
 from autoaccum.planning.records import Plan
@@ -50,20 +49,6 @@ def test_a_table_a_plan_and_a_step(folder: Path) -> None:
     assert "predicted: nothing ran there" in " ".join((folder / "step.py").read_text().split())
 
 
-def test_the_answer_comes_first_and_is_short(folder: Path) -> None:
-    done = run(folder, "--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-q")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    answer, remarks = lines[:6], lines[6:]
-    names = [line[:13].rstrip() for line in answer]
-    assert names == ["micro-batch", "iter_size", "parts", "peak", "device", "train with"]
-    assert [line.split()[0] for line in remarks] == ["note", "note", "note", "-v"]
-    assert "`autoaccum verify` tells" in remarks[0]
-    assert "nothing ran on a card" in remarks[1]
-    assert "keep the learning rate of a batch of 256" in remarks[2]
-    assert remarks[3] == "-v shows 1 more"
-
-
 def test_json_alone_and_no_torch_in_this_process(folder: Path) -> None:
     code = """
 import sys
@@ -91,32 +76,3 @@ def test_a_card_too_small_for_the_model(folder: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: micro-batch 1 does not fit: it would take ")
     assert "where nothing limits it, 20.0 MiB are there: take a smaller model" in last
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--gpu", "rtx9090"], "there is no 'rtx9090' among the"),
-        (["--gpu", "rtx3090", "--device", "cpu"], "both --device cpu and --gpu rtx3090 are given"),
-        (["--gpu", "rtx3090", "--memory", "30GiB"], "a budget of 30.0 GiB is more than the"),
-    ],
-)
-def test_bad_usage_is_refused_before_anything_starts(folder: Path, words: list[str], text: str) -> None:
-    (folder / "model.py").write_text("raise SystemExit('loaded')")
-    done = run(folder, "--target-batch", "16", *words)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert "loaded" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_allocator_that_is_not_simulated_is_refused(folder: Path) -> None:
-    code = """
-import os
-from autoaccum.cli import main
-os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
-main()
-"""
-    done = run(folder, "--target-batch", "16", "--gpu", "rtx3090", code=code)
-    assert done.returncode == 2
-    assert "only PyTorch's own allocator is simulated" in done.stderr

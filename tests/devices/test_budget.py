@@ -5,7 +5,7 @@ import pytest
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.errors import UsageError
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MemorySize
 
 HOST = HostMemory(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
 
@@ -31,10 +31,6 @@ def test_takes_what_is_asked_for_or_free(memory: MemorySize | None, reserve: Mem
     assert choose_budget(HOST, memory, reserve) == budget
 
 
-def test_keeps_a_little_on_a_small_machine() -> None:
-    assert choose_budget(HostMemory(2 * GIB, GIB, "the machine")) == GIB - 256 * MIB
-
-
 @pytest.mark.parametrize(
     ("memory", "reserve", "message"),
     [
@@ -47,8 +43,3 @@ def test_keeps_a_little_on_a_small_machine() -> None:
 def test_refuses_what_cannot_be_had(memory: MemorySize | None, reserve: MemorySize | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose_budget(HOST, memory, reserve)
-
-
-def test_refuses_a_machine_with_nothing_free() -> None:
-    with pytest.raises(UsageError, match="leaves nothing"):
-        choose_budget(HostMemory(GIB, 100 * MIB, "the cgroup /a"))

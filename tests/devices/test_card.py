@@ -32,21 +32,6 @@ def test_what_is_available_is_what_is_held_and_what_is_free() -> None:
     assert make_card().held_outside_bytes == 8 * GIB
 
 
-def test_a_limit_that_is_set_already_counts() -> None:
-    assert make_card(allowed_bytes=12 * GIB).available_bytes == 12 * GIB
-    assert make_card(allowed_bytes=20 * GIB).available_bytes == 16 * GIB
-
-
-def test_never_more_than_the_card_has() -> None:
-    assert make_card(free_bytes=24 * GIB).available_bytes == 24 * GIB
-    assert make_card(free_bytes=24 * GIB).held_outside_bytes == 0
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_visible_cards_are_taken(index: int) -> None:
-    check_index(index, NAMES, None)
-
-
 @pytest.mark.parametrize(
     ("names", "visible", "message"),
     [

@@ -63,24 +63,6 @@ def test_where_the_own_process_cannot_be_told_others_are_those_from_before(proce
     assert report.context_bytes == 400 * MIB
 
 
-def test_without_a_look_before_nobody_is_accused() -> None:
-    now = after(FOREIGN, CardProcess(pid=90210, used_bytes=400 * MIB))
-    report = report_card(MEMORY, NvmlMissing("Unknown Error"), now, own_pid=OWN)
-    assert (report.others, report.context_bytes, report.used_by_others_bytes) == (None, None, None)
-    assert report_card(MEMORY, [], after(), own_pid=OWN).others == ()
-
-
-def test_bytes_that_are_not_told_leave_the_difference() -> None:
-    now = after(FOREIGN, CardProcess(pid=OWN, used_bytes=None))
-    assert report_card(MEMORY, [BEFORE], now, own_pid=OWN).context_bytes == 400 * MIB
-    assert report_card(MEMORY, [OTHER_CARD], now, own_pid=OWN).context_bytes is None
-
-
-def test_a_difference_that_makes_no_sense_is_not_told() -> None:
-    assert report_card(MEMORY, [BEFORE], after(used_bytes=7 * GIB), own_pid=OWN).context_bytes is None
-    assert report_card(MEMORY, [BEFORE], after(used_bytes=None), own_pid=OWN).context_bytes is None
-
-
 def test_processes_on_a_card_that_is_cut_may_be_on_other_slices() -> None:
     own = CardProcess(pid=OWN, used_bytes=400 * MIB)
     whole = dataclasses.replace(after(FOREIGN, own), mig=True)

@@ -94,15 +94,6 @@ def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
     assert not model._forward_hooks
 
 
-def test_fewer_calls_than_before_leave_no_more_names() -> None:
-    kept, model = KeptOutputs(), Net()
-    for calls in (3, 1):
-        with kept.naming(model):
-            for _ in range(calls):
-                model(torch.randn(2, 3))
-        assert len(kept.calls) == calls
-
-
 def test_a_model_that_is_not_called_has_no_outputs_to_keep() -> None:
     def loss(model: Any, batch: Any) -> Tensor:
         return torch.as_tensor(model.forward(batch[0])).mean()
@@ -171,22 +162,6 @@ def test_an_average_has_the_weights_and_buffers_of_the_model(name: str) -> None:
     assert all(0 < by < 0.1 for by in moved[:count]) or name == "half", "0.001 of the way"
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
-def test_odd_models_train_beside_all_of_it(name: str, precision: Any) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs = batch[0].bfloat16() if name == "half" and precision == "fp32" else batch[0]
-        return nn.functional.cross_entropy(model(inputs).float(), batch[1])
-
-    workload = make(model=MODELS[name], loss=loss, keeps=("outputs", "ema"), evaluation_batch=3, precision=precision)
-    rehearsal = Rehearsal(workload, 8)
-    rehearsal.run((4, 4))
-    assert rehearsal.made is not None
-    assert rehearsal.outputs[0].shape == (4, 5)
-    assert rehearsal.made[0].training
-
-
 def test_a_model_that_cannot_be_copied_has_no_average() -> None:
     def model() -> Any:
         made: Any = Net()
@@ -195,18 +170,6 @@ def test_a_model_that_cannot_be_copied_has_no_average() -> None:
 
     with pytest.raises(WorkloadError, match='Net, cannot be copied for its average .*leave "ema" out of keeps'):
         Rehearsal(make(model=model, keeps="ema"), 4).run((2, 2))
-
-
-def test_a_model_that_grows_has_no_average() -> None:
-    class Growing(Net):
-        def forward(self, x: Tensor) -> Any:
-            self.register_buffer("late", torch.ones(2))
-            return super().forward(x)
-
-    with pytest.raises(
-        WorkloadError, match="AveragedModel cannot follow the model .*register no parameters or buffers"
-    ):
-        Rehearsal(make(model=Growing, keeps="ema"), 4).run((2, 2))
 
 
 def test_an_average_follows_every_update() -> None:
@@ -232,28 +195,6 @@ def test_an_evaluation_is_two_passes_without_gradients_whose_outputs_outlive_the
     assert [one() for one in seen] == [None, None]
     assert model.training
     assert torch.is_grad_enabled()
-
-
-def test_by_itself_an_evaluation_is_the_loss_and_holds_the_outputs() -> None:
-    alive: list[bool] = []
-    seen: list[weakref.ref[Tensor]] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        alive.extend(one() is not None for one in seen[-1:])
-        outputs = model(batch[0])
-        seen.append(weakref.ref(outputs))
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-    evaluate(make(loss=loss, evaluation_batch=SIZE), Net())
-    assert alive == [True]
-    assert [one() for one in seen] == [None, None]
-
-
-def test_an_evaluation_runs_in_the_workloads_precision() -> None:
-    told: list[torch.dtype] = []
-    run = lambda model, batch: told.append(model(batch[0]).dtype)  # noqa: E731
-    evaluate(make(evaluation_batch=SIZE, evaluate=run, precision="bf16"), Net())
-    assert told == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -311,13 +252,3 @@ def test_the_evaluation_stands_between_updates() -> None:
     passes = [("evaluation", 2, [None, None])] * 2
     assert told == ["start", "evaluation", *passes, "evaluation", "start", "update", "start"]
     assert rehearsal.phase == "update"
-
-
-def test_a_trial_ends_in_the_evaluation_where_that_fails() -> None:
-    def run(model: nn.Module, batch: Any) -> Any:
-        raise ValueError("no")
-
-    rehearsal = Rehearsal(make(evaluation_batch=2, evaluate=run), 4)
-    with pytest.raises(ValueError, match="no"):
-        rehearsal.run((2, 2))
-    assert rehearsal.phase == "evaluation"

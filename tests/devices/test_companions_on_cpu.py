@@ -100,10 +100,3 @@ def test_what_evaluate_raises_is_the_users(write_workload: Any) -> None:
     assert (trial.outcome, trial.phase, trial.blames) == ("error", "evaluation", "user")
     assert trial.traceback is not None
     assert "in evaluate" in trial.traceback
-
-
-def test_a_process_is_told_what_is_kept_and_what_makes_the_batches(write_workload: Any) -> None:
-    lines = "dataset = [(torch.zeros(512), 1)] * 5\n"
-    with device(write_workload(HEAD + lines), keeps=("outputs", "ema"), evaluation_batch=2, worst_of=3) as made:
-        inspection = made.inspect()
-    assert (inspection.keeps, inspection.evaluation_batch, inspection.worst_of) == (("outputs", "ema"), 2, 3)

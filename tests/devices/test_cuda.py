@@ -56,16 +56,6 @@ def test_a_budget_is_what_is_asked_for_or_free(
     assert choose_card_budget(REPORT, memory, reserve) == budget
 
 
-def test_a_small_card_keeps_room_for_kernels_that_are_loaded_late() -> None:
-    small = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, free_bytes=4 * GIB, reserved_bytes=0))
-    assert choose_card_budget(small) == 4 * GIB - 256 * MIB
-
-
-def test_a_limit_on_the_allocator_bounds_the_budget() -> None:
-    limited = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, allowed_bytes=6 * GIB))
-    assert choose_card_budget(limited, None, size(GIB)) == 5 * GIB
-
-
 def test_a_budget_beyond_what_is_free_names_who_holds_the_rest() -> None:
     with pytest.raises(UsageError) as seen:
         choose_card_budget(REPORT, size(20 * GIB))
@@ -74,12 +64,6 @@ def test_a_budget_beyond_what_is_free_names_who_holds_the_rest() -> None:
         "holds 8.0 GiB, process 1502 holds 310 MiB: lower --memory, leave it away to use what is free, or end other "
         "programs"
     )
-
-
-def test_a_card_with_nothing_free_names_them_too() -> None:
-    full = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, free_bytes=0))
-    with pytest.raises(UsageError, match=r"leaves nothing of the 20\.0 MiB that are free; process 4711 holds 8\.0 GiB"):
-        choose_card_budget(full)
 
 
 OWN_PID = 99
@@ -120,13 +104,6 @@ def test_a_plan_records_the_card_and_who_was_on_it() -> None:
         {"pid": 4711, "used_bytes": 8 * GIB},
     ]
     assert (described["driver"], described["nvml_missing"]) == ("580.95.05", None)
-
-
-def test_what_nobody_told_is_none() -> None:
-    described = describe_card(CardReport(memory=REPORT.memory, nvml_missing="Driver Not Loaded"))
-    for name in ("context_bytes", "used_by_others_bytes", "other_processes", "driver", "mig", "slice"):
-        assert described[name] is None
-    assert described["nvml_missing"] == "Driver Not Loaded"
 
 
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])

@@ -73,17 +73,6 @@ def test_a_dead_context_is_an_error_and_never_a_shortage(text: str, blames: str)
     assert "report it" not in failure.message
 
 
-def test_a_doubtful_shortage_stays_doubtful() -> None:
-    failure = describe(RuntimeError("could not create a primitive"))
-    assert (failure.outcome, failure.certain) == ("oom", False)
-
-
-def test_a_shortage_behind_an_error_of_ours_is_a_shortage() -> None:
-    error = WorkloadError("batch(8) raised")
-    error.__cause__ = MemoryError()
-    assert describe(error).outcome == "oom"
-
-
 @pytest.mark.parametrize(
     ("error", "blames", "message"),
     [

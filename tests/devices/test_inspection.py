@@ -42,24 +42,6 @@ def test_tells_what_will_be_trained() -> None:
     assert inspection.environment["threads"] == torch.get_num_threads()
 
 
-def test_tied_parameters_count_once() -> None:
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        model[1].weight = model[0].weight
-        return model
-
-    inspection = inspect_workload(make(tied), share=8)
-    assert inspection.parameters == 16 + 4 + 4 + 10
-    assert inspection.parameter_bytes == 4 * inspection.parameters
-
-
-def test_names_batchnorm() -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    (warning,) = inspect_workload(make(model), share=8).accumulation_warnings
-    assert "BatchNorm" in warning
-    assert " 1:" in warning
-
-
 def test_passes_on_what_the_check_of_the_weighting_says() -> None:
     def tokens(size: int) -> tuple[Tensor, Tensor]:
         targets = torch.randint(0, 2, (size, 6))
@@ -72,10 +54,6 @@ def test_passes_on_what_the_check_of_the_weighting_says() -> None:
 
     warnings = inspect_workload(make(batch=tokens, criterion=None, loss=token_mean), share=8).warnings
     assert warnings
-
-
-def test_a_share_of_one_sample_is_inspected_with_one() -> None:
-    assert inspect_workload(make(), share=1).parameters == 10
 
 
 def test_names_what_accumulation_changes() -> None:
@@ -135,8 +113,3 @@ def test_an_instance_is_left_as_it_was() -> None:
 def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         inspect_workload(workload, share=8)
-
-
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="adamww"):
-        inspect_workload(make(), share=8, optimizer="adamww")

@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from autoaccum.devices import meters
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card_meter import CardMeter
 from autoaccum.devices.child import Child
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.host_meter import HostMeter
-from autoaccum.devices.meters import make_meter, warm_up
+from autoaccum.devices.meters import warm_up
 from autoaccum.devices.process import child_environment
 from autoaccum.devices.recording import Reading
-from autoaccum.devices.rehearsal import place_model, wait_for
 from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError, UsageError
 
@@ -146,13 +142,6 @@ def test_a_worker_on_a_card_that_is_not_there_is_a_usage_error(write_workload: A
         Worker(TrialSettings(reference=write_workload(WORKLOAD), share=4), "cuda:5")
 
 
-def test_meters_by_name() -> None:
-    assert isinstance(make_meter("cpu"), HostMeter)
-    card = make_meter("cuda:3")
-    assert isinstance(card, CardMeter)
-    assert card.device == torch.device("cuda", 3)
-
-
 HOST_METER = """
 import torch
 from autoaccum.devices.host_meter import HostMeter
@@ -186,16 +175,6 @@ def test_the_hosts_meter_sees_what_is_taken_and_refuses_what_is_beyond() -> None
     command = [sys.executable, "-c", HOST_METER]
     seen = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     assert seen.stdout.split() == ["refused", "granted"], seen.stderr
-
-
-def test_models_stay_where_they_are_unless_a_card_is_meant() -> None:
-    model = nn.Linear(2, 2)
-    for device in (None, torch.device("cpu")):
-        assert place_model(model, device) is model
-        wait_for(device)
-    moved = place_model(model, torch.device("meta"))
-    assert moved is model
-    assert moved.weight.device.type == "meta"
 
 
 def test_the_environment_of_a_card_tells_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

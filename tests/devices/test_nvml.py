@@ -76,12 +76,6 @@ def test_a_slice() -> None:
     assert (card.total_bytes, card.reserved_bytes, card.processes) == (4864 * MIB, 0, ())
 
 
-@pytest.mark.parametrize(("mode", "mig"), [([1, 1], True), ([0, 0], False), ([0, 1], False), (NOT_SUPPORTED, None)])
-def test_the_current_mode_counts_not_the_pending(mode: Any, mig: bool | None) -> None:
-    card = parse_card({**RTX_3090, "mig_mode": mode})
-    assert (card.mig, card.slice) == (mig, None)
-
-
 def test_without_permission_the_processes_are_not_told() -> None:
     card = parse_card({**RTX_3090, "compute": NO_PERMISSION, "compute_v2": NO_PERMISSION, "graphics": NO_PERMISSION})
     assert card.processes is None
@@ -92,23 +86,6 @@ def test_without_permission_the_processes_are_not_told() -> None:
 def test_where_the_driver_does_not_tell_a_process_is_known_without_its_bytes(used: int | None) -> None:
     card = parse_card({**RTX_3090, "compute": [SimpleNamespace(pid=7, usedGpuMemory=used)], "graphics": NOT_SUPPORTED})
     assert card.processes == (CardProcess(pid=7, used_bytes=None),)
-
-
-def test_no_answer_at_all() -> None:
-    card = parse_card(dict.fromkeys(RTX_3090, NvmlMissing("GPU is lost")))
-    assert card == Nvml(
-        uuid="",
-        driver=None,
-        cards=None,
-        total_bytes=None,
-        free_bytes=None,
-        used_bytes=None,
-        reserved_bytes=None,
-        mig=None,
-        slice=None,
-        processes=None,
-    )
-    assert card == parse_card({})
 
 
 class Recorded:
@@ -142,10 +119,6 @@ class Recorded:
 def test_a_card_is_found_with_and_without_its_prefix(prefix: str, given: str) -> None:
     library = Recorded(f"{prefix}abc")
     assert find_card(library, f"{prefix}abc" if given else "abc") == f"the handle of {prefix}abc"
-
-
-def test_an_unknown_uuid_is_a_value() -> None:
-    assert find_card(Recorded("GPU-abc"), "xyz") == NvmlMissing("no card MIG-xyz: Not Found")
 
 
 def test_every_question_is_put_whatever_the_others_gave() -> None:

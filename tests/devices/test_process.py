@@ -91,20 +91,6 @@ def test_tells_whether_it_has_died_without_being_asked(start: Start) -> None:
     assert child.has_died()
 
 
-def test_lives_in_a_session_and_a_group_of_its_own_with_an_empty_stdin(start: Start) -> None:
-    child = start("answer(session=os.getsid(0), group=os.getpgid(0), stdin=sys.stdin.read())")
-    assert child.ask({}, 10) == {"session": child.pid, "group": child.pid, "stdin": ""}
-
-
-def test_finds_this_very_autoaccum_and_repeatable_memory(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "autoaccum.py").write_text("raise ImportError('the wrong one')")
-    monkeypatch.chdir(tmp_path)
-    child = start("import autoaccum; answer(file=autoaccum.__file__, arenas=os.environ['MALLOC_ARENA_MAX'])")
-    assert child.ask({}, 10) == {"file": str(PACKAGE_ROOT / "autoaccum" / "__init__.py"), "arenas": "1"}
-
-
 def test_passes_what_the_child_prints_line_by_line(start: Start) -> None:
     lines: list[str] = []
     child = start("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half'); answer()", lines.append)
@@ -160,21 +146,6 @@ def test_a_child_that_hangs_is_ended(start: Start) -> None:
     assert wait_until_gone(child.pid)
 
 
-def test_a_child_that_floods_its_output_still_meets_the_limit(start: Start) -> None:
-    seen: list[str] = []
-    child = start("while True: os.write(1, b'x' * 8000 + b'\\n')", seen.append)
-    with pytest.raises(ChildDied, match="was ended after"):
-        child.ask({}, 0.5)
-    assert seen
-
-
-def test_a_child_that_never_reads_and_is_dead_already_is_noticed(start: Start) -> None:
-    child = start("os._exit(4)")
-    os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(ChildDied, match="was ended by SIGKILL"):
-        child.ask({"filler": "x" * 1000}, 10)
-
-
 def test_a_kill_counts_as_out_of_memory_only_when_the_kernel_counted_one(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,24 +171,6 @@ def test_an_interrupt_ends_the_child_and_goes_on(start: Start) -> None:
     with pytest.raises(KeyboardInterrupt):
         child.ask({}, 30)
     assert wait_until_gone(child.pid)
-
-
-def test_a_listener_that_fails_ends_the_child(start: Start) -> None:
-    def fail(line: str) -> None:
-        raise RuntimeError(line)
-
-    child = start("print('hello', flush=True); time.sleep(60)", fail)
-    with pytest.raises(RuntimeError, match="hello"):
-        child.ask({}, 30)
-    assert wait_until_gone(child.pid)
-
-
-def test_no_descriptor_is_left_open(start: Start) -> None:
-    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    child = start("answer()", lambda line: None)
-    child.ask({}, 10)
-    child.end()
-    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_a_python_that_cannot_be_started_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

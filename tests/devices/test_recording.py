@@ -47,24 +47,12 @@ def test_a_trial_that_ran_by_retries_is_tight(retries: int, refusals: int, messa
     assert trial.message == message
 
 
-def test_an_out_of_memory_is_one_whatever_the_retries() -> None:
-    told = reply(OOM, peak_reserved_bytes=GIB, retries=1, refusals=1, available_bytes=5 * GIB)
-    trial = record_reply(told, 4 * GIB, ABOUT)
-    assert (trial.outcome, trial.phase, trial.message) == ("oom", "backward", OOM["message"])
-
-
 def test_a_budget_that_others_have_eaten_into_is_told() -> None:
     told = reply(OOM, peak_reserved_bytes=GIB, retries=1, refusals=1, available_bytes=GIB)
     assert record_reply(told, 4 * GIB, ABOUT).message == (
         "micro-batch 8, backward ran out of memory; only 1.0 GiB of the budget of 4.0 GiB were there: other processes "
         "have taken the rest since"
     )
-
-
-def test_a_dead_context_tells_no_free_bytes() -> None:
-    failure = {"outcome": "error", "message": "broken", "blames": "user"}
-    trial = record_reply(reply(failure, peak_reserved_bytes=GIB, retries=0), 4 * GIB, ABOUT)
-    assert (trial.outcome, trial.message, trial.blames) == ("error", "broken", "user")
 
 
 def test_the_hosts_count_is_coarse_and_its_limit_is_not() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.rehearsal import Rehearsal, take_parts
+from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
 
@@ -47,11 +47,6 @@ def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workl
 def test_the_whole_share_is_one_micro_batch_per_update(workload: Workload, seen: Seen) -> None:
     Rehearsal(workload, share=5).run((5,))
     assert [(size, has_gradient) for size, has_gradient, _ in seen] == [(5, False), (5, False)]
-
-
-def test_parts_may_need_more_than_the_share_has(workload: Workload, seen: Seen) -> None:
-    Rehearsal(workload, share=5).run((4, 4))
-    assert [size for size, _, _ in seen] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -123,9 +118,3 @@ def test_without_an_update_there_is_no_peak_to_report() -> None:
     )
     with pytest.raises(WorkloadError, match="no update was made"):
         Rehearsal(workload, share=4).run((2, 2))
-
-
-def test_takes_nothing_twice_where_there_is_enough() -> None:
-    batch = torch.arange(7)
-    assert [part.tolist() for part in take_parts(batch, 7, [3, 2, 2])] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [part.tolist() for part in take_parts(batch, 7, [5, 5])] == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from asking import make_settings
 from autoaccum.devices import child_device
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.process import PACKAGE_ROOT, SpareChild
+from autoaccum.devices.process import SpareChild
 from autoaccum.units import MIB
 
 LOADED = "loaded.txt"
@@ -98,13 +96,6 @@ def test_the_spare_imports_and_waits_without_loading_the_workload_or_starting_th
     assert str(spare) not in [pid for pid, _ in loads(settings)]
 
 
-def test_a_spare_that_died_is_no_loss(device: CpuDevice) -> None:
-    device.trial((1, 1))
-    os.kill(spare_of(device).pid, signal.SIGKILL)
-    assert wait_until(lambda: spare_of(device)._process.has_died())
-    assert device.trial((1, 1), fresh=True).outcome == "ok"
-
-
 def test_a_spare_from_other_surroundings_is_not_used(
     device: CpuDevice, settings: TrialSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,22 +127,3 @@ def test_there_is_none_before_the_budget_is_read_nor_without_room_nor_after_clos
         assert spare_of(device).pid in children_of(os.getpid())
     assert device._spare is None
     assert children_of(os.getpid()) == before
-
-
-def test_a_parent_that_is_killed_leaves_no_spare(settings: TrialSettings) -> None:
-    script = f"""
-from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.cpu import CpuDevice
-device = CpuDevice(TrialSettings(reference={settings.reference!r}, share=8))
-device.trial((1, 1))
-print(device._worker.pid, device._spare.pid, flush=True)
-device.trial((5, 5))
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=PACKAGE_ROOT
-    ) as parent:
-        assert parent.stdout is not None
-        pids = parent.stdout.readline().split()
-        parent.kill()
-    assert len(pids) == 2
-    assert wait_until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in pids))
