@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import options
-from autoaccum.cli.parameters import count, natural, positive
-from autoaccum.cli.streams import stdout_kept
-from autoaccum.cli.words import running_words
+from autoaccum.cli.flags import count, natural, options, positive
+from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
 from autoaccum.training.events import CheckpointWritten, Started, Updated
 

@@ -1,13 +1,78 @@
-"""The flags of what several commands take: one for each field of `autoaccum.options.Options`."""
+"""The flags of what several commands take, one for each field of `autoaccum.options.Options`, and kinds of values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import click
 
-from autoaccum.cli.parameters import count, seconds
+_MOST_SHOWN = 40
+
+
+def count(text: str | int) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    return _whole(text, 1)
+
+
+def natural(text: str | int) -> int:
+    """A whole number of at least 0.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    return _whole(text, 0)
+
+
+def positive(text: str | float) -> float:
+    """A number above 0; infinity is one.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    number = _number(text)
+    if not number > 0:
+        raise click.BadParameter(f"{_shown(text)} is not a number above 0")
+    return number
+
+
+def seconds(text: str | float) -> float:
+    """A finite number of seconds, more than 0.
+
+    Raises:
+        click.BadParameter: It is not.
+    """
+    number = _number(text)
+    if not math.isfinite(number) or number <= 0:
+        raise click.BadParameter(f"{_shown(text)} is not a number of seconds above 0")
+    return number
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _whole(text: str | int, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise click.BadParameter(f"{_shown(text)} is not a whole number of at least {least}") from None
+    if number < least:
+        raise click.BadParameter(f"{number} is too small, the least is {least}")
+    return number
+
+
+def _shown(text: object) -> str:
+    return repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

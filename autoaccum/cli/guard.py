@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import options
-from autoaccum.cli.parameters import count, seconds
+from autoaccum.cli.flags import count, options, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:

@@ -1,11 +1,18 @@
-"""The files that a plan leaves behind: settled before any trial, written when all is known."""
+"""What a command leaves behind: files that are settled before any trial, a stdout of its own, commands to offer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
 
 from autoaccum.errors import UsageError
 
@@ -143,3 +150,64 @@ def check_apart(option: str, file: str, workload: str) -> None:
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))
     if Path(file).resolve() in (path.resolve() for path in sources):
         raise UsageError(f"{option} names the workload itself, {file}", hint="choose another name")
+
+
+def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:
+    """The command line that is running, in an order of its own.
+
+    Args:
+        without: Names of parameters to leave out.
+        instead: Values by name for parameters that were given.
+    """
+    context = click.get_current_context()
+    words = [*_program(), context.command.name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if not given or name in without:
+            continue
+        value = (instead or {}).get(name, context.params[name])
+        if isinstance(parameter, click.Argument):
+            words.append(f"./{value}" if value.startswith("-") else value)
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [parameter.opts[0], _word(each)]
+    return words
+
+
+def _word(value: Any) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _program() -> list[str]:
+    """How this program was called, so that what is offered can be pasted."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parent.name == "autoaccum":
+        found = shutil.which("python")
+        return ["python" if found and found == sys.executable else sys.executable, "-m", "autoaccum"]
+    found = shutil.which("autoaccum")
+    if called.name != "autoaccum" or (found and called.exists() and Path(found).samefile(called)):
+        return ["autoaccum"]
+    return [sys.argv[0]]
+
+
+@contextmanager
+def stdout_kept() -> Iterator[None]:
+    """What the workload prints, by whatever means, goes to stderr: stdout is for what the command came to."""
+    kept = os.dup(1)
+    try:
+        _flush_stdout()
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush_stdout()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush_stdout() -> None:
+    with suppress(OSError, ValueError, AttributeError):  # Closed, full, or never there.
+        sys.stdout.flush()

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import options
-from autoaccum.cli.outputs import Outputs
-from autoaccum.cli.parameters import count
-from autoaccum.cli.words import running_words
+from autoaccum.cli.flags import count, options
+from autoaccum.cli.outputs import Outputs, running_words
 
 if TYPE_CHECKING:
     from autoaccum.planning.events import Event

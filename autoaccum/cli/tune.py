@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import options
-from autoaccum.cli.parameters import count, natural, seconds
+from autoaccum.cli.flags import count, natural, options, seconds
 from autoaccum.cli.tune_offers import offers
 from autoaccum.cli.tune_outputs import TuneOutputs
 from autoaccum.cli.tune_seen import Seen, say

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.words import running_words
+from autoaccum.cli.outputs import running_words
 
 if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning

@@ -6,11 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import options
-from autoaccum.cli.outputs import check_apart
-from autoaccum.cli.parameters import count
-from autoaccum.cli.streams import stdout_kept
-from autoaccum.cli.words import running_words
+from autoaccum.cli.flags import count, options
+from autoaccum.cli.outputs import check_apart, running_words, stdout_kept
 
 if TYPE_CHECKING:
     from autoaccum.verification.records import Verification

@@ -141,7 +141,7 @@ def report_card(
         mig=now.mig,
         slice=now.slice,
         context_bytes=_context_bytes(memory, earlier, now, own),
-        others=_others(now, earlier, own),
+        others=_others(now, own),
     )
 
 
@@ -155,19 +155,16 @@ def _own_process(now: Nvml, earlier: Nvml | None, own_pid: int) -> CardProcess |
     return arrived[0] if len(arrived) == 1 else None
 
 
-def _others(now: Nvml, earlier: Nvml | None, own: CardProcess | None) -> tuple[CardProcess, ...] | None:
-    """All but the own process; where that is not known, those that were there before it.
+def _others(now: Nvml, own: CardProcess | None) -> tuple[CardProcess, ...] | None:
+    """All but the own process; None where that is not known.
 
     Of a card that is cut into slices, NVML tells the processes of all of them: those on other slices hold nothing here.
     """
     if now.processes is None or (now.mig and now.slice is None):
         return None
-    if own is not None:
-        return tuple(process for process in now.processes if process != own)
-    if earlier is None or earlier.processes is None:
+    if own is None:
         return None if now.processes else ()
-    known = {process.pid for process in earlier.processes}
-    return tuple(process for process in now.processes if process.pid in known)
+    return tuple(process for process in now.processes if process != own)
 
 
 def _context_bytes(memory: CardMemory, earlier: Nvml | None, now: Nvml, own: CardProcess | None) -> int | None:
