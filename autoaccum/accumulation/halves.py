@@ -54,8 +54,11 @@ _MOST_WORK, _MOST_WIDE_WORK, _WORK_OF_AN_OP = 10**10, 10**9, 10**6
 _MOVES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
 """By how much parameters are moved, relative to their size; two numbers are fitted to the losses under all of them."""
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}
-_HALF_TOLERANCE = 5e-2
+_TOLERANCE, _HALF_TOLERANCE, _STILL = {torch.float64: 1e-8, torch.float32: 5e-5}, 5e-2, 1e-6
+
+
+_LARGE = Coupling(reason="the model is too large for an experiment beside it")
+_FIXED = Coupling(reason="the model cannot be copied")
 
 
 class _TooMuchWork(BaseException):
@@ -77,8 +80,8 @@ class _WorkLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run `func` and count it."""
         result = func(*args, **(kwargs or {}))
         self.done += _WORK_OF_AN_OP
-        if (flops := self._registry.get(func._overloadpacket)) is not None:
-            self.done += flops(*args, **(kwargs or {}), out_val=result)
+        with suppress(Exception):  # Of an operator that is not in the table, or not as it expects.
+            self.done += self._registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
         if self.done > self._most:
             raise _TooMuchWork
         return result
@@ -87,41 +90,29 @@ class _WorkLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def check_workload(workload: Workload, model: nn.Module) -> Coupling:
     """Find out whether the workload's samples are coupled; whatever goes wrong is the reason of what is returned.
 
-    Args:
-        workload: The workload; its model is built once more.
-        model: One that was built of it, to tell its size by.
+    The workload's model is built once more; `model`, which was built of it before, tells its size.
     """
 
     def look() -> Coupling:
         own, copied = make_copy(workload)
         each = workload.multiple_of or 1
-        part = -(-_PART // each) * each
-        batch = take_small_batch(workload, 2 * part)
+        batch = take_small_batch(workload, 2 * each * -(-_PART // each))
         return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
 
     return _guarded(model, look)
 
 
 def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
-    """Find out whether the samples of a model that is to be trained are coupled; nothing of it is changed.
-
-    Args:
-        model: The model.
-        objective: Its loss.
-        batch: Four samples.
-        batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
-    """
+    """Find out whether the samples of a model that is to be trained are coupled, by four; nothing of it is changed."""
 
     def look() -> Coupling:
         own, copied = copy_model(model)
-        prepare(own) if copied else None
-        return _check(own, objective, batch, batchnorm) if copied else _FIXED
+        if not copied:
+            return _FIXED
+        prepare(own)
+        return _check(own, objective, batch, batchnorm)
 
     return _guarded(model, look)
-
-
-_LARGE = Coupling(reason="the model is too large for an experiment beside it")
-_FIXED = Coupling(reason="the model cannot be copied")
 
 
 def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
@@ -147,7 +138,7 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     with suppress(Exception, SystemExit):  # What is raised is told by the experiment.
         for one in (split_batch(narrow, sizes)[0], narrow):  # What the user caches has the training's type.
             with limit if limit.done == 0 else nullcontext():
-                _Halves(model, objective, one, sizes).run(one)
+                _Halves(model, objective, sizes, {}).run(one)
     if limit.done <= _MOST_WIDE_WORK:
         with suppress(Exception, SystemExit):  # What does not work in float64 may work as it is.
             wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
@@ -182,7 +173,7 @@ def find_coupling(
         parts = [part for part, size in zip(split_batch(batch, list(sizes)), sizes, strict=True) if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
         with own_randomness(), _uncompiled():
-            return _Halves(model, objective, together, filled, beside).find(parts)
+            return _Halves(model, objective, filled, beside).find([together, *parts])
     except (Exception, SystemExit) as error:
         return Coupling(reason=_reason_of(error))
 
@@ -191,41 +182,35 @@ class _Halves:
     """The runs of one experiment."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        together: Any,
-        sizes: Sequence[int],
-        beside: Mapping[str, nn.Module] = MappingProxyType({}),
+        self, model: nn.Module, objective: Objective, sizes: Sequence[int], beside: Mapping[str, nn.Module]
     ) -> None:
-        self._model, self._objective, self._beside = model, objective, beside
-        self._together, self._sizes = together, sizes
+        self._model, self._objective, self._sizes, self._beside = model, objective, sizes, beside
         self._dtype = torch.float32
         self.drawn: list[Any] = []
 
-    def find(self, parts: Sequence[Any]) -> Coupling:
-        still, again = self.run(self._together), self.run(self._together)
-        if any(again[name] != term and not math.isnan(term) for name, term in still.items()):
+    def find(self, batches: Sequence[Any]) -> Coupling:
+        """Find what couples the samples of a whole batch, which is followed by its two parts."""
+        still, again = self.run(batches[0]), self.run(batches[0])
+        if any(abs(again[name] - term) > _STILL * abs(term) for name, term in still.items()):
             return Coupling(reason="the loss differs from run to run")
         self.drawn.clear()
-        plain = [[self.run(batch) for batch in (self._together, *parts)] for _ in self._moved()]
+        plain = [[self.run(batch) for batch in batches] for _ in self._moved()]
         if reason := self._drawn_otherwise():
             return Coupling(reason=reason)
         mixes = self._mixes(plain)
-        if not mixes:
-            reason = "the loss does not depend on the parameters" if mixes is None else None
-            return Coupling(loss=mixes, reason=reason)
-        return self._name(parts)
+        if mixes:
+            return self._name(batches)
+        return Coupling(loss=mixes, reason="the loss does not depend on the parameters" if mixes is None else None)
 
-    def _name(self, parts: Sequence[Any]) -> Coupling:
+    def _name(self, batches: Sequence[Any]) -> Coupling:
         """Find the modules whose own code couples: behind them, halves go on with what the whole has computed."""
         found: dict[str | None, None] = {}
         pairs: dict[str, None] = {}
         losses = []
         for _ in self._moved():
             recorder = ModuleCalls(self._sizes, found, pairs)
-            losses.append([self.run(self._together, recorder)])
-            for index, part in enumerate(parts):
+            losses.append([self.run(batches[0], recorder)])
+            for index, part in enumerate(batches[1:]):
                 recorder.part = index
                 losses[-1].append(self.run(part, recorder))
         coupling = [name for name in dict.fromkeys([*found, *pairs]) if name is not None]
