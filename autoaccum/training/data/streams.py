@@ -132,13 +132,12 @@ class StreamSource(Source):
         self._rest = None
         self._may_reopen = self._is_stateful
         # What the data keeps from epoch to epoch, as an order it draws by itself, belongs to where this one begins.
-        self._place = self._committed = self._here() if epoch > 0 else self._here(own=None)
+        self._place = self._committed = self._here(keeps=epoch > 0)
 
-    def _here(self, **known: Any) -> dict[str, Any]:
-        if "own" not in known:
-            keeps = self.keeps_place and self._is_stateful
-            known["own"] = {"data": copy.deepcopy(self._data.state_dict()), "rest": self._rest} if keeps else None
-        return {"epoch": self._epoch, "windows": self._windows, "ended": self._ended, **known}
+    def _here(self, *, keeps: bool = True) -> dict[str, Any]:
+        keeps = keeps and self.keeps_place and self._is_stateful
+        own = {"data": copy.deepcopy(self._data.state_dict()), "rest": self._rest} if keeps else None
+        return {"epoch": self._epoch, "windows": self._windows, "ended": self._ended, "own": own}
 
     def _prepare(self) -> None:
         """Open the data, unless it is open, and seed for the next window."""
