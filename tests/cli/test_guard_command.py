@@ -117,15 +117,6 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
     }
 
 
-def test_nothing_asked_for_is_everything(guard: Guard, folder: Path) -> None:
-    assert invoke("--baseline", "HEAD~1").exit_code == 0
-    assert guard.asked["wanted"] == [Case()]
-    assert guard.asked["baseline"] == "HEAD~1"
-    assert guard.asked["tolerance"] is None
-    assert guard.asked["on_output"] is None, "it goes to stderr by itself"
-    assert guard.asked["project"].lock == folder.resolve() / "locks" / "memory.lock"
-
-
 @pytest.mark.parametrize("words", [["--json"], ["--format", "json"], ["--json", "--format", "json"]])
 def test_json_is_alone_on_stdout(guard: Guard, words: list[str]) -> None:
     guard.answer = ALL
@@ -133,11 +124,6 @@ def test_json_is_alone_on_stdout(guard: Guard, words: list[str]) -> None:
     assert result.exit_code == 1
     assert json.loads(result.stdout)["exit_code"] == 1
     assert result.stdout == ALL.to_json()
-
-
-def test_markdown_is_alone_on_stdout(guard: Guard) -> None:
-    guard.answer = ALL
-    assert invoke("--format", "markdown").stdout == report_markdown(ALL)
 
 
 def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) -> None:
@@ -164,12 +150,6 @@ def test_another_form_writes_no_commands_under_github_actions(guard: Guard, fold
     assert result.stdout == report_text(report(UNCHANGED))
     assert not summary.exists()
     assert ": :error::of the workload" in result.stderr
-
-
-def test_a_summary_that_cannot_be_written_is_a_warning(guard: Guard) -> None:
-    result = invoke("--format", "github", "-q", env={"GITHUB_STEP_SUMMARY": "/nowhere/summary.md"})
-    assert result.exit_code == 0
-    assert "warning: the step's summary cannot be written (No such file or directory)\n" in result.stderr
 
 
 def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
@@ -221,18 +201,6 @@ def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, wo
     assert result.exit_code == 2
     assert told in result.stderr
     assert guard.asked == {}
-
-
-def test_a_folder_that_is_there_no_more_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = folder / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    result = invoke()
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "error: the current folder is not there any more: change to one that is\n",
-    )
 
 
 def test_an_interrupted_guard_says_so(guard: Guard) -> None:

@@ -20,10 +20,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     return as_locked(measure_here(BASE, tmp_path_factory.mktemp("project")).measurement)
 
 
-def test_they_are_many() -> None:
-    assert len({refactoring.name for refactoring in REFACTORINGS}) == len(REFACTORINGS) >= 20
-
-
 @pytest.mark.parametrize("refactoring", REFACTORINGS, ids=lambda refactoring: refactoring.name)
 def test_each_passes(refactoring: Refactoring, locked: Measurement, tmp_path: Path) -> None:
     source, files = BASE, {}

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from html import unescape
 from pathlib import Path
 
 import pytest
-from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, report
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from autoaccum.errors import UsageError
-from autoaccum.guarding.records import Growth, Judgement
+from autoaccum.guarding.records import Judgement
 from autoaccum.reporting.guard_github import (
     annotation_lines,
     code,
     command,
-    error_annotation,
     escape,
     harmless,
     report_markdown,
@@ -68,22 +65,6 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
     assert unmeasured[2] == "model() raised ValueError: 50 %, ::error::told"
     assert improved is not None
     assert improved[0] == "notice"
-
-
-def test_what_is_well_is_not_annotated(folder: Path) -> None:
-    assert list(annotation_lines(report(UNCHANGED), folder, {})) == []
-
-
-def test_a_workload_that_is_not_there_is_annotated_without_a_place(tmp_path: Path) -> None:
-    (line,) = annotation_lines(report(UNMEASURED), tmp_path, {})
-    found = taken(line)
-    assert found is not None
-    assert list(found[1]) == ["title"]
-
-
-def test_an_error_before_the_report_is_annotated() -> None:
-    found = taken(error_annotation(UsageError("100 % is no size", hint="write\nanother")))
-    assert found == ("error", {"title": "autoaccum guard"}, "100 % is no size: write\nanother")
 
 
 @given(st.text(), st.text())
@@ -187,13 +168,6 @@ def test_a_traceback_cannot_leave_its_box() -> None:
     assert "<pre>a<br><br>&#60;/pre>" in html
     assert html.count("</pre>") == 1
     assert "<table>" not in html.split("<pre>")[1]
-
-
-def test_many_growths_are_cut() -> None:
-    grown = tuple(Growth(category="activations", module=f"b{number}", bytes=2**20) for number in range(25))
-    text = report_markdown(report(dataclasses.replace(REGRESSED, growths=grown)))
-    assert text.count("| activations of b") == 20
-    assert "| +5.0 MiB | 5 more | |" in text
 
 
 @pytest.mark.parametrize(

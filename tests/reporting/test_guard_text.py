@@ -8,13 +8,10 @@ import io
 import pytest
 from guard_reports import ALL, BEFORE, CASE, IMPROVED, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.errors import DoesNotFitError
-from autoaccum.guarding.comparing import unmeasured
-from autoaccum.guarding.records import CaseFinished, CaseStarted, CheckedOut, Growth, Judgement
+from autoaccum.guarding.records import CaseFinished, CaseStarted, CheckedOut, Judgement
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.guard_github import harmless, report_markdown
 from autoaccum.reporting.guard_text import GuardProgress, finished_line, print_report, report_text
-from autoaccum.units import MIB
 
 
 def lines_of(judgement: Judgement) -> list[str]:
@@ -64,17 +61,6 @@ def test_good_news_comes_with_the_command_that_keeps_it() -> None:
     assert lines[-4:-2] == ["  next       lock it in:", "    autoaccum guard train.py --gpu v100 --update"]
 
 
-def test_what_does_not_fit_is_not_called_unmeasured() -> None:
-    error = DoesNotFitError("micro-batch 8 does not fit", hint="the largest that fits is 4")
-    assert lines_of(unmeasured(CASE, error)) == [
-        "too large: train.py on rtx3090, target 256, bf16",
-        "  why        micro-batch 8 does not fit",
-        "  way out    the largest that fits is 4",
-        "",
-        "1 case: 1 too large; against autoaccum.lock, tolerance 1 %",
-    ]
-
-
 def test_a_way_out_without_a_command_is_words() -> None:
     told = dataclasses.replace(UNMEASURED, hint="mend it: see `autoaccum gpus`")
     assert "  way out    mend it: see `autoaccum gpus`" in lines_of(told)
@@ -104,22 +90,6 @@ def test_the_last_line_sums_up() -> None:
         "5 cases: 1 regressed, 1 not measured, 1 improved, 1 within tolerance, 1 unchanged; "
         "against autoaccum.lock, tolerance 1 %"
     )
-
-
-def test_runs_tell_their_spread_and_no_least_budget() -> None:
-    runs = (BEFORE.peak_bytes - MIB, BEFORE.peak_bytes, BEFORE.peak_bytes + MIB)
-    measured = dataclasses.replace(
-        BEFORE, kind="measured", runs=runs, held_bytes=None, least_bytes=None, capped=True, largest=256
-    )
-    lines = lines_of(Judgement(case=CASE, outcome="locked", now=measured))
-    assert lines[1] == "  peak 14.00 GiB (median of 3 runs, 2.0 MiB apart), largest fit 256 (all), parts 8 x 32"
-
-
-def test_many_growths_are_drawn_together() -> None:
-    grown = tuple(Growth(category="activations", module=f"block{number}", bytes=MIB) for number in range(14))
-    lines = lines_of(dataclasses.replace(REGRESSED, growths=grown))
-    assert sum("  activations of block" in line for line in lines) == 10
-    assert "      +4.0 MiB  4 more" in lines
 
 
 def test_it_is_plain_in_a_pipe_and_coloured_on_a_terminal() -> None:
