@@ -225,7 +225,6 @@ class Keeper:
     def __init__(
         self,
         store: Checkpoints | None,
-        *,
         every: int,
         progress: Progress,
         compose: Callable[[], dict[str, Any]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -132,30 +133,30 @@ class _Board:
     They are written here: PyTorch's own writer has a thread that a full disk ends with a traceback.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, file: _Appended) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._events, self._summary = event_pb2, summary_pb2.Summary
-        folder.mkdir(exist_ok=True)
-        # TensorBoard reads a run's files in the order of their names.
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _Appended(folder / name)
-        self._records: Any = RecordWriter(self._file)
+        self._events, self._summary, self._file = event_pb2, summary_pb2.Summary, file
+        self._records: Any = RecordWriter(file)
 
     @classmethod
     def open(cls, folder: Path, update: int) -> _Board | None:
         """A board whose figures follow those of `update`; None where TensorBoard is not installed, or not working."""
-        try:
-            board = cls(folder)
-        except Exception:
+        if importlib.util.find_spec("tensorboard") is None:
             return None
-        session = board._events.SessionLog
-        with suppress(OSError):
-            board._write(file_version="brain.Event:2")
-            if update:
-                board._write(step=update + 1, session_log=session(status=session.START))
-        return board
+        # TensorBoard reads a run's files in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with suppress(Exception):
+            folder.mkdir(exist_ok=True)
+            board = cls(_Appended(folder / name))
+            with suppress(OSError):
+                board._write(file_version="brain.Event:2")
+                session = board._events.SessionLog
+                if update:
+                    board._write(step=update + 1, session_log=session(status=session.START))
+            return board
+        return None
 
     def add(self, update: int, figures: Mapping[str, float | None]) -> None:
         there = {name: float(value) for name, value in figures.items() if value is not None}

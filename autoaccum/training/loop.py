@@ -71,27 +71,11 @@ class Loop:
         source.interruptible = stopping.interruptible
         source.keeps_place = folder is not None
         self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
-        self.stepper = Stepper(
-            trainee,
-            self.progress,
-            plan=choice.plan,
-            micro_batch=choice.micro_batch,
-            clip_norm=request.clip_norm,
-            skip_nonfinite=request.skip_nonfinite,
-            multiple_of=choice.multiple_of,
-            noise_scale=request.noise_scale,
-            check=stopping.check,
-            tell=teller.tell,
-        )
+        self.stepper = Stepper(request, trainee, choice, self.progress, stopping.check, teller.tell)
         self._coupling = CompanyCheck(trainee, None if choice.plan is None else choice.plan.coupling, teller.tell)
         self._evaluator = self._make_evaluator(request, subject)
-        self.keeper = Keeper(
-            None if folder is None else folder.checkpoints,
-            every=request.checkpoint_every,
-            progress=self.progress,
-            compose=self.compose,
-            tell=teller.tell,
-        )
+        store = None if folder is None else folder.checkpoints
+        self.keeper = Keeper(store, request.checkpoint_every, self.progress, self.compose, teller.tell)
 
     def run(self) -> None:
         """Train to the goal, or until a callback ends it.
@@ -226,15 +210,8 @@ class Loop:
                 hint="give eval_data, or define evaluation_dataset in the workload",
             )
         averaged = None if trainee.averages is None else trainee.averages.model
-        return Evaluator(
-            evaluation,
-            trainee.model,
-            self.progress,
-            request.eval_every,
-            self._teller.tell,
-            request.eval_due,
-            averaged,
-        )
+        every, due = request.eval_every, request.eval_due
+        return Evaluator(evaluation, trainee.model, self.progress, every, self._teller.tell, due, averaged)
 
 
 def _updates_per_epoch(source: Source, target_batch: int) -> int | None:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult
-from autoaccum.accumulation.planned import PlanLike
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.ceiling import Ceiling
+from autoaccum.training.choices import Choice
 from autoaccum.training.events import CeilingRaised, NoiseScale, ShortageMet, Skipped
 from autoaccum.training.noise_scale import NoiseObserver
 from autoaccum.training.progress import Progress
+from autoaccum.training.request import FitRequest
 from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size
 
@@ -33,14 +34,10 @@ class Stepper(StepObserver):
     """Makes one update from each window.
 
     Args:
+        request: What is asked for; without a `clip_norm` the norm is measured all the same, for the log.
         trainee: What is trained.
+        choice: The micro-batch to begin with.
         progress: How far it is; counts what is skipped.
-        plan: What the micro-batch comes from; None where it was given.
-        micro_batch: The ceiling to begin with, in samples.
-        clip_norm: As the Accumulator's; None measures the norm only, for the log and to see that it is finite.
-        skip_nonfinite: Pass over windows whose loss or gradient is not finite, instead of ending there.
-        multiple_of: What micro-batches are multiples of.
-        noise_scale: Estimate the gradient noise scale.
         check: Called as each phase of a step begins; what it raises rolls the step back.
         tell: Told of shortages, raises of the ceiling and skipped windows.
 
@@ -53,36 +50,31 @@ class Stepper(StepObserver):
 
     def __init__(
         self,
+        request: FitRequest,
         trainee: Trainee,
+        choice: Choice,
         progress: Progress,
-        *,
-        plan: PlanLike | None,
-        micro_batch: int,
-        clip_norm: float | None,
-        skip_nonfinite: bool,
-        multiple_of: int,
-        noise_scale: bool,
         check: Callable[[], None],
         tell: Callable[[Any], None],
     ) -> None:
-        self.ceiling = Ceiling(micro_batch)
-        self._trainee, self._progress, self._skips = trainee, progress, skip_nonfinite
+        self.ceiling = Ceiling(choice.micro_batch)
+        self._trainee, self._progress, self._skips = trainee, progress, request.skip_nonfinite
         self._check, self._tell = check, tell
-        self._noise = NoiseObserver(self.parameters, trainee.objective.reduction) if noise_scale else None
+        self._noise = NoiseObserver(self.parameters, trainee.objective.reduction) if request.noise_scale else None
         self._retries = self._overflows = 0
         self._passed_over: str | None = None
         self._accumulator = Accumulator(
             trainee.model,
             trainee.optimizer,
             trainee.objective,
-            plan=plan,
-            micro_batch=None if plan is not None else micro_batch,
-            clip_norm=_MEASURE_ONLY if clip_norm is None else clip_norm,
+            plan=choice.plan,
+            micro_batch=choice.micro_batch if choice.plan is None else None,
+            clip_norm=_MEASURE_ONLY if request.clip_norm is None else request.clip_norm,
             precision=trainee.precision,  # type: ignore[arg-type]
             batchnorm=trainee.batchnorm,
             accumulate_in=trainee.accumulate_in,
             scaler=trainee.scaler,
-            multiple_of=multiple_of,
+            multiple_of=choice.multiple_of,
             check_finite=True,
             observer=self,
         )
