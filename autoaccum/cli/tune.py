@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoaccum.cli.flags import count, natural, options, seconds
-from autoaccum.cli.tune_offers import offers
-from autoaccum.cli.tune_outputs import TuneOutputs
-from autoaccum.cli.tune_seen import Seen, say
-from autoaccum.errors import AutoaccumError
+from autoaccum.cli.outputs import check_apart, running_words
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
     from autoaccum.tuning.records import Tuning
 
-_SIGNALLED = (129, 143)
-"""Exit codes of SIGHUP and SIGTERM."""
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
+_OUTPUTS = ("as_json", "output", "plot", "force", "quiet")
+_OF_THE_STUDY = (
+    *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
+    *("sampler", "pruner", "plan", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
+)
+"""What a training has no use for, or is told anyway."""
 
 
 @click.command("tune", short_help="Search the learning rate by a study of real trainings.")
@@ -50,17 +53,17 @@ _CODE_INTERRUPTED = 130
 @click.option(
     "--storage",
     metavar="FILE|URL",
-    help="Where the study is kept: a file of SQLite, a .journal, or a URL of Optuna's.  [default: tune.db]",
+    help="Where Optuna keeps the study: a file of SQLite, a .journal, or a URL.  [default: tune.db]",
 )
 @click.option("--study", metavar="NAME", help="Its name in there.  [default: the workload's]")
 @click.option("--seed", type=natural, default=0, show_default=True, metavar="N", help="Of the sampler and all trials.")
-@click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="What draws the settings.")
+@click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="Optuna's, draws the settings.")
 @click.option(
     "--pruner",
     default="halving",
     show_default=True,
     metavar="halving|none",
-    help="What ends trials that are behind: successive halving, but for slower rates that may catch up.",
+    help="Optuna's, ends trials that are behind: by successive halving, or not at all.",
 )
 @click.option("--plan", metavar="FILE", help="Whose ceiling counts.  [default: the study's, or it is planned first]")
 @options(
@@ -79,11 +82,11 @@ _CODE_INTERRUPTED = 130
 )
 @click.option(
     "--heartbeat",
-    type=seconds,
-    default=20.0,
+    type=count,
+    default=20,
     show_default=True,
     metavar="SECONDS",
-    help="Between signs of life, by which other machines know of a worker that died; in a journal 15 or more.",
+    help="Between signs of life, by which Optuna knows of a trial whose process died; not in a journal.",
 )
 @click.option("--plot", metavar="FOLDER", help="Draw what was found: four pictures as .svg.")
 @click.option("--json", "as_json", is_flag=True, help="What was found as JSON on stdout, and nothing else there.")
@@ -98,57 +101,129 @@ def command(
     WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Each trial trains in a process of its
     own, and is judged by its loss on held-out data. With exact accumulation the micro-batch changes speed and memory,
     not the gradient: samples per second are measured once over micro-batches, and no trial is spent on them unless
-    the model couples the samples of a micro-batch. The same command goes on with the study, and may run several times
-    at once.
+    the model couples the samples of a micro-batch. The study is Optuna's: the same command goes on with it, and may
+    run several times at once.
 
     Exit code: 0 a best setting was found, 1 no trial came to the end of its budget with a finite loss, or not even one
     sample fits, 2 bad usage or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143
     SIGTERM, 129 SIGHUP, all three with the trials kept.
     """
-    outputs = TuneOutputs(output, plot, force=force)
-    outputs.check(workload, asked["storage"])
-    seen = Seen()
+    from autoaccum.reporting.tuned import tune
+
+    _check_outputs(workload, asked["storage"], output, plot, force=force)
     try:
-        tuning = _tune(workload, asked, seen, quiet=quiet)
-        _show(tuning, outputs, as_json=as_json, quiet=quiet)
+        tuning = tune(workload, progress=not quiet, **asked)
+        _show(tuning, output, plot, force=force, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
-        seen.tell_end("interrupted")
+        _say("interrupted: finished trials are kept, and the same command goes on")
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
-    except SystemExit as leaving:
-        if leaving.code in _SIGNALLED:
-            seen.tell_end("ended")
-        raise
-    except AutoaccumError:
-        seen.tell_kept()
-        raise
-    if outputs.unwritten is not None:
-        say(f"note: {outputs.unwritten} was not written: there is no best setting")
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _tune(workload: str, asked: dict[str, Any], seen: Seen, *, quiet: bool) -> Tuning:
-    from autoaccum.reporting.tuned import tune
+def _check_outputs(workload: str, storage: str | None, output: str | None, plot: str | None, *, force: bool) -> None:
+    """Refuse now what could not be written later.
 
-    return tune(workload, progress=not quiet, on_event=seen.hear, **asked)
+    Raises:
+        UsageError: A file is there or cannot be written, one is the workload or the study, or what is needed for it is
+            not installed.
+    """
+    from autoaccum.planning.files import check_output
+    from autoaccum.reporting.pictures.formats import picture_format
+    from autoaccum.tuning.study import file_of, read_address
 
-
-def _show(tuning: Tuning, outputs: TuneOutputs, *, as_json: bool, quiet: bool) -> None:
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.tune_record import tuning_record
-    from autoaccum.reporting.tune_table import print_tuning
-
-    stderr = make_console(stderr=True)
-    offer = offers(tuning)
-    try:
-        outputs.write(tuning)
-    except BaseException:
-        # The trials took their time: what they found is shown even where it cannot be kept.
-        print_tuning(stderr, tuning, **offer | outputs.written)
-        raise
-    if as_json:
-        click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
+    study = file_of(read_address(storage))
+    for option, file in (("-o", output), ("--plot", plot)):
+        if file is not None:
+            check_apart(option, file, workload)
+            if study is not None and Path(file).resolve() == Path(study).resolve():
+                raise UsageError(f"{option} names the study itself, {file}", hint="choose another name")
+    if output is not None:
+        check_output(output, force=force, way_out="for the record on stdout, use --json")
+    if plot is None:
         return
-    if not quiet:
-        stderr.print()
-    print_tuning(make_console(), tuning, **offer | outputs.written)
+    picture_format("throughput.svg")
+    folder = Path(plot)
+    if folder.exists() and (not folder.is_dir() or (any(folder.glob("*.svg")) and not force)):
+        raise UsageError(f"{plot} is there already", hint="choose another folder, or overwrite its pictures by --force")
+    if not folder.parent.is_dir():
+        raise UsageError(f"there is no folder {folder.parent} for {plot}", hint="create it first")
+
+
+def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
+    """Write what is asked for, and print what was found, also where that cannot be written: it took its time."""
+    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.tune_table import print_tuning
+    from autoaccum.reporting.tune_words import tuning_record
+
+    written: dict[str, Path] = {}
+    failed: AutoaccumError | None = None
+    try:
+        if output is not None and tuning.best is not None:
+            _write_plan(tuning, output, force=force)
+            written["its plan"] = Path(output)
+        if plot is not None:
+            _write_pictures(tuning, Path(plot), force=force)
+            written["pictures"] = Path(plot)
+    except AutoaccumError as error:
+        failed = error
+    if as_json and failed is None:
+        click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
+    else:
+        if not quiet:
+            make_console(stderr=True).print()
+        print_tuning(make_console(stderr=failed is not None), tuning, _offers(tuning, output), written)
+    if failed is not None:
+        raise failed
+    if output is not None and tuning.best is None:
+        _say(f"note: {output} was not written: there is no best setting")
+
+
+def _write_plan(tuning: Tuning, output: str, *, force: bool) -> None:
+    if tuning.plan is None:
+        raise NotMeasuredError(
+            f"{output} was not written: the best setting has no plan that was proved",
+            hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
+        )
+    tuning.plan.save(output, force=force)
+
+
+def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
+    from autoaccum.planning.files import write_bytes
+    from autoaccum.reporting.pictures.formats import cannot_draw
+
+    try:
+        from autoaccum.reporting.pictures.tuning import draw_tuning
+
+        drawn = draw_tuning(tuning, click.get_current_context().params["storage"])
+    except ImportError as error:  # Matplotlib loads parts of itself when it needs them.
+        raise cannot_draw(error) from error
+    folder.mkdir(exist_ok=True)
+    for file, content in drawn.items():
+        write_bytes(folder / file, content, force=force)
+
+
+def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
+    """Return the words of commands that are offered, by what they do; a password is never among them."""
+    params = click.get_current_context().params
+    shown = {"storage": tuning.storage} if "://" in (params["storage"] or "") else {}
+    found: dict[str, list[str]] = {}
+    if tuning.best is not None:
+        kept = output or "best.json"
+        if output is None:
+            found["keep its plan"] = [*running_words(without=_OUTPUTS, instead=shown), "-o", kept]
+        words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
+        words[words.index("tune")] = "fit"
+        target = str(tuning.best.setting.target_batch)
+        found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept]
+    more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)
+    found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
+    found["look at the study (pip install optuna-dashboard)"] = ["optuna-dashboard", tuning.storage_url]
+    return found
+
+
+def _say(text: str) -> None:
+    """Write one line to stderr, also where it is quiet."""
+    from autoaccum.reporting.consoles import make_console
+
+    make_console(stderr=True).print(text, soft_wrap=True)

@@ -2,149 +2,161 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.planning.records import Plan
-from autoaccum.reporting.plain_text import one_line
-from autoaccum.reporting.rows import path_value, row_lines
-from autoaccum.reporting.tune_found import loss_words, micro_batch_words, own_words, tolerance_words
-from autoaccum.reporting.tune_lines import pruner_words
-from autoaccum.reporting.tune_lists import advice_lines, speed_lines, standing_lines, trial_lines
-from autoaccum.reporting.tune_next import next_lines
+from autoaccum.reporting.plain_text import near_path, one_line
+from autoaccum.reporting.rows import path_value, print_rows
 from autoaccum.reporting.tune_words import (
-    LABELS,
-    LOST,
-    batch_words,
-    budget_words,
+    STYLES,
     counted,
-    format_rate,
+    format_loss,
+    row_cells,
     setting_words,
+    space_words,
+    speed_cells,
 )
 from autoaccum.reporting.update_line import format_seconds
-from autoaccum.tuning.records import Row, Tuning
-from autoaccum.units import format_bytes
+from autoaccum.tuning.records import Row, Standing, Tuning
+from autoaccum.units import percent
 
 NOTHING = "no trial came to the end of its budget with a finite loss"
+_MOST_TRIALS = 15
+_ORDER = tuple(STYLES)
 
 
 def print_tuning(
-    console: Console,
-    tuning: Tuning,
-    *,
-    command: Sequence[str],
-    more: Sequence[str],
-    train: Sequence[str],
-    kept: Path | None = None,
-    pictured: Path | None = None,
-    name: str = "best.json",
+    console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
 ) -> None:
     """Draw what a study has found, and the exact next commands.
 
     Args:
         console: Where to.
         tuning: What it has found.
-        command: The words of the command that made it, to be offered again with `-o`.
-        more: The words of one that runs more trials.
-        train: The words of one that trains, to be offered with `--plan`.
-        kept: Where the plan was written, if it was.
-        pictured: The folder of the pictures, if they were drawn.
-        name: What is offered to `-o`: a file that is not there yet.
+        commands: Words of commands by what they do, as a phrase.
+        written: Files by what they hold, as a phrase.
     """
-    for title, value in tuning_rows(tuning):
-        for line in row_lines(console, title, value):
-            console.print(line, soft_wrap=True)
-    for lines in (standing_lines(tuning), trial_lines(tuning), speed_lines(tuning), advice_lines(console, tuning)):
-        _print_list(console, lines)
+    print_rows(console, _rows(tuning))
+    for table in (_trials(tuning), _speeds(tuning)):
+        console.print()
+        console.print(table)
     console.print()
-    offered = next_lines(tuning, command=command, more=more, train=train, kept=kept, pictured=pictured, name=name)
-    for line in offered:
-        console.print(line, soft_wrap=True)
+    for what, path in written.items():
+        console.print(f"{what} in {near_path(path)}", soft_wrap=True)
+    for what, words in commands.items():
+        console.print(f"{what}:\n  {shlex.join(words)}", soft_wrap=True)
 
 
-def _print_list(console: Console, lines: Iterator[Text]) -> None:
-    for number, line in enumerate(lines):
-        if number == 0:
-            console.print()
-        line.plain = one_line(line.plain)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
-
-
-def tuning_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
-    """The rows of the table: name and value."""
-    best = tuning.best
+def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
+    best, plan, space = tuning.best, tuning.plan, tuning.space
     if best is None:
         yield "best", Text(NOTHING, "bold red")
     else:
-        yield "best", Text(setting_words(best.setting, tuning.space), "bold green").append(f", of trial {best.trial}")
-        yield "loss", Text(loss_words(best), "bold green")
-        yield "own rate", Text(own_words(tuning, best))
-    if tuning.bracket is not None:
-        yield "tolerance", Text(tolerance_words(tuning, tuning.bracket))
-    yield "micro-batch", Text(micro_batch_words(tuning))
-    if tuning.plan is not None:
-        yield "plan", Text(_plan(tuning.plan))
-    yield "budget", Text(f"{budget_words(tuning.budget)} a trial; losses are of {tuning.held_out}")
-    yield "searched", Text(_searched(tuning))
-    yield "trials", Text(trial_words(tuning))
-    yield "sampler", Text(f"{tuning.sampler}; {pruner_words(tuning.pruner)}; trials train with seed {tuning.seed}")
+        yield "best", Text(f"{setting_words(best.setting, space)}, of trial {best.trial}", "bold green")
+        yield "loss", Text(_loss_words(best, tuning.noise), "bold green")
+        yield "own rate", Text(_own_words(tuning, best))
+    yield "micro-batch", Text(_micro_batch_words(tuning))
+    if plan is not None:
+        yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
+    amount = f"{tuning.budget.amount:,.10g} {tuning.budget.unit}"
+    yield "budget", Text(f"{amount} a trial; losses are of {tuning.held_out}")
+    yield "searched", Text(space_words(space))
+    yield "trials", Text(_trial_words(tuning))
+    yield "sampler", Text(f"{tuning.sampler}, pruner {tuning.pruner}; the search trains with seed {tuning.seed}")
     yield "study", path_value(f"{tuning.study} in {tuning.storage}")
     yield "time", Text(format_seconds(tuning.seconds))
     for warning in tuning.warnings:
         yield "warning", Text(warning, "yellow")
 
 
-def _plan(plan: Plan) -> str:
-    sum_of = "" if plan.iter_size == 1 else f" = {plan.target_batch}"
-    peak = "" if plan.peak_bytes is None else f", peak {format_bytes(plan.peak_bytes)}"
-    return f"{format_parts(plan.micro_batches)}{sum_of} samples per update{peak} of {format_bytes(plan.limit_bytes)}"
+def _loss_words(best: Standing, noise: float | None) -> str:
+    loss = f"{format_loss(best.losses[0] if best.mean is None else best.mean)} on held-out data"
+    if best.failed:
+        return f"{loss}, in one run; {counted(best.failed, 'run')} of it failed"
+    if best.spread is None:
+        return f"{loss}, in one run"
+    seeds = f"{loss}, the mean of {len(best.losses)} seeds, standard deviation {format_loss(best.spread)}"
+    return f"{seeds}; differences of single runs up to {format_loss(noise)} may be chance"
 
 
-def _searched(tuning: Tuning) -> str:
-    space = tuning.space
-    rates = f"{format_rate(space.learning_rates.low)} to {format_rate(space.learning_rates.high)}"
-    batches = batch_words(space.target_batches)
-    single = space.target_batches.single
-    words = [
-        f"learning rates {rates}",
-        f"effective batch {batches}" if single else f"effective batches {batches} by doublings",
-    ]
+def _own_words(tuning: Tuning, best: Standing) -> str:
+    """Compare with the workload's own rate, by runs of the search's seed."""
+    own, rate = tuning.own, f"{tuning.space.own_rate:.3g}"
+    if own is None:
+        return f"{rate}: not run to the end"
+    if own.trial == best.trial:
+        return f"{rate}: none that was tried is better"
+    theirs, ours = own.losses[0], best.losses[0]
+    change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
+    return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)} with the same seed{change}"
+
+
+def _micro_batch_words(tuning: Tuning) -> str:
+    space, known = tuning.space, tuning.throughput
     if space.coupled is not None:
-        words.append(f"micro-batches {', '.join(map(str, space.micro_batches))}")
-    return "; ".join(words)
+        size = space.micro_batch if tuning.best is None else tuning.best.setting.micro_batch
+        return f"{size}, searched with the learning rate, since {space.coupled}"
+    why = "the fastest" if known.fastest == known.knee else f"nearly as fast as {known.fastest}"
+    return f"{known.knee}, {why}; with exact accumulation it changes speed and memory, not the gradient"
 
 
-def trial_words(tuning: Tuning) -> str:
-    """How many trials there are, and what they came to."""
-    searched, confirming = split_rows(tuning.rows)
-    count = _count_kept(searched)
-    words = (f"{count}: " if count else "none") + state_words(searched)
-    if confirming:
-        runs = counted(_count_kept(confirming), "run")
-        words += f"; {runs} of the best with other seeds: {state_words(confirming)}"
-    if tuning.ended is not None:
-        words += f"; ended early: {tuning.ended}"
-    return words
+def _trial_words(tuning: Tuning) -> str:
+    searched, repeated = Counter[str](), Counter[str]()
+    for row in sorted(tuning.rows, key=_rank):
+        (searched if row.confirms is None else repeated)[row_cells(row, tuning.space)[1]] += 1
+    words, again = (
+        ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) for counts in (searched, repeated)
+    )
+    words = f"{words or 'none'}; runs of the best with other seeds: {again}" if again else words or "none"
+    return words if tuning.ended is None else f"{words}; ended early: {tuning.ended}"
 
 
-def state_words(rows: Sequence[Row]) -> str:
-    """How many of each state; those that were lost are in no count but their own."""
-    counts = Counter(row.state for row in rows if not row.lost)
-    words = ", ".join(f"{counts[state]} {label}" for state, label in LABELS.items() if counts[state])
-    lost = len(rows) - _count_kept(rows)
-    return f"{words} ({lost} more {LOST} and put back)" if lost else words
+def _trials(tuning: Tuning) -> Table:
+    """List the trials of the search, best first; of many only the first."""
+    table = _make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
+    means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
+    rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
+    for row in rows[:_MOST_TRIALS]:
+        number, outcome, loss, took, words = row_cells(row, tuning.space)
+        mean = format_loss(means[row.number]) if row.number in means else ""
+        is_best = tuning.best is not None and tuning.best.trial == row.number
+        table.add_row(
+            *(number, Text(outcome, STYLES[row.state]), loss, took, mean, one_line(words)),
+            style="bold green" if is_best else "",
+        )
+    if len(rows) > _MOST_TRIALS:
+        table.add_row(*[""] * 5, f"{len(rows) - _MOST_TRIALS} more: --json has them all", style="dim")
+    return table
 
 
-def _count_kept(rows: Sequence[Row]) -> int:
-    return sum(not row.lost for row in rows)
+def _rank(row: Row) -> tuple[int, int, float, int]:
+    done = row.losses[-1] if row.losses else (0, float("inf"))
+    loss = done[1] if row.loss is None else row.loss
+    return _ORDER.index(row.state), -done[0] if row.state == "pruned" else 0, loss, row.number
 
 
-def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """The trials of the search, and the confirmations."""
-    return [row for row in rows if row.confirms is None], [row for row in rows if row.confirms is not None]
+def _speeds(tuning: Tuning) -> Table:
+    """List samples per second over micro-batches, the knee marked."""
+    known = tuning.throughput
+    where = f"in updates of {known.target_batch} on {known.device}"
+    table = _make_table(">micro-batch", ">iter_size", ">samples/s", where)
+    for speed in known.speeds:
+        *cells, words = speed_cells(speed)
+        marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
+        table.add_row(*cells, ", ".join([*marks, words]), style="bold green" if "knee" in marks else "")
+    return table
+
+
+def _make_table(*columns: str) -> Table:
+    """Make a plain table; a column whose name begins with > is aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table

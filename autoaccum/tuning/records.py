@@ -1,16 +1,141 @@
-"""What a study came to, as frozen records of plain values."""
+"""What a study searches and what it came to, as frozen records of plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, Literal
 
+from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.planning.records import Plan
-from autoaccum.tuning.settings import Budget, Setting, Space
+
+MILESTONES = (25, 50)
+"""Percent of the budget at which a trial's loss is reported before its end."""
 
 Ending = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
 State = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one trial trains with.
+
+    Attributes:
+        learning_rate: Of the first parameter group; the others keep their ratio to it.
+        target_batch: Samples per update.
+        micro_batch: The most samples at once; at most the target batch.
+    """
+
+    learning_rate: float
+    target_batch: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batch", min(self.micro_batch, self.target_batch))
+
+    def cut(self, multiple_of: int = 1) -> tuple[int, ...]:
+        """Return the micro-batches of an update, in samples.
+
+        >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).cut()
+        (86, 85, 85)
+        """
+        return make_schedule(self.target_batch, self.micro_batch, multiple_of=multiple_of).micro_batches
+
+
+@dataclass(frozen=True)
+class RateSpan:
+    """Learning rates, both ends included."""
+
+    low: float
+    high: float
+
+    def __contains__(self, rate: float) -> bool:
+        return self.low <= rate <= self.high
+
+
+@dataclass(frozen=True)
+class BatchSpan:
+    """Effective batches in samples, both ends included; equal ends where only one is asked for.
+
+    >>> BatchSpan(64, 1024).sizes, BatchSpan(48, 100).sizes, BatchSpan(7, 7).sizes
+    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
+    """
+
+    low: int
+    high: int
+
+    @property
+    def single(self) -> bool:
+        """Return whether there is nothing to search."""
+        return self.low == self.high
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return those that are searched: doublings of the smallest, and the largest."""
+        return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long every trial trains: samples, or seconds of training without evaluations."""
+
+    amount: float
+    unit: Literal["samples", "seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What settings are drawn from.
+
+    Attributes:
+        learning_rates: Searched by their logarithm.
+        target_batches: Of which `sizes` are searched.
+        micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
+        micro_batch: What uncoupled trials run with.
+        coupled: Why the micro-batch changes the training, as a clause; None where it changes speed and memory only.
+        own_rate: The workload's own learning rate.
+    """
+
+    learning_rates: RateSpan
+    target_batches: BatchSpan
+    micro_batches: tuple[int, ...]
+    micro_batch: int
+    coupled: str | None
+    own_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a study has to know of a workload, as a child process has found it.
+
+    Attributes:
+        digest: Over its source files.
+        parameters: How many numbers train.
+        learning_rate: Of the optimizer's first parameter group: the workload's own.
+        schedule: The class of the schedule; None when there is none.
+        has_batch: Whether it defines `batch(size)`.
+        training_samples: To train on, without what is held out; None where the data does not tell.
+        held_out: What losses are measured on, as a phrase.
+        card: The card's name; None on the CPU.
+        batchnorms: Names of its BatchNorm modules, unless they are frozen.
+    """
+
+    name: str
+    digest: str
+    model: str
+    parameters: int
+    optimizer: str
+    learning_rate: float
+    schedule: str | None
+    precision: str
+    batchnorm: str
+    has_batch: bool
+    training_samples: int | None
+    held_out: str
+    device: str
+    card: str | None = None
+    batchnorms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +143,13 @@ class Outcome:
     """What one training came to.
 
     Attributes:
-        state: `complete`: trained for the whole budget. `pruned`: told to end at a milestone. `diverged`: a loss or a
-            gradient was not finite, in training or on held-out data. `out_of_memory`: not even smaller micro-batches
-            would do. `failed`: by the user's code, or its process died.
+        state: `complete`: trained for the whole budget. `pruned`: ended at a milestone. `diverged`: a loss or a
+            gradient was not finite. `out_of_memory`: not even smaller micro-batches would do. `failed`: by the user's
+            code, or its process died.
         loss: On held-out data at the end; None unless complete or pruned.
         samples: Samples trained on.
         updates: Updates made.
-        seconds: Of training, evaluations and starts not counted; None where it was not told.
+        seconds: Of training, without evaluations and starts; None where it was not told.
         shortages: How often an update was repeated in smaller micro-batches because memory ran out.
         reason: Why it ended, as a sentence without a full stop; None where it is complete or pruned.
         user_traceback: The user's own frames, where their code failed.
@@ -47,22 +172,15 @@ class Row:
     """One trial of a study.
 
     Attributes:
-        number: Optuna's, from 0; of confirmations, in the study of confirmations.
-        state: As of `Outcome`; or `running`, by some worker, or `waiting` to be taken up.
+        number: Optuna's, from 0.
+        state: As of `Outcome`; or `running`, or `waiting` in Optuna's queue.
         setting: What it trains with; None while that is not drawn.
-        seed: Of weights, order, and all that is drawn.
-        loss: On held-out data at the end of the budget; None unless complete.
         losses: At the milestones: percent of the budget, and the loss there.
-        samples: Samples trained on.
-        seconds: Of training; None where it was not told.
-        shortages: As of `Outcome`.
-        repeats: The trial whose parameters it took up again, since its worker was lost; None: of none.
-        confirms: The trial of the search whose setting it repeats with another seed; None: it is of the search.
-        own: Whether it is the workload's own setting, which the others are compared with.
-        reason: As of `Outcome`.
+        repeats: The trial whose parameters it takes up again, since that one's process died; None: of none.
+        confirms: The trial whose setting it repeats with another seed; None: it is of the search.
+        own: Whether it is the workload's own setting.
         worker: Who ran it, as `host:pid`; None where nobody did.
-        lost: Whether it failed since its worker ended before it did: it says nothing of its setting, and counts as no
-            trial; the one that takes up its parameters does.
+        lost: Whether it was interrupted, or its process died: it does not count.
     """
 
     number: int
@@ -87,13 +205,10 @@ class Speed:
     """Updates with one micro-batch size, timed.
 
     Attributes:
-        micro_batch: The size, in samples.
         iter_size: Micro-batches per update.
-        state: `measured`; `out_of_memory`; `slower`: not measured, since the next larger ones were far from the best.
-        samples_per_second: Median over updates; None unless measured.
-        low: The lower quartile.
-        high: The upper quartile.
-        updates: How many were timed, after those that warm up.
+        state: `slower`: not measured, since the next larger ones were far from the best.
+        samples_per_second: Median over updates, between the quartiles `low` and `high`; None unless measured.
+        updates: How many were timed.
     """
 
     micro_batch: int
@@ -107,11 +222,10 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Samples per second over micro-batches, each measured once for a study.
+    """Samples per second over micro-batches, measured once for a study.
 
     Attributes:
         target_batch: Samples per update, in which they were measured.
-        device: The device's name.
         speeds: By ascending micro-batch.
         fastest: The micro-batch with the highest median.
         knee: The smallest within 2 % of that.
@@ -125,34 +239,14 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bracket:
-    """Learning rates that a study cannot tell from the best one, where the loss has one valley.
-
-    Attributes:
-        low: The largest tried rate below the best that is clearly worse, as all below it are that can be told; None
-            where none is: the optimum may lie below what was searched.
-        best: The best rate.
-        high: The smallest tried rate above it that is clearly worse, as all above it are; None likewise.
-        noise: Differences of loss up to this one count as chance; None where no setting was repeated, and then any
-            difference counts.
-    """
-
-    low: float | None
-    best: float
-    high: float | None
-    noise: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A setting that several seeds have run, or the only run where none was repeated.
+    """A setting with all its runs.
 
     Attributes:
         trial: The trial of the search it comes from.
-        setting: The setting.
-        losses: Of every run with it that is complete, the first being the trial's own.
-        failed: Runs with it that diverged, ran out of memory or failed.
-        mean: Of the losses; None where a run failed: such a setting does not win while another can.
+        losses: Of every complete run, the trial's own first.
+        failed: Runs that diverged, ran out of memory or failed.
+        mean: Of the losses; None where a run failed.
         spread: Standard deviation of the losses; None with less than two.
     """
 
@@ -165,47 +259,24 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    """What a rule says of the learning rate for another effective batch.
-
-    Attributes:
-        target_batch: The other effective batch.
-        linear: By the linear rule.
-        square_root: By the square-root rule.
-    """
-
-    target_batch: int
-    linear: float
-    square_root: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tuning:
     """What a study has found so far.
 
     Attributes:
         study: Its name.
-        storage: Where it is kept; passwords are left out.
+        storage: Where it is kept, without a password.
         storage_url: The same, as Optuna's commands and its dashboard are given it.
-        workload: Name, model, digest.
-        space: What was searched.
-        budget: Of every trial.
+        workload: Its facts.
         held_out: What the loss was measured on, as a phrase.
-        sampler: Which sampler with which settings, as a phrase.
-        pruner: Likewise.
-        seed: Of the sampler and of every trial of the search.
-        throughput: Samples per second over micro-batches.
-        rows: The trials of the search, then the confirmations.
+        rows: All trials.
         standings: The settings that can win, best first.
         best: The first of them; None where no trial is complete.
         own: The standing of the workload's own learning rate; None where it was not run to the end.
-        bracket: Rates that cannot be told from the best; None where no trial is complete.
-        advice: What rules say of other effective batches; empty where no trial is complete.
+        noise: Differences of loss up to this one may be chance; None where nothing was repeated.
         plan: For the best setting, with its learning rate; None where there is none.
         ended: Why the search ended before its trials were all run, as a clause; None when it did not.
         seconds: What this call took.
         warnings: What a person should know, as sentences.
-        schema: Version of the record.
     """
 
     study: str
@@ -223,10 +294,9 @@ class Tuning:
     standings: tuple[Standing, ...]
     best: Standing | None
     own: Standing | None
-    bracket: Bracket | None
-    advice: tuple[Advice, ...]
-    plan: Plan | None
+    noise: float | None
+    plan: Plan | None = None
     ended: str | None = None
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    schema: int = 1
+    schema: int = 2

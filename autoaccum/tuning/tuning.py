@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.ranks import check_launch
-from autoaccum.tuning.ceiling import Output, plan_setting
-from autoaccum.tuning.events import Confirming, Listener, Noted, SearchBegan
-from autoaccum.tuning.judging.bracket import find_bracket
-from autoaccum.tuning.judging.cautions import cautions
-from autoaccum.tuning.judging.scaling import advise
-from autoaccum.tuning.judging.standings import own_standing, rank
-from autoaccum.tuning.preparing import Prepared, prepare, with_multiple
-from autoaccum.tuning.records import Tuning
+from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.planning.planner import plan as make_plan
+from autoaccum.planning.records import Plan
+from autoaccum.planning.request import LOOKED_AT
+from autoaccum.tuning.events import Listener, Noted, SearchBegan, SpeedMeasured, StudyOpened
+from autoaccum.tuning.judging import cautions, find_coupling, find_noise, own_standing, rank
+from autoaccum.tuning.processes import Processes
+from autoaccum.tuning.records import Budget, Facts, RateSpan, Setting, Space, Throughput, Tuning
 from autoaccum.tuning.request import TuneRequest
-from autoaccum.tuning.running.child_runner import ChildRunner
-from autoaccum.tuning.settings import Setting, Space
+from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 
 if TYPE_CHECKING:
-    from autoaccum.planning.records import Plan
-    from autoaccum.tuning.runner import Runner
-    from autoaccum.tuning.studies.study import Study
+    from autoaccum.tuning.study import Study
 
-_CONFIRMING_SEEDS = 2
-"""With how many seeds a confirmed setting is run beside the search's own."""
-_MOST_ROUNDS = 5
-"""After so many rounds of repetitions in which settings fail, the next one is not repeated any more."""
+_OWN_FACTOR = 100.0
+"""How far the default range of learning rates reaches from the workload's own, either way."""
+
+_PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "multiple_of", "optimizer")
+_SCHEDULED = (
+    "{} changes the learning rate on the way, and runs only as far as the budget: a rate that is behind early may win"
+    " late, which --pruner none lets it"
+)
+
+Output = Callable[[str], None]
 
 
 def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: Output | None = None) -> Tuning:
@@ -47,104 +52,183 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         WorkloadError: The workload cannot be tuned.
         DoesNotFitError: Not even one sample at a time fits.
         NotMeasuredError: No plan could be made, or no process started.
-        KeyboardInterrupt: The trial that ran is put back.
     """
+    from autoaccum.tuning.study import open_storage, read_address
+
     check_launch()
     began = time.monotonic()
-    warnings: list[str] = []
-    tell = _remembering(on_event or (lambda event: None), warnings)
-    prepared = prepare(request, tell, on_output)
-    request = with_multiple(request, prepared.plan)
-    tell(SearchBegan(prepared.space))
-    ceiling, digest = prepared.plan.largest_fit, prepared.facts.digest
-    with ChildRunner(request, prepared.budget, ceiling, on_output=on_output, digest=digest) as runner:
-        ended = run_trials(request, prepared.study, prepared.space, runner, tell)
-    tuning = _judge(request, prepared, ended, tell)
-    if tuning.best is not None:
-        setting, coupled = tuning.best.setting, prepared.space.coupled
-        if coupled is None:  # Which micro-batch is a matter of speed.
-            setting = dataclasses.replace(setting, micro_batch=prepared.throughput.knee)
-        plan = plan_setting(setting, prepared.plan, request, prepared.facts, tell, on_output)
-        if plan is not None and plan.micro_batches != setting.cut(plan.multiple_of):
-            tell(Noted(_other_parts(setting, plan, coupled)))
-        tuning = dataclasses.replace(tuning, plan=plan)
-    return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(warnings)))
+    noted: list[str] = []
+
+    def tell(event: Any) -> None:
+        if isinstance(event, Noted):
+            noted.append(event.text)
+        if on_event is not None:
+            on_event(event)
+
+    address = read_address(request.storage)
+    with open_storage(address, request.heartbeat) as storage, Processes(request, on_output) as processes:
+        tuning = _Tuner(processes, tell, on_output).run(storage, address)
+    return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(noted)))
 
 
-def _remembering(tell: Listener, warnings: list[str]) -> Listener:
-    def listen(event: Any) -> None:
-        if isinstance(event, Noted) and event.warns:
-            warnings.append(event.text)
-        tell(event)
+class _Tuner:
+    """Takes the steps of one call, one after the other."""
 
-    return listen
+    _facts: Facts
+
+    def __init__(self, processes: Processes, tell: Listener, on_output: Output | None) -> None:
+        self._processes, self._tell, self._on_output = processes, tell, on_output
+
+    def run(self, storage: Any, address: Any) -> Tuning:
+        from autoaccum.tuning.searching import Search, count_finished
+        from autoaccum.tuning.study import Study, make_terms
+
+        request = self._processes.request
+        given = _load_plan(request)
+        facts = self._facts = self._processes.describe()
+        if given is not None:
+            _check_plan(given, request, facts)
+        budget, own = request.budget or _once_over(facts), facts.learning_rate
+        rates = request.learning_rate or RateSpan(own / _OWN_FACTOR, own * _OWN_FACTOR)
+        study = Study(storage, address, request.study or facts.name, make_terms(request, facts, budget, rates))
+        self._tell(StudyOpened(facts, study.name, repr(address), count_finished(study.rows()), request.trials))
+        if facts.schedule is not None and request.pruner != "none":
+            self._tell(Noted(_SCHEDULED.format(facts.schedule)))
+        known = study.recall()
+        plan, throughput, coupled = self._measure(study, given)
+        space = Space(
+            learning_rates=rates,
+            target_batches=request.target_batch,
+            micro_batches=tuple(speed.micro_batch for speed in throughput.speeds if speed.state != "out_of_memory"),
+            # Sums of other parts differ in rounding: which is fastest is measured, and may be another the next time.
+            micro_batch=plan.micro_batch if budget.unit == "samples" else throughput.knee,
+            coupled=coupled,
+            own_rate=own,
+        )
+        self._tell(SearchBegan(space, throughput, remembered=known is not None))
+        search = Search(study, space, budget, plan.largest_fit, self._processes, self._tell)
+        ended = search.run()
+        search.confirm()
+        rows = study.rows()
+        standings = rank(rows)
+        for text in cautions(standings, rates):
+            self._tell(Noted(text))
+        tuning = Tuning(
+            study=study.name,
+            storage=repr(address),
+            storage_url=repr(address),
+            workload={"reference": request.reference, **dataclasses.asdict(facts)},
+            space=space,
+            budget=budget,
+            held_out=facts.held_out,
+            sampler=request.sampler,
+            pruner=request.pruner,
+            seed=request.seed,
+            throughput=throughput,
+            rows=rows,
+            standings=standings,
+            best=standings[0] if standings else None,
+            own=own_standing(rows),
+            noise=find_noise(standings),
+            ended=ended,
+        )
+        return dataclasses.replace(tuning, plan=self._plan_best(tuning, plan))
+
+    def _measure(self, study: Study, given: Plan | None) -> tuple[Plan, Throughput, str | None]:
+        """Recall what was measured for the study, or measure it; with why samples are coupled."""
+        request, facts, known = self._processes.request, self._facts, study.recall()
+        if known is not None and given is not None and given.digest() != known[0].digest():
+            self._tell(Noted("the study has a plan of its own already: the one that is given is not used"))
+        plan = known[0] if known is not None else given or self._make_plan(request.target_batch.high)
+        each = plan.multiple_of
+        if each > 1:
+            options = dataclasses.replace(request.options, multiple_of=each)
+            self._processes.request = dataclasses.replace(request, options=options)
+        coupled, doubt = find_coupling(plan, facts)
+        if doubt is not None:
+            self._tell(Noted(doubt))
+        if known is not None:
+            return plan, known[1], coupled
+        # A BatchNorm has nothing to normalise one sample by.
+        least = min(-(-2 // each) * each if coupled else each, plan.largest_fit)
+        sizes = micro_batch_ladder(plan.largest_fit, request.target_batch.sizes, least, each)
+        device = facts.card or facts.device
+        throughput = measure_throughput(self._processes, request.target_batch.high, sizes, device)
+        for speed in throughput.speeds:
+            self._tell(SpeedMeasured(speed))
+        others = study.recall()  # Another worker may have been first: one ceiling for all.
+        if others is not None:
+            return *others, coupled
+        study.keep(plan, throughput)
+        return plan, throughput, coupled
+
+    def _make_plan(self, target_batch: int, most: int | None = None) -> Plan:
+        """Plan updates as the study trains, with micro-batches of at most `most`; raises as the planner."""
+        request, facts = self._processes.request, self._facts
+        asked = {name: getattr(request.options, name) for name in _PLANNED_WITH}
+        made = make_plan(
+            request.reference,
+            target_batch=target_batch,
+            worst_of=None if facts.has_batch else LOOKED_AT,
+            max_micro_batch=most,
+            on_event=self._tell,
+            on_output=self._on_output,
+            **asked,
+        )
+        self._processes.check_unchanged(str(made.workload.get("digest")))
+        return made
+
+    def _plan_best(self, tuning: Tuning, plan: Plan) -> Plan | None:
+        """Plan the best setting's own schedule, proved by a trial, with its learning rate; None where it has none."""
+        if tuning.best is None:
+            return None
+        setting: Setting = tuning.best.setting
+        if tuning.space.coupled is None:  # Which micro-batch is a matter of speed.
+            setting = dataclasses.replace(setting, micro_batch=tuning.throughput.knee)
+        parts = setting.cut(plan.multiple_of)
+        if plan.kind != "measured" or plan.micro_batches != parts:
+            try:
+                plan = self._make_plan(setting.target_batch, max(parts))
+            except AutoaccumError as error:
+                self._tell(Noted(f"the best setting has no plan: {error}"))
+                return None
+        if plan.micro_batches != parts:
+            self._tell(Noted(f"micro-batches of {max(parts)} do not fit any more: the plan has {plan.micro_batch}"))
+        return dataclasses.replace(plan, learning_rate=setting.learning_rate)
 
 
-def run_trials(request: TuneRequest, study: Study, space: Space, runner: Runner, tell: Listener) -> str | None:
-    """Search, then repeat the best few with other seeds.
-
-    Where the repetitions go so badly that a setting leads which was run once, that is repeated, too, for some rounds.
-
-    Args:
-        request: What the study is asked to do.
-        study: The study.
-        space: What settings are drawn from.
-        runner: Who trains.
-        tell: Told how it goes.
-
-    Returns:
-        Why the search ended early, as a clause; None when all trials are run.
-
-    Raises:
-        WorkloadError, StudyError, KeyboardInterrupt: As `tune`.
-    """
-    from autoaccum.tuning.studies.confirming import confirm
-    from autoaccum.tuning.studies.searching import search
-
-    ended = search(study, space, runner, trials=request.trials, time_limit=request.time_limit, tell=tell)
-    seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
-    chosen = list(rank([row for row in study.rows() if row.confirms is None])[: request.confirm])
-    for _ in range(_MOST_ROUNDS):
-        if not chosen:
-            break
-        settings = [(one.trial, one.setting) for one in chosen]
-        tell(Confirming(tuple(one.trial for one in chosen), len(settings) * len(seeds)))
-        confirm(study, settings, runner, seeds=seeds, tell=tell)
-        chosen = [one for one in rank(study.rows())[:1] if len(one.losses) + one.failed == 1]
-    return ended
+def _once_over(facts: Facts) -> Budget:
+    if facts.training_samples is None:
+        raise UsageError(
+            f"the dataset of {facts.name} does not tell its length, and no budget is given",
+            hint="say how long a trial is: --budget-samples 10000 (budget_samples=10000)",
+        )
+    return Budget(facts.training_samples, "samples")
 
 
-def _judge(request: TuneRequest, prepared: Prepared, ended: str | None, tell: Listener) -> Tuning:
-    """What all trials of the study come to, without a plan for the best."""
-    study, facts, space, storage = prepared.study, prepared.facts, prepared.space, prepared.study.storage
-    rows = study.rows()
-    standings = rank(rows)
-    best = standings[0] if standings else None
-    for text in cautions(standings, space.learning_rates):
-        tell(Noted(text))
-    return Tuning(
-        study=study.name,
-        storage=storage.shown,
-        storage_url=storage.command_url,
-        workload={"reference": request.reference, **dataclasses.asdict(facts)},
-        space=space,
-        budget=prepared.budget,
-        held_out=facts.held_out,
-        sampler=study.sampler_words,
-        pruner=study.pruner_words,
-        seed=request.seed,
-        throughput=prepared.throughput,
-        rows=rows,
-        standings=standings,
-        best=best,
-        own=own_standing(rows),
-        bracket=find_bracket(rows, standings, scheduled=facts.schedule is not None),
-        advice=() if best is None else advise(best.setting),
-        plan=None,
-        ended=ended,
-    )
+def _load_plan(request: TuneRequest) -> Plan | None:
+    given = request.plan
+    if given is None:
+        return None
+    plan = Plan.load(given) if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+    if plan.world_size != 1:
+        raise UsageError(
+            f"the plan is for {plan.world_size} ranks, and trials train on one", hint="plan with --world-size 1"
+        )
+    return plan
 
 
-def _other_parts(setting: Setting, plan: Plan, coupled: str | None) -> str:
-    said = f"micro-batches of {setting.micro_batch} do not fit any more: the plan has such of {plan.micro_batch}"
-    return said if coupled is None else f"{said}, which is another training, since {coupled}"
+def _check_plan(plan: Plan, request: TuneRequest, facts: Facts) -> None:
+    """Refuse a plan whose ceiling says nothing here: of another device or workload, or of smaller updates."""
+    kind, here = plan.device.get("kind"), facts.card or "cpu"
+    planned = "cpu" if kind == "cpu" else plan.device.get("card") or (facts.card if kind == "simulated" else None)
+    asked = {name: getattr(facts, name) for name in ("digest", "precision", "optimizer", "batchnorm")}
+    differing = [name for name, own in asked.items() if plan.workload.get(name) not in (None, own)]
+    if planned != here:
+        differing.append(f"device ({plan.device.get('name')}; here is {here})")
+    if plan.target_batch < request.target_batch.high:
+        differing.append(f"target batch ({plan.target_batch})")
+    if differing:
+        raise UsageError(f"the plan is for another {', '.join(differing)}", hint="plan again, or leave --plan away")

@@ -14,21 +14,19 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum.options import Options
 from autoaccum.planning.planner import plan
 from autoaccum.training.events import Updated
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
-from autoaccum.tuning.judging.ladder import micro_batch_ladder
-from autoaccum.tuning.records import Throughput
+from autoaccum.tuning.processes import Processes
+from autoaccum.tuning.records import BatchSpan, Budget, Outcome, Setting, Throughput
 from autoaccum.tuning.request import TuneRequest
-from autoaccum.tuning.running.child_runner import ChildRunner
-from autoaccum.tuning.running.describing import describe
-from autoaccum.tuning.running.measuring import measure_throughput
-from autoaccum.tuning.running.orders import TrainOrder
-from autoaccum.tuning.running.training_job import train_setting
-from autoaccum.tuning.settings import BatchSpan, Budget, Setting
+from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
+from autoaccum.tuning.training import train_setting
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import own_rate, set_rate
+from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05
@@ -69,19 +67,27 @@ def reference(write_workload: Callable[[str], str]) -> str:
     return write_workload(WORKLOAD.format(width=WIDTH, samples=SAMPLES, depth=1))
 
 
-def order(place: torch.device, rate: float = RATE, micro_batch: int = 16, seed: int = 0) -> TrainOrder:
+def train_here(
+    workload: Workload,
+    place: torch.device,
+    rate: float = RATE,
+    micro_batch: int = 16,
+    go_on: Callable[[int, float], bool] = lambda percent, loss: True,
+) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
     budget = Budget(SAMPLES, "samples")
-    return TrainOrder(setting=setting, seed=seed, budget=budget, evaluation_batch=32, device=str(place))
+    return train_setting(workload, setting, budget, seed=0, evaluation_batch=32, device=str(place), go_on=go_on)
 
 
 def measured(reference: str, device: str, target: int, ceiling: int, **options: Any) -> tuple[Throughput, list[int]]:
     """Throughput, and the micro-batches that the model was given meanwhile."""
-    request = TuneRequest(reference=reference, target_batch=BatchSpan(target, target), device=device, **options)
+    batches, asked = BatchSpan(target, target), Options.of("tune", {"device": device, **options})
+    request = TuneRequest(reference=reference, target_batch=batches, options=asked)
     lines: list[str] = []
-    facts = describe(request, on_output=lines.append)
-    sizes = micro_batch_ladder(ceiling)
-    found = measure_throughput(request, facts, sizes, tell=lambda event: None, on_output=lines.append)
+    sizes = micro_batch_ladder(ceiling, (target,))
+    with Processes(request, lines.append) as processes:
+        facts = processes.describe()
+        found = measure_throughput(processes, target, sizes, facts.card or facts.device)
     assert [speed.micro_batch for speed in found.speeds] == list(sizes)
     return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
 
@@ -109,7 +115,7 @@ def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, r
         looked.append((percent, loss))
         return True
 
-    outcomes = [train_setting(workload, order(place, micro_batch=size), go_on) for size in (16, 16, 5, TARGET)]
+    outcomes = [train_here(workload, place, micro_batch=size, go_on=go_on) for size in (16, 16, 5, TARGET)]
     assert {outcome.state for outcome in outcomes} == {"complete"}
     assert {outcome.updates for outcome in outcomes} == {10}
     assert [percent for percent, _ in looked] == [25, 50] * 4
@@ -122,9 +128,7 @@ def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, r
 
 def test_a_rate_that_diverges_is_an_outcome_and_the_next_training_is_whole(place: torch.device, reference: str) -> None:
     workload = load_workload(reference)
-    before, diverged, after = (
-        train_setting(workload, order(place, rate), lambda percent, loss: True) for rate in (RATE, 1e30, RATE)
-    )
+    before, diverged, after = (train_here(workload, place, rate) for rate in (RATE, 1e30, RATE))
     assert (diverged.state, diverged.loss) == ("diverged", None)
     assert (before.state, after.state) == ("complete", "complete")
     assert after.loss == pytest.approx(before.loss, rel=1e-4)
@@ -154,7 +158,8 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
     flops = 6 * (depth + 1) * width**2
     assert all((speed.samples_per_second or 0) * flops < MOST_FLOPS for speed in found.speeds)
 
-    request = TuneRequest(reference=reference, target_batch=BatchSpan(target, target), device="cuda")
+    batches = BatchSpan(target, target)
+    request = TuneRequest(reference=reference, target_batch=batches, options=Options(device="cuda"))
     setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=found.knee)
     asked: list[int] = []
 
@@ -162,11 +167,12 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
         asked.append(percent)
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
-    with ChildRunner(request, Budget(2 * target, "samples"), found.knee) as runner:
-        first = runner.run(setting, 0, ending)
-        wild = runner.run(replace(setting, learning_rate=1e30), 0, lambda percent, loss: True)
-        again = runner.run(setting, 0, ending)
-        pruned = runner.run(setting, 0, ending)
+    budget = Budget(2 * target, "samples")
+    with Processes(request) as processes:
+        first = processes.train(setting, budget, 0, found.knee, ending)
+        wild = processes.train(replace(setting, learning_rate=1e30), budget, 0, found.knee, lambda percent, loss: True)
+        again = processes.train(setting, budget, 0, found.knee, ending)
+        pruned = processes.train(setting, budget, 0, found.knee, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

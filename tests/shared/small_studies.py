@@ -1,113 +1,203 @@
-"""Studies without a training: what they are asked, and runners whose result is a function of setting and seed."""
+"""Studies whose trials train in this process, as the children of `autoaccum tune` do in theirs."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoaccum.tuning.facts import Facts
-from autoaccum.tuning.records import Outcome
-from autoaccum.tuning.request import TuneRequest
-from autoaccum.tuning.runner import MILESTONES, GoOn
-from autoaccum.tuning.settings import BatchSpan, Budget, RateSpan, Setting, Space
-from autoaccum.tuning.studies.storage import open_storage
-from autoaccum.tuning.studies.study import Study, open_study
-from autoaccum.tuning.studies.terms import Terms
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-RATES = RateSpan(1e-4, 1.0)
-BUDGET = Budget(1000, "samples")
+from autoaccum import Workload
+from autoaccum.devices.base import Trial
+from autoaccum.options import Options
+from autoaccum.planning.records import Plan
+from autoaccum.tuning.judging import find_noise, own_standing, rank
+from autoaccum.tuning.records import (
+    BatchSpan,
+    Budget,
+    Facts,
+    Outcome,
+    RateSpan,
+    Row,
+    Setting,
+    Space,
+    Speed,
+    Throughput,
+    Tuning,
+)
+from autoaccum.tuning.request import TuneRequest
+from autoaccum.tuning.searching import Search
+from autoaccum.tuning.study import Study, make_terms, open_storage, read_address
+from autoaccum.tuning.training import train_setting
+
+SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = Facts(
-    name="valley",
-    digest="ab" * 32,
+    name="line",
+    digest="0123456789abcdef",
     model="Linear",
-    parameters=10,
+    parameters=4,
     optimizer="SGD",
-    learning_rate=0.01,
+    learning_rate=OWN_RATE,
     schedule=None,
     precision="fp32",
     batchnorm="micro",
-    has_batch=True,
-    training_samples=1000,
-    held_out="evaluation_dataset (100 samples)",
+    has_batch=False,
+    training_samples=72,
+    held_out="8 of 80 samples of dataset, drawn by seed 0",
     device="cpu",
+)
+SPACE = Space(
+    learning_rates=RateSpan(OWN_RATE / 100, OWN_RATE * 100),
+    target_batches=BatchSpan(16, 16),
+    micro_batches=(8, 16),
+    micro_batch=16,
+    coupled=None,
+    own_rate=OWN_RATE,
 )
 
 
-def small_terms(**asked: Any) -> Terms:
-    """Terms of a small study; `asked` as of `TuneRequest`."""
-    request = TuneRequest(**{"reference": "valley.py", "target_batch": BatchSpan(256, 256), **asked})
-    return Terms.of(request, FACTS, BUDGET, request.learning_rate or RATES)
+def line_data(count: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1 * torch.randn(count, 1, generator=generator))
 
 
-def small_space(**changes: Any) -> Space:
-    """What a small study searches."""
-    space: dict[str, Any] = {
-        "learning_rates": RATES,
-        "target_batches": BatchSpan(256, 256),
-        "micro_batches": (1, 2, 4, 8),
-        "micro_batch": 8,
-        "coupled": None,
-        "own_rate": FACTS.learning_rate,
+def line_workload(**given: Any) -> Workload:
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(FEATURES, 1),
+        "criterion": nn.MSELoss(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=OWN_RATE),
+        "dataset": line_data(),
+        "name": "line",
     }
-    return Space(**{**space, **changes})
+    return Workload(**{**parts, **given})
 
 
-def small_study(storage: str | Path, *, heartbeat: float = 20.0, **asked: Any) -> Study:
-    """A small study in that storage, opened."""
-    return open_study(open_storage(str(storage), heartbeat=heartbeat), "valley", small_terms(**asked))
+class Greedy(nn.Module):
+    """Wants more memory than there is for more than `most` samples at once."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(FEATURES, 1)
+        self._most = most
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and len(inputs) > self._most:
+            torch.empty(2**48)
+        return torch.as_tensor(self.line(inputs))
 
 
-def valley(setting: Setting, seed: int) -> float:
-    """A loss with its lowest point at a rate of 0.02, a little different for each seed; infinite from 0.6 on."""
-    if setting.learning_rate > 0.6:
-        return math.inf
-    noise = math.sin(1e4 * setting.learning_rate + seed) / 100
-    return (math.log10(setting.learning_rate) - math.log10(0.02)) ** 2 + 1 / setting.micro_batch + noise
-
-
-class PureRunner:
-    """Gives the loss of `valley` at once.
-
-    Args:
-        before: Called with the number of runs before, the setting, and the percent that is reached: 0, 25, 50, 100.
+@dataclass
+class Trainer:
+    """Stands in for child processes: trains here.
 
     Attributes:
-        runs: Settings and seeds that were begun.
+        request: What the study is asked to do.
+        workload: What is trained.
+        before: Called before each training, with its setting; what it raises ends that.
     """
 
-    def __init__(self, before: Callable[[int, Setting, int], object] = lambda run, setting, percent: None) -> None:
-        self._before = before
-        self.runs: list[tuple[Setting, int]] = []
+    request: TuneRequest
+    workload: Workload
+    before: Callable[[Setting], object] = lambda setting: None
 
-    def run(self, setting: Setting, seed: int, go_on: GoOn) -> Outcome:
-        """One training."""
-        number = len(self.runs)
-        self.runs.append((setting, seed))
-        self._before(number, setting, 0)
-        loss = valley(setting, seed)
-        if loss == math.inf:
-            return Outcome(state="diverged", samples=10, updates=1, seconds=0.25, reason="the loss is nan")
-        for percent in MILESTONES:
-            if not go_on(percent, loss + 1 / percent):
-                return Outcome(state="pruned", loss=loss + 1 / percent, samples=10 * percent, seconds=0.5)
-            self._before(number, setting, percent)
-        self._before(number, setting, 100)
-        return Outcome(state="complete", loss=loss, samples=1000, updates=4, seconds=1.0)
+    def train(self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, go_on: Any) -> Outcome:
+        self.before(setting)
+        return train_setting(
+            self.workload, setting, budget, seed=seed, evaluation_batch=evaluation_batch, device="cpu", go_on=go_on
+        )
 
 
-def run_worker(storage: str, log: str, trials: int, seconds: float, heartbeat: float) -> None:
-    """What a worker's process does: search, with trials of so many seconds, and write down what it begins and ends."""
-    from autoaccum.tuning.studies.searching import search
+def request_of(**asked: Any) -> TuneRequest:
+    options = Options(**{name: asked.pop(name) for name in ("device", "time_limit", "trial_limit") if name in asked})
+    known: dict[str, Any] = {"reference": "line.py", "target_batch": BatchSpan(16, 16), "trials": 6, "options": options}
+    return TuneRequest(**known | asked)
 
-    def note(run: int, setting: Setting, percent: int) -> None:
-        with Path(log).open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), "rate": setting.learning_rate, "percent": percent}) + "\n")
-        time.sleep(seconds / 4)
 
-    study = small_study(storage, heartbeat=heartbeat)
-    search(study, small_space(), PureRunner(note), trials=trials, time_limit=None, tell=lambda event: None)
+@contextmanager
+def study_in(file: Path, request: TuneRequest, facts: Facts = FACTS) -> Iterator[Study]:
+    """A study in a file, made or gone on with."""
+    address = read_address(str(file))
+    with open_storage(address, request.heartbeat) as storage:
+        yield Study(storage, address, "line", make_terms(request, facts, Budget(64, "samples"), SPACE.learning_rates))
+
+
+def search_in(
+    file: Path,
+    request: TuneRequest,
+    *,
+    workload: Workload | None = None,
+    before: Callable[[Setting], object] = lambda setting: None,
+    space: Space = SPACE,
+    budget: Budget | None = None,
+    tell: Callable[[Any], object] = lambda event: None,
+    confirm: bool = False,
+) -> tuple[Any, str | None]:
+    """The rows of a study after a search, and why that ended early."""
+    trainer: Any = Trainer(request, workload or line_workload(), before)
+    with study_in(file, request) as study:
+        search = Search(study, space, budget or Budget(64, "samples"), 16, trainer, tell)
+        ended = search.run()
+        if confirm:
+            search.confirm()
+        return study.rows(), ended
+
+
+def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
+    """What a study has found, from its trials, as if throughput and plan had been measured."""
+    standings = rank(rows)
+    best = standings[0] if standings else None
+    timed: tuple[tuple[int, dict[str, Any]], ...] = (
+        (8, {"samples_per_second": 1478.0, "low": 1400.0, "high": 1500.0, "updates": 12}),
+        (16, {"samples_per_second": 1500.0, "low": 1450.0, "high": 1550.0, "updates": 9}),
+    )
+    speeds = tuple(Speed(micro_batch=size, iter_size=16 // size, state="measured", **known) for size, known in timed)
+    slower = Speed(micro_batch=4, iter_size=4, state="slower")
+    known: dict[str, Any] = {
+        "study": "line",
+        "storage": "sqlite:///tune.db",
+        "storage_url": "sqlite:///tune.db",
+        "workload": {"reference": "line.py", **vars(FACTS)},
+        "space": SPACE,
+        "budget": Budget(64, "samples"),
+        "held_out": FACTS.held_out,
+        "sampler": "tpe",
+        "pruner": "halving",
+        "seed": 0,
+        "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds), fastest=16, knee=8),
+        "rows": rows,
+        "standings": standings,
+        "best": best,
+        "own": own_standing(rows),
+        "noise": find_noise(standings),
+        "plan": None if best is None else plan_of(best.setting),
+    }
+    return Tuning(**known | changes)
+
+
+def plan_of(setting: Setting) -> Plan:
+    """A plan for a setting, as if it had been measured."""
+    parts = setting.cut()
+    return Plan(
+        kind="measured",
+        target_batch=setting.target_batch,
+        micro_batch=parts[0],
+        iter_size=len(parts),
+        micro_batches=parts,
+        world_size=1,
+        largest_fit=parts[0],
+        capped=True,
+        limit_bytes=2**30,
+        peak_bytes=2**20,
+        device={"name": "cpu", "kind": "cpu"},
+        environment={},
+        workload={"name": "line"},
+        trials=(Trial(parts=(parts[0], parts[-1]), outcome="ok"),),
+        warnings=(),
+        learning_rate=setting.learning_rate,
+    )

@@ -1,0 +1,86 @@
+"""A study as pictures: Optuna's own of its trials, and the throughput over micro-batches."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+from autoaccum.tuning.records import Throughput, Tuning
+from autoaccum.tuning.study import open_storage, reaching, read_address
+
+
+def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
+    """Draw the pictures of a study, by the names of their files.
+
+    Args:
+        tuning: What was found.
+        storage: Where the study is kept, as `tune` was given it.
+
+    Raises:
+        StudyError: It cannot be read any more.
+    """
+    import optuna
+    from optuna.visualization import matplotlib as of_optuna
+
+    matplotlib.use("agg")
+    address, loss = read_address(storage), "held-out loss"
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoaccum"}),
+        open_storage(address) as opened,
+        reaching(address),
+    ):
+        study = optuna.load_study(storage=opened, study_name=tuning.study)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            figures = {
+                "throughput.svg": throughput_figure(tuning.throughput),
+                "trials.svg": _figure_of(of_optuna.plot_optimization_history(study, target_name=loss)),
+                "rates.svg": _figure_of(of_optuna.plot_slice(study, target_name=loss)),
+                "courses.svg": _figure_of(of_optuna.plot_intermediate_values(study)),
+            }
+        return {file: _to_svg(figure) for file, figure in figures.items()}
+
+
+def throughput_figure(known: Throughput) -> Figure:
+    """Draw medians and quartiles of samples per second over the micro-batch, the knee marked."""
+    timed = [speed for speed in known.speeds if speed.samples_per_second is not None]
+    sizes, medians = [speed.micro_batch for speed in timed], [speed.samples_per_second or 0.0 for speed in timed]
+    below = [median - (speed.low or median) for median, speed in zip(medians, timed, strict=True)]
+    above = [(speed.high or median) - median for median, speed in zip(medians, timed, strict=True)]
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot()
+    axes.errorbar(sizes, medians, yerr=[below, above], marker="o", capsize=4, label="median, and the middle half")
+    short = [speed.micro_batch for speed in known.speeds if speed.state == "out_of_memory"]
+    if short:
+        axes.plot(short, [0.0] * len(short), "rx", label="out of memory")
+    axes.axvline(known.knee, color="green", linestyle="--", label=f"knee at {known.knee}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([*sizes, *short])
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="micro-batch, in samples", ylabel="samples per second")
+    axes.set_title(f"Throughput on {known.device}, in updates of {known.target_batch} samples", parse_math=False)
+    axes.legend()
+    return figure
+
+
+def _figure_of(axes: Any) -> Figure:
+    """Take the figure of what Optuna drew: axes, or an array of them."""
+    figure = (axes.flat[0] if hasattr(axes, "flat") else axes).figure
+    assert isinstance(figure, Figure)
+    return figure
+
+
+def _to_svg(figure: Figure) -> bytes:
+    from matplotlib import pyplot
+
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": "autoaccum"})
+    pyplot.close(figure)
+    return file.getvalue()

@@ -1,0 +1,113 @@
+"""`python -m autoaccum.tuning.child REQUESTS REPLIES PARENT`: describes, times or trains one workload.
+
+One line of JSON asks, one answers, as in `devices.child`. A training is a conversation: at each milestone the child
+tells its loss, and waits for whether to go on. Nothing is measured here, so malloc is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.lifeline import Lifeline
+from autoaccum.devices.replies import failure_reply, look_where
+from autoaccum.options import Options
+from autoaccum.tuning.records import Budget, Setting
+
+if TYPE_CHECKING:
+    from autoaccum.tuning.training import UpdateTimer
+    from autoaccum.workload.spec import Workload
+
+
+def main(arguments: list[str]) -> None:
+    """Answer requests until the parent closes its end of the pipe."""
+    child = Child(Lifeline(arguments))
+    child.run()
+
+
+class Child:
+    """Answers one request after the other; `load` comes first.
+
+    Args:
+        lifeline: What it speaks through.
+    """
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self._lifeline = lifeline
+        self._workload: Workload | None = None
+        self._timer: UpdateTimer | None = None
+
+    def run(self) -> None:
+        """Answer until nobody asks any more: `{"failure": ...}` where something was raised."""
+        jobs = {"load": self._load, "describe": self._describe, "update": self._update, "train": self._train}
+        for request in self._lifeline:
+            if request["job"] == "prepare":
+                _prepare(request)
+                continue
+            try:
+                reply = jobs[request["job"]](request)
+            except BaseException as error:
+                reply = failure_reply(error, request["doing"])
+            self._lifeline.answer(reply)
+
+    def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Import the workload under the same seed for every trial: its data, and a model that is an instance."""
+        look_where(request)
+        from autoaccum.devices.rehearsal import seed_everything
+        from autoaccum.workload.loading import load_workload
+        from autoaccum.workload.samples import replace_given
+
+        seed_everything()
+        overrides = Options.from_record(request["options"]).overrides
+        self._workload = replace_given(load_workload(request["reference"]), **overrides)
+        return {"digest": self._workload.digest}
+
+    def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from autoaccum.tuning.describing import find_facts
+
+        assert self._workload is not None
+        return {"facts": dataclasses.asdict(find_facts(self._workload, request["device"], request["target_batch"]))}
+
+    def _update(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from autoaccum.tuning.training import UpdateTimer
+
+        assert self._workload is not None
+        if self._timer is None:
+            self._timer = UpdateTimer(self._workload, request["device"], request["target_batch"])
+        return {"seconds": self._timer.time(request["micro_batch"])}
+
+    def _train(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from autoaccum.tuning.training import train_setting
+
+        def go_on(percent: int, loss: float) -> bool:
+            self._lifeline.answer({"percent": percent, "loss": loss})
+            reply = self._lifeline.read()
+            if reply is None:  # Nobody listens any more.
+                raise SystemExit(0)
+            return bool(reply["goes_on"])
+
+        assert self._workload is not None
+        setting, budget = Setting(**request["setting"]), Budget(**request["budget"])
+        asked = {name: request[name] for name in ("seed", "evaluation_batch", "device")}
+        return {"outcome": dataclasses.asdict(train_setting(self._workload, setting, budget, go_on=go_on, **asked))}
+
+
+def _prepare(request: Mapping[str, Any]) -> None:
+    """Import what every training needs, before there is a workload; what goes wrong here goes wrong again later."""
+    look_where(request)
+    with suppress(Exception):
+        import torch
+
+        from autoaccum.tuning import training
+
+        del training
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""What the trials came to: pure decisions over records."""

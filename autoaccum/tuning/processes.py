@@ -1,0 +1,211 @@
+"""The parent's side of the children that describe, time and train: a fresh process for each training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.devices.process import SPARE_BYTES, ChildDied, ChildProcess, SpareChild, where_to_import
+from autoaccum.devices.recording import Failure, failure_error
+from autoaccum.devices.worker import death_error
+from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.tuning.records import Budget, Ending, Facts, Outcome, Setting
+from autoaccum.tuning.request import TuneRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LEAVE_SECONDS = 5.0
+"""A child that is done may leave by itself, so that what the workload registered at exit runs."""
+_MOST_SECONDS = 3600.0
+"""Of loading, or of one update: what takes longer hangs."""
+_MODULE = "autoaccum.tuning.child"
+
+
+class Processes:
+    """Starts children, asks them, and ends them; the next one imports PyTorch while a training runs.
+
+    Args:
+        request: What the study is asked to do.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+
+    def __init__(self, request: TuneRequest, on_output: Callable[[str], None] | None = None) -> None:
+        check_device(request.options.device)
+        self.request, self._on_output = request, on_output
+        self._spare: SpareChild | None = None
+        self._digest: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
+
+    def describe(self) -> Facts:
+        """Load the workload in a child, and build what it trains.
+
+        Raises:
+            WorkloadError: The workload cannot be loaded, or cannot be tuned.
+            DoesNotFitError: Loading it runs the machine out of memory.
+            NotMeasuredError: The process cannot be started, or died.
+        """
+        with self._loaded() as process:
+            facts = _ask(process, {"job": "describe", "doing": "building the workload", **self._asked()})["facts"]
+        self._digest = facts["digest"]
+        return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
+
+    @contextmanager
+    def timing(self) -> Iterator[Callable[[int], float | None]]:
+        """Within, a child makes updates: a function of the micro-batch, to seconds, or None if out of memory.
+
+        Raises:
+            WorkloadError: The workload fails.
+            NotMeasuredError: The process cannot be started, died or hung.
+        """
+        with self._loaded() as process:
+
+            def time_update(micro_batch: int) -> float | None:
+                doing = f"an update in micro-batches of {micro_batch}"
+                order = {"job": "update", "doing": doing, "micro_batch": micro_batch, **self._asked()}
+                try:
+                    reply = process.ask(order, _MOST_SECONDS)
+                except ChildDied as death:
+                    if death.out_of_memory:
+                        return None
+                    raise death_error(death, doing, _MOST_SECONDS) from None
+                if "failure" not in reply:
+                    return float(reply["seconds"])
+                failure = Failure(**reply["failure"])
+                if failure.outcome == "oom":
+                    return None
+                raise failure_error(failure, "the machine")
+
+            yield time_update
+
+    def train(
+        self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, go_on: Callable[[int, float], bool]
+    ) -> Outcome:
+        """Train in a fresh process, which is gone afterwards; what goes wrong in it is an `Outcome`.
+
+        Args:
+            setting: What to train with.
+            budget: How long.
+            seed: Of weights, order, and all that is drawn.
+            evaluation_batch: The micro-batch of every evaluation.
+            go_on: Told of a milestone and the loss there; whether the training shall go on.
+
+        Raises:
+            NotMeasuredError: No process can be started.
+            WorkloadError: The workload's source files are not those of the study any more.
+        """
+        limit = self.request.options.trial_limit or math.inf
+        deadline = time.monotonic() + limit
+        order = {"setting": dataclasses.asdict(setting), "budget": dataclasses.asdict(budget), "seed": seed}
+        process = self._take()
+
+        def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+            return process.ask(request, max(0.0, deadline - time.monotonic()))
+
+        try:
+            reply = ask(self._loading())
+            if "failure" not in reply:
+                self.check_unchanged(reply["digest"])
+                self._keep_spare()
+                asked = {"evaluation_batch": evaluation_batch, **self._asked()}
+                reply = ask({"job": "train", "doing": "training", **order, **asked})
+            while "percent" in reply:
+                reply = ask({"goes_on": go_on(reply["percent"], reply["loss"])})
+        except ChildDied as death:
+            reason = f"its process {death}"
+            if death.kind == "limit":
+                reason = f"it took longer than a trial may ({limit:g} s), and was ended"
+            return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=reason)
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
+        if "failure" in reply:
+            failure = Failure(**reply["failure"])
+            state: Ending = "out_of_memory" if failure.outcome == "oom" else "failed"
+            return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
+        return Outcome(**{**reply["outcome"], "warnings": tuple(reply["outcome"]["warnings"])})
+
+    def check_unchanged(self, digest: str) -> None:
+        """Hold what was loaded to the source files that the study is of.
+
+        Raises:
+            WorkloadError: They were changed meanwhile.
+        """
+        if self._digest is not None and digest != self._digest:
+            raise WorkloadError(
+                f"{self.request.reference} was changed while it is tuned, so that trials cannot be compared any more",
+                hint="put it back and go on, or begin another study: --study NAME",
+            )
+
+    @contextmanager
+    def _loaded(self) -> Iterator[ChildProcess]:
+        """Within, a child has loaded the workload."""
+        process = self._take()
+        try:
+            self.check_unchanged(_ask(process, self._loading())["digest"])
+            yield process
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
+
+    def _loading(self) -> dict[str, Any]:
+        reference, options = self.request.reference, self.request.options.to_record()
+        doing = f"loading {reference}"
+        return {"job": "load", "doing": doing, "reference": reference, "options": options, **where_to_import()}
+
+    def _asked(self) -> dict[str, Any]:
+        return {"device": self.request.options.device, "target_batch": self.request.target_batch.high}
+
+    def _take(self) -> ChildProcess:
+        spare, self._spare = self._spare, None
+        process = None if spare is None else spare.take()
+        return _start(self._on_output) if process is None else process
+
+    def _keep_spare(self) -> None:
+        """Start the next child now, unless the host's memory is short; it is no loss when none can be."""
+        memory = read_host_memory()
+        needed = memory.total_bytes // 2 if card_index(self.request.options.device) is None else 0
+        if self._spare is None and memory.free_bytes - needed >= SPARE_BYTES:
+            with suppress(NotMeasuredError):
+                self._spare = SpareChild(self._on_output, start=_start)
+
+
+def _ask(process: ChildProcess, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask before any trial, where a failure ends the study.
+
+    Raises:
+        WorkloadError: The workload cannot be used.
+        DoesNotFitError: It runs the machine out of memory.
+        NotMeasuredError: The process died.
+    """
+    try:
+        reply = process.ask(request, _MOST_SECONDS)
+    except ChildDied as death:
+        raise death_error(death, request["doing"], _MOST_SECONDS) from None
+    if "failure" in reply:
+        raise failure_error(Failure(**reply["failure"]), "the machine")
+    return reply
+
+
+def _start(on_output: Callable[[str], None] | None = None) -> ChildProcess:
+    """Start a child and have it import what all of them need; does not wait for that."""
+    process = ChildProcess(_MODULE, on_output=on_output, measured=False)
+    process.tell({"job": "prepare", **where_to_import()})
+    return process

@@ -1,0 +1,147 @@
+"""Samples per second over micro-batches, measured once for a study, and the knee."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from autoaccum.accumulation.schedule import make_schedule, split_evenly
+from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.tuning.processes import Processes
+from autoaccum.tuning.records import Speed, Throughput
+
+KNEE_SHARE = 0.02
+"""What a smaller micro-batch may lose of the highest throughput and still be the knee."""
+
+_RISING_UPDATES = 2
+"""Before anything is timed: the first update of all makes the optimizer's state, and is guarded by a copy."""
+_LEAST, _ENOUGH, _MOST = 3, 5, 200
+_SHORT_SECONDS, _LONG_SECONDS = 0.5, 2.0
+_FAR_BEHIND, _IN_A_ROW = 2.0, 2
+
+
+def measure_throughput(processes: Processes, target_batch: int, sizes: Sequence[int], device: str) -> Throughput:
+    """Time real updates with each of `sizes`, none of which is above the plan's ceiling.
+
+    Args:
+        processes: Start the child that makes them.
+        target_batch: Samples per update.
+        sizes: Micro-batches in samples.
+        device: The device's name.
+
+    Raises:
+        WorkloadError: The workload fails, or was changed since it was described.
+        DoesNotFitError: None of the sizes fits.
+        NotMeasuredError: The process cannot be started, died or hung.
+    """
+    short = set[int]()
+    timed: dict[int, list[float]] | None = None
+    while timed is None:
+        left = sorted(set(sizes) - short, reverse=True)
+        if not left:
+            raise DoesNotFitError(
+                f"not even updates with micro-batch {min(sizes)} fit any more: out of memory",
+                hint="free memory, and start again",
+            )
+        with processes.timing() as time_update:
+            timed = time_sizes(time_update, left, short)
+    speeds = tuple(_speed_of(size, target_batch, timed.get(size), size in short) for size in sorted(sizes))
+    fastest, knee = find_knee(speeds)
+    return Throughput(target_batch=target_batch, device=device, speeds=speeds, fastest=fastest, knee=knee)
+
+
+def time_sizes(
+    time_update: Callable[[int], float | None], sizes: Sequence[int], short: set[int]
+) -> dict[int, list[float]] | None:
+    """Return seconds of updates by size; None where one ran out of memory, now in `short`.
+
+    The largest come first; where two in a row are far behind the best, smaller ones are left out. Then the sizes take
+    turns, so that a clock that drifts hits all of them alike.
+    """
+    timed: dict[int, list[float]] = {}
+    behind = 0
+    for size in sizes:
+        rising = [time_update(size) for _ in range(1 if timed else _RISING_UPDATES)]
+        seconds = None if None in rising else time_update(size)
+        if seconds is None:
+            short.add(size)
+            return None
+        timed[size] = [seconds]
+        behind = behind + 1 if seconds > _FAR_BEHIND * min(taken[0] for taken in timed.values()) else 0
+        if behind >= _IN_A_ROW:
+            break
+    while any(map(needs_more, timed.values())):
+        for size in filter(lambda one: needs_more(timed[one]), timed):
+            seconds = time_update(size)
+            if seconds is None:
+                short.add(size)
+                return None
+            timed[size].append(seconds)
+    return timed
+
+
+def needs_more(seconds: Sequence[float]) -> bool:
+    """Return whether more updates are to be timed: at least three, and five or more where they are short.
+
+    >>> needs_more([1.0] * 2), needs_more([1.0] * 3), needs_more([0.2] * 4), needs_more([0.2] * 5)
+    (True, False, True, False)
+    """
+    number, total = len(seconds), sum(seconds)
+    if number >= _LEAST and (number >= _MOST or total >= _LONG_SECONDS):
+        return False
+    return number < _ENOUGH or total < _SHORT_SECONDS
+
+
+def _speed_of(micro_batch: int, target_batch: int, seconds: Sequence[float] | None, is_short: bool) -> Speed:
+    iter_size = len(split_evenly(target_batch, micro_batch))
+    if seconds is None:
+        return Speed(micro_batch=micro_batch, iter_size=iter_size, state="out_of_memory" if is_short else "slower")
+    low, median, high = statistics.quantiles([target_batch / one for one in seconds], n=4, method="inclusive")
+    return Speed(
+        micro_batch=micro_batch,
+        iter_size=iter_size,
+        state="measured",
+        samples_per_second=median,
+        low=low,
+        high=high,
+        updates=len(seconds),
+    )
+
+
+def find_knee(speeds: Sequence[Speed]) -> tuple[int, int]:
+    """Return the fastest micro-batch, and the smallest whose median is within 2 % of that one's."""
+    medians = {speed.micro_batch: speed.samples_per_second for speed in speeds if speed.samples_per_second is not None}
+    best = max(medians.values())
+    fastest = min(size for size, median in medians.items() if median == best)
+    return fastest, min(size for size, median in medians.items() if median >= best * (1 - KNEE_SHARE))
+
+
+def micro_batch_ladder(ceiling: int, targets: Sequence[int], least: int = 1, multiple_of: int = 1) -> tuple[int, ...]:
+    """Return the sizes worth timing: doublings of the least size below the ceiling, and the ceiling itself.
+
+    Args:
+        ceiling: The largest micro-batch that fits, in samples.
+        targets: Samples per update, ascending. Sizes that leave a part below `least` in any of them are left out, and
+            so are those that cut the largest into as many parts as a smaller one.
+        least: The smallest that the model runs: 2 where a BatchNorm refuses a single sample.
+        multiple_of: Of which `ceiling` and `least` are multiples, and all parts are to be.
+
+    Raises:
+        UsageError: There is none.
+
+    >>> micro_batch_ladder(140, (256,), 16), micro_batch_ladder(8, (8,)), micro_batch_ladder(140, (48, 96), 16)
+    ((16, 32, 64, 128), (1, 2, 4, 8), (16, 32, 64, 96))
+    """
+    ceiling = min(ceiling, targets[-1])
+    doublings = [least << times for times in range(ceiling.bit_length()) if least << times < ceiling]
+    sizes: dict[int, int] = {}
+    for size in (*doublings, ceiling):
+        cuts = [make_schedule(target, size, multiple_of=multiple_of) for target in targets]
+        if all(cut.smallest_part >= least for cut in cuts):
+            sizes.setdefault(cuts[-1].iter_size, size)
+    if not sizes:
+        raise UsageError(
+            f"no micro-batch of up to {ceiling} samples cuts updates of {targets[-1]} in parts of at least {least}",
+            hint=f"take multiples of {least} as target batches, or plan with more memory",
+        )
+    return tuple(sizes.values())

@@ -1,0 +1,121 @@
+"""What a person and a program read of a study, and its pictures: of a real one on a tiny workload."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
+
+from autoaccum.planning.records import Plan
+from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.pictures.tuning import draw_tuning
+from autoaccum.reporting.tune_progress import TuneProgress
+from autoaccum.reporting.tune_table import print_tuning
+from autoaccum.reporting.tune_words import tuning_record
+from autoaccum.tuning import events
+from autoaccum.tuning.records import Row, Tuning
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Tuning]:
+    """The file of a study, what was told on its way, and what it found."""
+    file, told = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
+    rows, _ = search_in(file, request_of(confirm=1, trials=8), tell=told.append, confirm=True)
+    return file, told, tuning_of(rows)
+
+
+def printed(tuning: Tuning, **more: Any) -> str:
+    text = io.StringIO()
+    print_tuning(make_console(file=text, width=120), tuning, more.get("commands", {}), more.get("written", {}))
+    return text.getvalue()
+
+
+def told_lines(told: list[Any], *, quiet: bool = False) -> str:
+    text = io.StringIO()
+    with TuneProgress(make_console(file=text, width=200), quiet=quiet) as progress:
+        for event in told:
+            progress.tell(event)
+    return text.getvalue()
+
+
+def test_the_table_says_what_is_best_and_how_sure_that_is(studied: Any) -> None:
+    _, _, tuning = studied
+    text = printed(tuning, commands={"train with it": ["autoaccum", "fit", "a b.py"]}, written={"pictures": Path("p")})
+    best = tuning.best
+    assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.trial}\n" in text
+    assert f"loss         {best.mean:.4g} on held-out data, the mean of 3 seeds, standard deviation" in text
+    assert "own rate     0.05: loss" in text
+    assert "may be chance" in text
+    assert "micro-batch  8, nearly as fast as 16; with exact accumulation it changes speed and memory" in text
+    assert "not measured: the next larger are far from the best" in text
+    assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
+    assert text.endswith("pictures in p\ntrain with it:\n  autoaccum fit 'a b.py'\n")
+    for row in tuning.rows:
+        assert row.confirms is not None or f"{row.number:>5}  {row.state}" in text
+
+
+def test_a_study_that_found_nothing_says_so() -> None:
+    lost = Row(number=1, state="failed", setting=None, seed=0, lost=True)
+    bad = Row(number=0, state="diverged", setting=None, seed=0, own=True, reason="update 3: the loss is\nnan")
+    text = printed(tuning_of((bad, lost), ended="its time of 9 s is over", warnings=("odd",)))
+    assert "best         no trial came to the end of its budget with a finite loss\n" in text
+    assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
+    assert "the workload's own rate; update 3: the loss is nan" in text
+    assert "warning      odd\n" in text
+
+
+def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_told(studied: Any) -> None:
+    tuning = studied[2]
+    doubted = replace(tuning.best, failed=1, mean=None)
+    space = replace(SPACE, coupled="the loss mixes the samples of a batch")
+    text = printed(replace(tuning, best=doubted, own=None, space=space))
+    assert "in one run; 1 run of it failed" in text
+    assert "own rate     0.05: not run to the end" in text
+    assert f"{doubted.setting.micro_batch}, searched with the learning rate, since the loss mixes" in text
+
+
+def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
+    _, told, tuning = studied
+    begun = [
+        events.StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 8),
+        *(events.SpeedMeasured(speed) for speed in tuning.throughput.speeds),
+        events.SearchBegan(SPACE, tuning.throughput, remembered=True),
+        events.Noted("odd"),
+        events.Noted("odd"),
+    ]
+    text = told_lines([*begun, *told])
+    assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
+    assert "study line in sqlite:///tune.db; going on after 3 of 8 trials\n" in text
+    assert "throughput was measured for this study before: knee at 8, fastest is 16\n" in text
+    assert text.count("trial  outcome") == 1
+    assert text.count("warning: odd\n") == 1
+    for row in tuning.rows:
+        assert f"\n{row.number:>5}  {row.state}" in text
+    assert told_lines([*begun, *told], quiet=True) == "warning: odd\n"
+
+
+def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
+    tuning = studied[2]
+    record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
+    assert record["schema"] == 2
+    assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
+    assert record["best"]["setting"]["learning_rate"] == tuning.best.setting.learning_rate
+    assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.setting)
+    assert tuning_record(replace(tuning, plan=None))["plan"] is None
+
+
+def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
+    file, _, tuning = studied
+    drawn = draw_tuning(tuning, str(file))
+    assert sorted(drawn) == ["courses.svg", "rates.svg", "throughput.svg", "trials.svg"]
+    words = {name: " ".join(ElementTree.fromstring(content).itertext()) for name, content in drawn.items()}
+    assert "Throughput on cpu, in updates of 16 samples" in words["throughput.svg"]
+    assert "knee at 8" in words["throughput.svg"]
+    assert "learning_rate" in words["rates.svg"]
+    assert draw_tuning(tuning, str(file)) == drawn

@@ -1,0 +1,84 @@
+"""Which micro-batches are timed, how often, and what is the knee."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoaccum.errors import UsageError
+from autoaccum.tuning.records import Speed
+from autoaccum.tuning.throughput import find_knee, micro_batch_ladder, time_sizes
+
+
+def speeds(*rates: float | None) -> list[Speed]:
+    return [
+        Speed(
+            micro_batch=2**power,
+            iter_size=1,
+            state="slower" if rate is None else "measured",
+            samples_per_second=rate,
+        )
+        for power, rate in enumerate(rates)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "found"),
+    [((10, 50, 99, 100), (8, 4)), ((10, 50, 97, 100), (8, 8)), ((None, 100, 100), (2, 2)), ((100, 99, 50), (1, 1))],
+)
+def test_the_knee_is_the_smallest_within_two_percent(rates: tuple[float | None, ...], found: tuple[int, int]) -> None:
+    assert find_knee(speeds(*rates)) == found
+
+
+def test_sizes_take_turns_until_enough_is_known() -> None:
+    asked: list[int] = []
+
+    def time(size: int) -> float:
+        asked.append(size)
+        return 0.19 / size
+
+    timed = time_sizes(time, [4, 2], set())
+    assert timed is not None
+    assert asked[:8] == [4, 4, 4, 2, 2, 4, 2, 4]
+    assert [len(timed[2]), len(timed[4])] == [6, 11]
+
+
+def test_smaller_sizes_far_behind_are_left_out() -> None:
+    timed = time_sizes(lambda size: 1.0 / size, [16, 8, 4, 2, 1], set())
+    assert timed is not None
+    assert sorted(timed) == [2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("after", [0, 2, 6])
+def test_a_size_that_runs_out_of_memory_is_noted(after: int) -> None:
+    count = [0]
+
+    def time(size: int) -> float | None:
+        count[0] += size == 8
+        return None if size == 8 and count[0] > after else 0.1
+
+    short = set[int]()
+    assert time_sizes(time, [8, 4], short) is None
+    assert short == {8}
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "targets", "least", "multiple", "sizes"),
+    [
+        (100, (256,), 1, 1, (1, 2, 4, 8, 16, 32, 64, 86)),
+        (8, (8,), 2, 1, (2, 4, 8)),
+        (12, (24,), 4, 4, (4, 8, 12)),
+        (300, (64, 128), 1, 1, (1, 2, 4, 8, 16, 32, 64, 128)),
+    ],
+)
+def test_the_ladder_doubles_up_to_the_ceiling(
+    ceiling: int, targets: tuple[int, ...], least: int, multiple: int, sizes: tuple[int, ...]
+) -> None:
+    found = micro_batch_ladder(ceiling, targets, least, multiple)
+    assert found[:-1] == sizes[:-1]
+    assert found[-1] in (sizes[-1], ceiling)
+    assert found[-1] <= ceiling
+
+
+def test_updates_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(UsageError, match="cuts updates of 3 in parts of at least 2"):
+        micro_batch_ladder(2, (3,), 2)
