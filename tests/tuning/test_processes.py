@@ -54,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def processes(reference: str) -> Iterator[Processes]:
-    with Processes(request_of(reference=reference, device="cpu", trial_limit=15.0)) as started:
+    with Processes(request_of(reference=reference, device="cpu")) as started:
         facts = started.describe()
         assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
         yield started
@@ -72,10 +72,12 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: Proces
     assert (pruned.state, pruned.samples) == ("pruned", 32)
 
 
-def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processes) -> None:
-    killed, hung = train(processes, 7.0), train(processes, 8.0)
+def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processes, reference: str) -> None:
+    killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
-    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (15 s), and was ended")
+    with Processes(request_of(reference=reference, device="cpu", trial_limit=8.0)) as limited:
+        hung = train(limited, 8.0)
+    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
 
 
 def test_sizes_that_run_out_of_memory_are_left_out_of_the_throughput(processes: Processes) -> None:
