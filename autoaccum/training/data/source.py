@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autoaccum.errors import UsageError, WorkloadError, first_line
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.data.map_style import MapStyleSource
 from autoaccum.training.data.streams import BatchesSource, SamplesSource
 from autoaccum.training.data.windows import DataSettings, Source
@@ -32,7 +32,6 @@ def open_source(data: Any, settings: DataSettings) -> Source:
     if isinstance(data, DataLoader) and is_taken_apart(data):
         return MapStyleSource(data.dataset, settings, data)
     if is_map_style(data):
-        _check_length(data)
         return MapStyleSource(data, settings)
     if isinstance(data, IterableDataset):
         return SamplesSource(data, settings)
@@ -56,16 +55,6 @@ def is_map_style(data: Any) -> bool:
     if isinstance(data, Sequence) and not isinstance(data, Dataset | range):
         return False
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
-
-
-def _check_length(data: Any) -> None:
-    try:
-        len(data)
-    except (TypeError, NotImplementedError) as error:
-        raise UsageError(
-            f"{nests.kind(data)} has no length ({first_line(error)})",
-            hint="define __len__, or give a DataLoader over it with a sampler",
-        ) from error
 
 
 def _check_iterable(data: Any) -> None:

@@ -57,13 +57,13 @@ class Window:
         left = self.samples % multiple_of
         if not left:
             return self
-        parts, size = list(self.parts), 0
-        while size < left:
-            size += batch_size(parts[-1])
-            last = parts.pop()
-        if size > left:
-            kept = size - left
-            parts.append(split_batch(last, [kept, batch_size(last) - kept])[0])
+        parts, room = [], self.samples - left
+        for part in self.parts:
+            size = batch_size(part)
+            kept = min(size, room)
+            if kept:
+                parts.append(part if kept == size else split_batch(part, [kept, size - kept])[0])
+            room -= kept
         return Window(parts, self.samples - left)
 
 

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from collections import UserList, deque
+from collections import UserList
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from small_data import DrawingRows, DrawingStream, opened
@@ -43,20 +42,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
         {"kind": "map-style", "samples": 1797, "order": "shuffled"},
         1797,
     ),
-    "array": (
-        lambda: np.zeros((9, 2)),
-        {"kind": "map-style", "samples": 9, "order": "shuffled"},
-        9,
-    ),
     "loader": (
         lambda: DataLoader(DrawingRows(9), 2),
         {"kind": "map-style", "samples": 9, "order": "BatchSampler of SequentialSampler"},
         9,
-    ),
-    "loader that drops": (
-        lambda: DataLoader(DrawingRows(9), 2, drop_last=True),
-        {"kind": "map-style", "samples": 8, "order": "BatchSampler of SequentialSampler"},
-        8,
     ),
     "batch sampler": (
         lambda: DataLoader(DrawingRows(9), batch_sampler=[[1, 2, 3, 4]]),
@@ -80,7 +69,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
     ),
     "list": (lambda: [(x, y)] * 3, {"kind": "batches", "length": 3}, 24),
     "tuple of tensors": (lambda: (x, x), {"kind": "batches", "length": 2}, 16),
-    "deque": (lambda: deque([(x, y)] * 3), {"kind": "batches", "length": 3}, 24),
     "user's list": (lambda: Listed([(x, y)]), {"kind": "batches", "length": 1}, 8),
     "generator": (lambda: iter([x]), {"kind": "batches", "length": None}, None),
 }

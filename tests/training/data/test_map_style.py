@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import (
     DrawingRows,
@@ -307,24 +306,3 @@ def test_what_the_dataset_raises_comes_through_and_a_stop_iteration_is_no_end(wo
             source.next_window()
         source.close()
     assert random.getstate() == state
-
-
-@settings(max_examples=30)
-@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=12), target=st.integers(1, 12), data=st.data())
-def test_lists_of_any_length_are_cut_at_the_same_places_again(
-    cuts: list[int], target: int, data: st.DataObject
-) -> None:
-    numbers = iter(range(sum(cuts)))
-    batches = [list(islice(numbers, size)) for size in cuts]
-    if sum(cuts) < target:
-        return
-
-    def make() -> Source:
-        return opened(DataLoader(DrawingRows(sum(cuts)), batch_sampler=batches), target)
-
-    whole, states = remaining(make(), range(1))
-    assert indices_of(whole, 0) == list(range(sum(cuts)))
-    number = data.draw(st.integers(0, len(states) - 1))
-    resumed = make()
-    resumed.load_state_dict(states[number])
-    assert_same(windows_of(resumed, range(1)), whole[number + 1 :])
