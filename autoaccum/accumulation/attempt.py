@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.backpropagation import LossRecord, Shares, has_weight, make_shares
+from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS
 from autoaccum.accumulation.cautions import BufferVersions, balancing_warning, buffers_warning
 from autoaccum.accumulation.changes import ForwardWatch
@@ -32,7 +32,7 @@ from autoaccum.errors import NonFiniteError, UpdateInterrupted
 from autoaccum.options import AccumulateIn, BatchNormMode
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.candidates import ignored_labels_warning
-from autoaccum.workload.weights import Objective
+from autoaccum.workload.weights import Objective, Weights
 
 
 class Attempt:
@@ -113,7 +113,7 @@ class Attempt:
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
         sizes = tuple(size for cut in cuts for size in cut)
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
-        if shares.empty:
+        if not any(map(has_weight, shares)):
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
         record, buffers = self._accumulate(parts, shares, transaction.scale)
         self._enter("clip")
@@ -127,9 +127,9 @@ class Attempt:
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
     def _accumulate(
-        self, parts: Sequence[Any], shares: Shares, scale: float
+        self, parts: Sequence[Any], shares: Sequence[Weights], scale: float
     ) -> tuple[LossRecord, GradientBuffers | None]:
-        accumulates = sum(has_weight(share) for share in shares.parts) > 1
+        accumulates = sum(has_weight(share) for share in shares) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = None
         if accumulates and needs_buffers(trained):
@@ -145,7 +145,7 @@ class Attempt:
             if said := balancing_warning(self._model):
                 warn_caller(said)
         self._warn_of_batchnorm(accumulates=accumulates)
-        record = self._backpropagation.run(parts, shares.parts, buffers, scale)
+        record = self._backpropagation.run(parts, shares, buffers, scale)
         if versions is not None:
             self._knows_buffers = True
             if names := versions.written():

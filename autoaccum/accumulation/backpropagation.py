@@ -28,35 +28,17 @@ from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.weights import Objective, Reduction, Weights, match_weights
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The shares of one effective batch.
-
-    Attributes:
-        parts: For each part what its loss is multiplied by, a number or one for each term; 0 leaves it out.
-        total: The weight of the effective batch.
-    """
-
-    parts: tuple[Weights, ...]
-    total: Weights
-
-    @property
-    def empty(self) -> bool:
-        """Whether no part has any weight: there is nothing to learn from."""
-        return not any(has_weight(part) for part in self.parts)
-
-
-def make_shares(weights: Sequence[Weights], reduction: Reduction) -> Shares:
-    """The shares of parts with these `weights`.
+def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:
+    """What the loss of each part is multiplied by, a number or one for each term; 0 leaves it out.
 
     A mean's parts count by their weight over the total; a sum's are not divided, and only left out at weight zero.
 
     Raises:
         WorkloadError: The weights of the parts are not alike: different terms, or numbers and mappings.
 
-    >>> make_shares([3.0, 1.0, 0.0], "mean").parts
+    >>> make_shares([3.0, 1.0, 0.0], "mean")
     (0.75, 0.25, 0.0)
-    >>> make_shares([3.0, 1.0, 0.0], "sum").parts
+    >>> make_shares([3.0, 1.0, 0.0], "sum")
     (1.0, 1.0, 0.0)
     """
     numbers = [weight for weight in weights if not isinstance(weight, dict)]
@@ -65,12 +47,11 @@ def make_shares(weights: Sequence[Weights], reduction: Reduction) -> Shares:
         raise WorkloadError("weight(batch) is a number for some parts and a mapping for others", hint="return one kind")
     if numbers:
         total = sum(numbers)
-        return Shares(tuple(_share(number, total, reduction) for number in numbers), total)
+        return tuple(_share(number, total, reduction) for number in numbers)
     names = list(terms[0])
     matched = [match_weights(weight, names) for weight in terms]
     totals = {name: sum(weight[name] for weight in matched) for name in names}
-    parts = ({name: _share(weight[name], totals[name], reduction) for name in names} for weight in matched)
-    return Shares(tuple(parts), totals)
+    return tuple({name: _share(weight[name], totals[name], reduction) for name in names} for weight in matched)
 
 
 def has_weight(weight: Weights) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.state import is_plain_tensor
 from autoaccum.errors import UsageError
 
@@ -16,7 +17,6 @@ INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SPOKEN_OF = (_NormBase, torch.jit.ScriptModule)
 _SCRIPTED = tuple(kind.__name__ for kind in BATCHNORMS)
-_SHOWN = 5
 _OTHERS = "GroupNorm, or InstanceNorm without running statistics"
 
 
@@ -137,11 +137,6 @@ def is_compiled(model: nn.Module) -> bool:
         module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module)
         for module in model.modules()
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of `names`, and how many more there are."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _is_scripted(module: nn.Module) -> bool:

@@ -18,11 +18,11 @@ from autoaccum.accumulation.batchnorm import (
     check_watchable,
     frozen_warning,
     is_compiled,
-    listed,
     named_modules,
     running_warning,
 )
 from autoaccum.accumulation.cautions import KeptStatistics
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.running_statistics import RunningStatistics
 from autoaccum.errors import UsageError

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, INSTANCENORMS, STATISTICS, listed
+from autoaccum.accumulation.batchnorm import BATCHNORMS, INSTANCENORMS, STATISTICS
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.state import is_plain_tensor
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.nests import tensors

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.randomness import GENERATORS, device_state, generator_state, seeded_devices
 from autoaccum.accumulation.reach import MAPPINGS, SEQUENCES, code_names, find_methods, is_users, tensor_hooks
 from autoaccum.accumulation.state import REGISTERED, StateCopy, dense_parts, is_plain_tensor
@@ -27,7 +28,7 @@ from autoaccum.workload import nests
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPUTED = "computed by forward"
-_DEPTH, _ENTRIES, _SHOWN = 3, 1024, 8
+_DEPTH, _ENTRIES = 3, 1024
 
 
 class OwnAttributes:
@@ -72,9 +73,9 @@ class ForwardWatch:
         parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
         found = []
         if attributes:
-            found.append(f"Python attributes ({listed_names(attributes)})")
+            found.append(f"Python attributes ({listed(attributes)})")
         if parameters:
-            found.append(f"parameters ({listed_names(parameters)})")
+            found.append(f"parameters ({listed(parameters)})")
         if batch_versions(self._batches) != self._versions:
             found.append("the batch it is given")
         if not found:
@@ -95,11 +96,6 @@ def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 def batch_versions(batches: Sequence[Any]) -> list[int]:
     """How often each tensor of `batches` was changed in place, and where views of it were."""
     return [tensor._version for tensor in nests.tensors(batches) if not tensor.is_inference()]
-
-
-def listed_names(names: Sequence[str]) -> str:
-    """The first of them, for a sentence."""
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def state_digest(

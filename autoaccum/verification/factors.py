@@ -241,7 +241,7 @@ def share(counts: Sequence[float]) -> tuple[float, ...]:
     >>> share((3.0, 1.0))
     (0.75, 0.25)
     """
-    return tuple(float(one) for one in make_shares(counts, "mean").parts if not isinstance(one, dict))
+    return tuple(float(one) for one in make_shares(counts, "mean") if not isinstance(one, dict))
 
 
 def _count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:

@@ -201,8 +201,8 @@ def test_modules_at_rest_stay_at_rest_in_every_mode() -> None:
 
 def test_what_is_said_of_each_mode() -> None:
     cases: list[tuple[str, nn.Module, str | None]] = [
-        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0, 2: .*"running".*"frozen".*GroupNorm'),
-        ("running", small(), r"in 0, 2: running statistics are the full batch's, the gradient is not"),
+        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"running".*"frozen".*GroupNorm'),
+        ("running", small(), r"in 0 and 2: running statistics are the full batch's, the gradient is not"),
         ("running", small(track_running_stats=False), r"but for 0, which keep none, the gradient is not"),
         ("running", nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)), r"there are no run"),
         ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),

@@ -23,7 +23,7 @@ def spectral() -> nn.Module:
 
 def test_spectral_norm_in_training_mode_is_named_once() -> None:
     accumulator = make(spectral(), 2)
-    with pytest.warns(UserWarning, match=r"buffers 0\.parametrizations\.weight\.0\._u, .*the full batch's") as seen:
+    with pytest.warns(UserWarning, match=r"buffers 0\.parametrizations\.weight\.0\._u and .*the full batch's") as seen:
         accumulator.step(torch.randn(4, 4))
     assert len(seen) == 1
     with warnings.catch_warnings():

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.changes import OwnAttributes, changed_names, listed_names, state_entries
+from autoaccum.accumulation.changes import OwnAttributes, changed_names, state_entries
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.accumulation.state import TorchState, dense_parts, tensor_bytes
@@ -123,7 +124,6 @@ def _storage_size(tensors: Iterable[Tensor]) -> int:
 
 
 _RELOAD = "the model is not as it was: load it again before training"
-_SHOWN = 8
 
 
 def inspection_error(failure: BaseException, name: str, device: torch.device) -> BaseException:
@@ -139,8 +139,7 @@ def not_restored(what: Exception | list[str]) -> NotMeasuredError:
     if isinstance(what, Exception):
         text = (str(what).splitlines() or [""])[0]
         return NotMeasuredError(f"a trial in place could not be undone ({type(what).__name__}: {text})", hint=_RELOAD)
-    listed = ", ".join(what[:_SHOWN]) + (f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else "")
-    return NotMeasuredError(f"a trial in place has changed {listed}, which could not be put back", hint=_RELOAD)
+    return NotMeasuredError(f"a trial in place has changed {listed(what)}, which could not be put back", hint=_RELOAD)
 
 
 class LiveState:
@@ -234,7 +233,7 @@ class StateKeeper:
             return not_restored(error)
         if kept:
             told = (
-                f"a trial changes what the model keeps in Python ({listed_names(kept)}), which no rollback covers: keep"
+                f"a trial changes what the model keeps in Python ({listed(kept)}), which no rollback covers: keep"
                 " state in buffers (register_buffer)"
             )
             self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]

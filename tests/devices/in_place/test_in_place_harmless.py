@@ -271,7 +271,7 @@ def test_plain_attributes_of_a_model_come_back_and_are_told(live_device: Any, pa
     assert model.generator.initial_seed() == 1
     assert torch.rand(1, generator=model.generator) == torch.rand(1, generator=torch.Generator().manual_seed(1))
     assert model.numpy_generator.random() == np.random.default_rng(1).random()
-    assert any("keeps in Python (calls, log, cache), which" in warning for warning in inspection.cautions)
+    assert any("keeps in Python (calls, log and cache), which" in warning for warning in inspection.cautions)
 
 
 def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> None:
