@@ -20,8 +20,7 @@ from pictured_plans import account, extremes, plan, trial, usual
 from autoaccum.devices.explanation import Account
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.pictures.memory_picture import draw_memory, memory_figure
-from autoaccum.reporting.pictures.page import picture_settings
-from autoaccum.reporting.pictures.theme import DARK, LIGHT, label
+from autoaccum.reporting.pictures.page import DARK, LIGHT, label, picture_settings
 from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()

@@ -15,8 +15,7 @@ from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CATEGORIES, Account, CurvePoint
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.pictures.formats import Format
-from autoaccum.reporting.pictures.page import picture_bytes
-from autoaccum.reporting.pictures.theme import TITLE_POINTS, colour, label, pointing
+from autoaccum.reporting.pictures.page import TITLE_POINTS, colour, label, picture_bytes, pointing
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 

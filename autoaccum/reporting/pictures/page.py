@@ -1,23 +1,65 @@
-"""What all pictures have in common: settings of matplotlib, lines of text, and the file they become."""
+"""What pictures have in common: their colours on a light and a dark panel, matplotlib's settings, and the file."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import matplotlib.style
 from matplotlib.figure import Figure
 
+from autoaccum.devices.explanation import Category
 from autoaccum.reporting.pictures.formats import Format
-from autoaccum.reporting.pictures.theme import FONTS, TEXT_POINTS, colour, dark_rules
 from autoaccum.reporting.plain_text import one_line
 
-EDGE = 0.15
-"""Inches that stay free at the right."""
+FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
+"""The first comes with matplotlib; a viewer of an SVG without it has one that is hardly wider."""
+
+TITLE_POINTS: Final = 12.0
+TEXT_POINTS: Final = 9.0
+
+LIGHT: Final[Mapping[str, str]] = {
+    "panel": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "limit": "#cf222e",
+    "ran": "#0b5cad",
+    "room": "#1a7f37",
+    "parameters": "#2270d8",
+    "gradients": "#ad2c0a",
+    "optimizer_state": "#6726c9",
+    "averages": "#b0399f",
+    "activations": "#2f6f64",
+    "outputs": "#5f1118",
+    "temporaries": "#8a7038",
+    "workspace": "#1a3560",
+    "unused": "#6e7781",
+}
+"""By role or category: each is told from the panel (WCAG 4.5), and no two mean the same, so that all can be exchanged."""
+
+DARK: Final[Mapping[str, str]] = {
+    "panel": "#0d1117",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "limit": "#ff7b72",
+    "ran": "#79c0ff",
+    "room": "#56d364",
+    "parameters": "#64b0e8",
+    "gradients": "#e67a22",
+    "optimizer_state": "#9370f0",
+    "averages": "#b56a9f",
+    "activations": "#4fd0a1",
+    "outputs": "#e8505e",
+    "temporaries": "#f0d22e",
+    "workspace": "#bfe3f2",
+    "unused": "#8b949e",
+}
+"""Likewise, for a viewer that prefers dark."""
+
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 
@@ -45,19 +87,14 @@ def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes
 
 def _finish(svg: str) -> str:
     """Add the dark colours, and leave out digits of places that nobody sees: they are half of the file."""
-    rules = "\n".join(dark_rules())
+    exchanged = [
+        f'  [style*="{what}: {light}"] {{ {what}: {DARK[role]} !important }}'
+        for role, light in LIGHT.items()
+        for what in ("fill", "stroke")
+    ]
+    rules = "\n".join(["@media (prefers-color-scheme: dark) {", *exchanged, "}"])
     styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
     return _TAG.sub(lambda tag: _DIGITS.sub(r"\1", tag[0]), styled)
-
-
-def write_line(figure: Figure, text: str, x: float, y: float, role: str = "ink", **style: Any) -> float:
-    """Write a line; all in inches from the upper left corner, and so is its end, which is returned."""
-    width, height = figure.get_size_inches()
-    drawn = figure.text(x / width, 1 - y / height, one_line(text), parse_math=False, color=colour(role), **style)
-    room, taken = width - x - EDGE, drawn.get_window_extent().width / figure.dpi
-    if taken > room:
-        drawn.set_text(f"{drawn.get_text()[: int(len(text) * room / taken) - 3]}...")
-    return x + float(min(taken, room))
 
 
 @contextmanager
@@ -78,3 +115,18 @@ def picture_settings() -> Iterator[None]:
     with matplotlib.style.context(ours, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # Of a name; the viewer may have it.
         yield
+
+
+def colour(role: str) -> str:
+    """What is drawn; a viewer that prefers dark exchanges it."""
+    return LIGHT[role]
+
+
+def pointing() -> dict[str, Any]:
+    """How lines look that belong to a mark or a figure."""
+    return {"color": colour("ink"), "linewidth": 1.0, "linestyle": (0, (3, 2))}
+
+
+def label(category: Category) -> str:
+    """The name of a category for people."""
+    return category.replace("_", " ")
