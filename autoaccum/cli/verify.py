@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from autoaccum.cli.flags import count, options
 from autoaccum.cli.outputs import check_apart, running_words, stdout_kept
-
-if TYPE_CHECKING:
-    from autoaccum.verification.records import Verification
 
 _CODE_DIFFERENT = 1
 _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
@@ -72,7 +69,8 @@ def command(
         found.save(output, force=force)
         if not as_json:
             make_console().print(f"kept in {output}", soft_wrap=True)
-    _leave(found)
+    if not found.equivalent:
+        raise click.exceptions.Exit(_CODE_DIFFERENT)
 
 
 def _plan_words(target_batch: int) -> list[str]:
@@ -80,8 +78,3 @@ def _plan_words(target_batch: int) -> list[str]:
     words = running_words(without=_OWN)
     words[words.index("verify")] = "plan"
     return [*words, "--target-batch", str(target_batch)]
-
-
-def _leave(found: Verification) -> None:
-    if not found.equivalent:
-        raise click.exceptions.Exit(_CODE_DIFFERENT)

@@ -39,7 +39,7 @@ LIGHT: Final[Mapping[str, str]] = {
     "workspace": "#1a3560",
     "unused": "#6e7781",
 }
-"""By role or category: each is told from the panel (WCAG 4.5), and no two mean the same, so that all can be exchanged."""
+"""By role or category: each is told from the panel (WCAG 4.5), and no two mean the same, to be exchanged."""
 
 DARK: Final[Mapping[str, str]] = {
     "panel": "#0d1117",
