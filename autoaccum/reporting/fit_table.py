@@ -50,7 +50,7 @@ def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> I
         yield "micro-batch", Text(_micro_batch(result, last))
         yield "iter_size", Text(f"{last.micro_batches}")
     if result.shortages:
-        yield "shortages", Text(f"out of memory {_times(result.shortages)}, repeated in smaller micro-batches")
+        yield "shortages", Text(f"out of memory {_count(result.shortages, 'time')}, repeated in smaller micro-batches")
     if result.skipped:
         yield "skipped", Text(f"{_count(result.skipped, 'update')}, not finite", "yellow")
     if result.noise_scale is not None:
@@ -120,10 +120,6 @@ def _micro_batch(result: FitResult, last: Updated) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def _finite(value: float | None) -> float | None:

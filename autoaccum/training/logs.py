@@ -17,20 +17,6 @@ from typing import Any
 
 from autoaccum.training.events import Evaluated, Noted, Updated
 
-_FIGURES = (
-    "update",
-    "epoch",
-    "samples",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "samples_per_second",
-    "peak_bytes",
-    "retries",
-    "micro_batches",
-    "micro_batch",
-    "updated",
-)
 _WHERE_THERE = ("noise_scale", "terms")
 _SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries", "noise_scale")
 
@@ -61,9 +47,8 @@ class Logs:
     def hear(self, event: Any) -> None:
         """Write down what is of interest in an event."""
         if isinstance(event, Updated):
-            figures = {name: getattr(event, name) for name in _FIGURES}
-            figures |= {name: value for name in _WHERE_THERE if (value := getattr(event, name)) is not None}
-            self._add(figures)
+            figures = vars(event).items()
+            self._add({name: value for name, value in figures if value is not None or name not in _WHERE_THERE})
             shown = {f"train/{name}": getattr(event, name) for name in _SHOWN}
             self._show(event.update, shown | {f"terms/{name}": value for name, value in (event.terms or {}).items()})
         elif isinstance(event, Evaluated):

@@ -240,11 +240,8 @@ about 1.3 x the samples of very small batches and 4.3 x the updates of very larg
 
 
 def _spread(scale: NoiseScale) -> str:
-    if scale.low is None and scale.high is None:
-        return ", but it may be any other number"
-    if scale.high is None:
-        return f", at least {_rounded(scale.low or 0.0)}"
-    return f", {_rounded(scale.low or 0.0)} to {_rounded(scale.high)}"
+    low = _rounded(scale.low or 0.0)
+    return f", at least {low}" if scale.high is None else f", {low} to {_rounded(scale.high)}"
 
 
 def _rounded(samples: float) -> str:

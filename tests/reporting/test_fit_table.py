@@ -85,7 +85,7 @@ def test_a_plain_training() -> None:
         ({"evaluation": {"loss": 0.25, "accuracy": 0.97}}, "evaluation   loss 0.25, accuracy 0.97\n"),
         ({"plan": PLAN}, "micro-batch  64 in the last update, planned were 86\n"),
         ({"plan": None}, "micro-batch  64\n"),
-        ({"shortages": 1}, "shortages    out of memory once, repeated in smaller micro-batches\n"),
+        ({"shortages": 1}, "shortages    out of memory 1 time, repeated in smaller micro-batches\n"),
         ({"shortages": 12}, "shortages    out of memory 12 times, repeated in smaller micro-batches\n"),
         ({"skipped": 1}, "skipped      1 update, not finite\n"),
         ({"skipped": 2}, "skipped      2 updates, not finite\n"),

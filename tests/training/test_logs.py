@@ -44,8 +44,8 @@ def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
         logs.hear(evaluated(2))
     first, second, third = lines(tmp_path)
     assert ",".join(first) == (
-        "update,epoch,samples,loss,grad_norm,learning_rate,samples_per_second,peak_bytes,retries,micro_batches,"
-        "micro_batch,updated"
+        "update,epoch,samples,loss,grad_norm,learning_rate,samples_per_second,peak_bytes,micro_batches,micro_batch,"
+        "retries,updated"
     )
     assert (second["loss"], second["grad_norm"]) == (None, None)
     assert [*second][-2:] == ["noise_scale", "terms"]

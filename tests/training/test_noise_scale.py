@@ -94,7 +94,7 @@ def test_it_goes_on_from_its_state() -> None:
     ("scale", "said"),
     [
         (NoiseScale(10.0, 5.0, None, 20), "is 10 x the gradient noise scale (about 10 samples, at least 5): training"),
-        (NoiseScale(10.0, None, None, 20), "(about 10 samples, but it may be any other number)"),
+        (NoiseScale(10.0, None, None, 20), "(about 10 samples, at least 0)"),
         (
             NoiseScale(100.0, 90.0, 120.0, 20),
             "takes about 2.0 x the samples of very small batches and 2.0 x the updates",
