@@ -153,14 +153,18 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
 def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
     """Write what is asked for, and print what was found, also where that cannot be written: it took its time."""
     from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.tune_table import print_tuning
-    from autoaccum.reporting.tune_words import tuning_record
+    from autoaccum.reporting.tune_table import print_tuning, tuning_record
 
     written: dict[str, Path] = {}
     failed: AutoaccumError | None = None
     try:
         if output is not None and tuning.best is not None:
-            _write_plan(tuning, output, force=force)
+            if tuning.plan is None:
+                raise NotMeasuredError(
+                    f"{output} was not written: the best setting has no plan that was proved",
+                    hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
+                )
+            tuning.plan.save(output, force=force)
             written["its plan"] = Path(output)
         if plot is not None:
             _write_pictures(tuning, Path(plot), force=force)
@@ -177,15 +181,6 @@ def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, 
         raise failed
     if output is not None and tuning.best is None:
         _say(f"note: {output} was not written: there is no best setting")
-
-
-def _write_plan(tuning: Tuning, output: str, *, force: bool) -> None:
-    if tuning.plan is None:
-        raise NotMeasuredError(
-            f"{output} was not written: the best setting has no plan that was proved",
-            hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
-        )
-    tuning.plan.save(output, force=force)
 
 
 def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autoaccum.reporting.consoles import PlainConsole
 from autoaccum.reporting.progress import PlanProgress
-from autoaccum.reporting.tune_words import (
+from autoaccum.reporting.tune_table import (
     STYLES,
     counted,
     format_loss,

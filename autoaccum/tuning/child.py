@@ -67,7 +67,7 @@ class Child:
         return {"digest": self._workload.digest}
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from autoaccum.tuning.describing import find_facts
+        from autoaccum.tuning.training import find_facts
 
         assert self._workload is not None
         return {"facts": dataclasses.asdict(find_facts(self._workload, request["device"], request["target_batch"]))}

@@ -143,12 +143,9 @@ class Outcome:
     """What one training came to.
 
     Attributes:
-        state: `complete`: trained for the whole budget. `pruned`: ended at a milestone. `diverged`: a loss or a
-            gradient was not finite. `out_of_memory`: not even smaller micro-batches would do. `failed`: by the user's
-            code, or its process died.
+        state: `diverged`: a loss or a gradient was not finite. `out_of_memory`: not even smaller micro-batches would
+            do. `failed`: by the user's code, or its process died.
         loss: On held-out data at the end; None unless complete or pruned.
-        samples: Samples trained on.
-        updates: Updates made.
         seconds: Of training, without evaluations and starts; None where it was not told.
         shortages: How often an update was repeated in smaller micro-batches because memory ran out.
         reason: Why it ended, as a sentence without a full stop; None where it is complete or pruned.

@@ -15,8 +15,7 @@ KNEE_SHARE = 0.02
 
 _RISING_UPDATES = 2
 """Before anything is timed: the first update of all makes the optimizer's state, and is guarded by a copy."""
-_LEAST, _ENOUGH, _MOST = 3, 5, 200
-_SHORT_SECONDS, _LONG_SECONDS = 0.5, 2.0
+_LEAST, _MOST, _ENOUGH_SECONDS = 3, 200, 0.5
 _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 
 
@@ -81,15 +80,12 @@ def time_sizes(
 
 
 def needs_more(seconds: Sequence[float]) -> bool:
-    """Return whether more updates are to be timed: at least three, and five or more where they are short.
+    """Return whether more updates are to be timed: at least three, and more where they are short.
 
-    >>> needs_more([1.0] * 2), needs_more([1.0] * 3), needs_more([0.2] * 4), needs_more([0.2] * 5)
+    >>> needs_more([1.0] * 2), needs_more([1.0] * 3), needs_more([0.1] * 4), needs_more([0.1] * 5)
     (True, False, True, False)
     """
-    number, total = len(seconds), sum(seconds)
-    if number >= _LEAST and (number >= _MOST or total >= _LONG_SECONDS):
-        return False
-    return number < _ENOUGH or total < _SHORT_SECONDS
+    return len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_SECONDS)
 
 
 def _speed_of(micro_batch: int, target_batch: int, seconds: Sequence[float] | None, is_short: bool) -> Speed:

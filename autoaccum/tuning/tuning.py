@@ -46,12 +46,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
 
     Raises:
-        UsageError: The request cannot be honoured, or the study of that name is another one.
-        PlanFileError: The plan that is given cannot be read.
-        StudyError: The storage cannot be read or written.
-        WorkloadError: The workload cannot be tuned.
-        DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made, or no process started.
+        AutoaccumError: As `autoaccum.tune` says.
     """
     from autoaccum.tuning.study import open_storage, read_address
 

@@ -16,8 +16,7 @@ from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.pictures.tuning import draw_tuning
 from autoaccum.reporting.tune_progress import TuneProgress
-from autoaccum.reporting.tune_table import print_tuning
-from autoaccum.reporting.tune_words import tuning_record
+from autoaccum.reporting.tune_table import print_tuning, tuning_record
 from autoaccum.tuning import events
 from autoaccum.tuning.records import Row, Tuning
 

@@ -16,9 +16,8 @@ from torch.utils.data import IterableDataset
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.tuning.describing import find_facts, split_data
 from autoaccum.tuning.records import Budget, Outcome, Setting
-from autoaccum.tuning.training import UpdateTimer, train_setting
+from autoaccum.tuning.training import UpdateTimer, find_facts, split_data, train_setting
 
 
 class Streamed(IterableDataset[Any]):
