@@ -135,7 +135,7 @@ class Worker:
 
     def _request(self, job: str) -> dict[str, Any]:
         self.jobs += 1
-        return {"job": job, "share": self._settings.share, "optimizer": None}  # The workload's, as it was loaded.
+        return {"job": job, "share": self._settings.share}
 
     def _ask(self, request: Mapping[str, Any], doing: str, limit_seconds: float) -> dict[str, Any]:
         try:

@@ -28,7 +28,7 @@ class TracerHere(Tracer):
         return Inspection(**self.ask("inspect")["inspection"])
 
     def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "optimizer": None, "job": job, **asked}
+        request = {**self._settings.to_request(), "job": job, **asked}
         reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
         if "failure" in reply:
             raise WorkloadError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")

@@ -33,8 +33,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _SINGLE, _FUSED, _PLAIN = "foreach=False", "fused=True", "SGD"
 _WITHOUT: Final[Mapping[str, Keep]] = {"no outputs kept": "outputs", "no ema": "ema"}
 _HALVED = "half the evaluation"
-_Change = Callable[[Workload, str | None], tuple[Workload, str | None]]
-"""From a workload, and what overrides the name of its optimizer, to both as they are then."""
+_Change = Callable[[Workload], Workload]
 
 
 def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[Offer]:
@@ -48,15 +47,15 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
     ]
 
 
-def with_change(workload: Workload, optimizer: str | None, change: str) -> tuple[Workload, str | None]:
-    """The workload and the name of its optimizer (None: its own), with one thing changed.
+def with_change(workload: Workload, change: str) -> Workload:
+    """Make one change, by the name of its offer.
 
     Raises:
         UsageError: No change has that name.
     """
     if change not in _CHANGES:
         raise UsageError(f"no change is named {change!r}", hint=f"take one of {', '.join(_CHANGES)}")
-    return _CHANGES[change](workload, optimizer)
+    return _CHANGES[change](workload)
 
 
 def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Offer]:
@@ -136,34 +135,33 @@ def _any(optimizer: Optimizer, option: str) -> bool:
     return any(group.get(option) for group in optimizer.param_groups)
 
 
-def _in_precision(precision: Precision, workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
-    return dataclasses.replace(workload, precision=precision), optimizer
+def _in_precision(precision: Precision, workload: Workload) -> Workload:
+    return dataclasses.replace(workload, precision=precision)
 
 
-def _checkpointed(workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
+def _checkpointed(workload: Workload) -> Workload:
     def build() -> nn.Module:
         model = workload.build_model()
         checkpoint_blocks(model, _trained_blocks(model))
         return model
 
-    return dataclasses.replace(workload, model=build), optimizer
+    return dataclasses.replace(workload, model=build)
 
 
-def _updated_with(options: Mapping[str, Any], workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
-    own = workload.optimizer if optimizer is None else optimizer
-    return dataclasses.replace(workload, optimizer=partial(_with_options, own, options)), None
+def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
+    return dataclasses.replace(workload, optimizer=partial(_with_options, workload.optimizer, options))
 
 
-def _plainly_updated(workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
-    return workload, _PLAIN
+def _plainly_updated(workload: Workload) -> Workload:
+    return dataclasses.replace(workload, optimizer=_PLAIN)
 
 
-def _without(keep: Keep, workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
-    return dataclasses.replace(workload, keeps=[kept for kept in workload.keeps if kept != keep]), optimizer
+def _without(keep: Keep, workload: Workload) -> Workload:
+    return dataclasses.replace(workload, keeps=[kept for kept in workload.keeps if kept != keep])
 
 
-def _half_evaluated(workload: Workload, optimizer: str | None) -> tuple[Workload, str | None]:
-    return dataclasses.replace(workload, evaluation_batch=(workload.evaluation_batch or 2) // 2), optimizer
+def _half_evaluated(workload: Workload) -> Workload:
+    return dataclasses.replace(workload, evaluation_batch=(workload.evaluation_batch or 2) // 2)
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
@@ -185,7 +183,7 @@ _CHANGES: Final[Mapping[str, _Change]] = {
     "bf16": partial(_in_precision, "bf16"),
     "fp16": partial(_in_precision, "fp16"),
     CHECKPOINT: _checkpointed,
-    CHUNKED: lambda workload, optimizer: (workload, optimizer),  # By a mode, while it runs (`ChunkedLoss`).
+    CHUNKED: lambda workload: workload,  # By a mode, while it runs (`ChunkedLoss`).
     _SINGLE: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
     _PLAIN: _plainly_updated,

@@ -8,11 +8,9 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from autoaccum.accumulation.observers import StepResult
 from autoaccum.accumulation.reach import find_beside, placed
@@ -46,43 +44,31 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """A rehearsal's model and optimizer, on the simulated card, and the names of the loss's terms."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    terms: tuple[str, ...]
-
-
-def trace_rehearsal(
-    workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode
-) -> tuple[Trace, Rehearsed]:
+def trace_rehearsal(workload: Workload, parts: Sequence[int], mode: CardMode) -> tuple[Trace, Rehearsal, list[str]]:
     """Rehearse `parts` on the card of `mode`, which is entered.
 
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
     updates alone, so that every trace of the same step is the same.
 
     Returns:
-        The trace, and what was rehearsed.
+        The trace, the rehearsal, and the names of the loss's terms.
 
     Raises:
         WorkloadError: No update was made.
     """
-    rehearsal = _rehearsal(workload, parts, optimizer, mode.recorder.mark_update)
+    rehearsal = _rehearsal(workload, parts, mode.recorder.mark_update)
     trace, result = _trace(rehearsal, parts, mode)
-    assert rehearsal.made is not None
-    return trace, Rehearsed(*rehearsal.made, terms=tuple(result.terms))
+    return trace, rehearsal, list(result.terms)
 
 
-def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | None, mode: CardMode) -> LabelledTrace:
+def label_rehearsal(workload: Workload, parts: Sequence[int], mode: CardMode) -> LabelledTrace:
     """The same trace, with what its blocks are for; it takes longer to make."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()
         labeller.mark_update()
 
-    rehearsal = _rehearsal(workload, parts, optimizer, begin_update)
+    rehearsal = _rehearsal(workload, parts, begin_update)
     loss = workload.objective.criterion
     beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     beside += find_beside(workload).values()
@@ -92,14 +78,12 @@ def label_rehearsal(workload: Workload, parts: Sequence[int], optimizer: str | N
     return labeller.label(trace)
 
 
-def _rehearsal(
-    workload: Workload, parts: Sequence[int], optimizer: str | None, begin_update: Callable[[], None]
-) -> Rehearsal:
+def _rehearsal(workload: Workload, parts: Sequence[int], begin_update: Callable[[], None]) -> Rehearsal:
     def before_update() -> None:
         gc.collect()
         begin_update()
 
-    return Rehearsal(workload, max(parts), optimizer, DEVICE, before_update=before_update)
+    return Rehearsal(workload, max(parts), device=DEVICE, before_update=before_update)
 
 
 def _trace(
@@ -134,9 +118,7 @@ def collecting_by_hand() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def inspect_simulated(
-    workload: Workload, share: int, optimizer: str | None, mode: CardMode
-) -> tuple[Inspection, Trace]:
+def inspect_simulated(workload: Workload, share: int, mode: CardMode) -> tuple[Inspection, Trace]:
     """Rehearse two micro-batches of two samples, or what there is.
 
     Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
@@ -149,15 +131,17 @@ def inspect_simulated(
     """
     size = few_samples(workload, SAMPLES, share)
     with collected_warnings() as said:
-        trace, made = trace_rehearsal(workload, (size,) if size == share else (size, size), optimizer, mode)
-    workload, found_multiple = with_multiple(workload, made.model, share)
+        trace, rehearsal, terms = trace_rehearsal(workload, (size,) if size == share else (size, size), mode)
+    assert rehearsal.made is not None
+    model, optimizer = rehearsal.made
+    workload, found_multiple = with_multiple(workload, model, share)
     samples = few_samples(workload, FORM_SAMPLES, share)
-    fields = describe_subject(workload, made.model, made.optimizer, samples, made.terms)
+    fields = describe_subject(workload, model, optimizer, samples, terms)
     fields["recipe"]["misweighted"] = find_advice(said)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
-        least_size=find_least_size(workload, made.model),
+        least_size=find_least_size(workload, model),
         found_multiple=found_multiple,
         accumulation_warnings=tuple(said),
         cautions=tuple(mode.notices),
@@ -212,7 +196,7 @@ class SimulatedChild:
 
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
-            inspection, trace = inspect_simulated(workload, request["share"], request["optimizer"], mode)
+            inspection, trace = inspect_simulated(workload, request["share"], mode)
             self._known[trace.parts] = trace
             return {"inspection": dataclasses.asdict(inspection)}
 
@@ -225,7 +209,7 @@ class SimulatedChild:
             if parts not in self._known:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # The inspection has shown them.
-                    self._known[parts], _ = trace_rehearsal(workload, parts, request["optimizer"], mode)
+                    self._known[parts], *_ = trace_rehearsal(workload, parts, mode)
             return {"trace": self._known[parts].to_record()}
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card")
@@ -234,7 +218,7 @@ class SimulatedChild:
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
             assert self._card is not None
             model = place_model(workload.build_model(), DEVICE)
-            optimizer = workload.build_optimizer(model, request["optimizer"])
+            optimizer = workload.build_optimizer(model)
             offers = offer_changes(workload, model, optimizer, self._card)
             return {"changes": [dataclasses.asdict(offer) for offer in offers]}
 
@@ -244,11 +228,10 @@ class SimulatedChild:
         parts, change = tuple(request["parts"]), request["change"]
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
-            other, optimizer = with_change(workload, request["optimizer"], change)
             chunked = ChunkedLoss()
             with warnings.catch_warnings(), chunked if change == CHUNKED else nullcontext():
                 warnings.simplefilter("ignore")
-                trace, _ = trace_rehearsal(other, parts, optimizer, mode)
+                trace, *_ = trace_rehearsal(with_change(workload, change), parts, mode)
             if change == CHUNKED and not chunked.losses:
                 raise WorkloadError("no cross entropy is computed of a head's logits", hint="change something else")
             return {"trace": trace.to_record()}
@@ -269,7 +252,7 @@ class SimulatedChild:
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return {"labelled": label_rehearsal(workload, parts, request["optimizer"], mode).to_record()}
+                return {"labelled": label_rehearsal(workload, parts, mode).to_record()}
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card")
 

@@ -56,7 +56,7 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
         def ask(job: str, **request: Any) -> dict[str, Any]:
             if "failure" in loaded:
                 return loaded
-            return child.answer({"job": job, "share": 256, "optimizer": None, **request})
+            return child.answer({"job": job, "share": 256, **request})
 
         return ask
 
