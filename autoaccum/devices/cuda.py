@@ -76,7 +76,7 @@ class CudaDevice(ChildDevice):
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
         """
-        from autoaccum.devices.simulated.at_hand import explain_at_hand
+        from autoaccum.devices.simulated.explaining import explain_at_hand
 
         limit_bytes = self.limit_bytes
         assert self._report is not None
@@ -93,7 +93,7 @@ class CudaDevice(ChildDevice):
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
-        from autoaccum.devices.simulated.at_hand import foresee_peaks
+        from autoaccum.devices.simulated.explaining import foresee_peaks
 
         self._use_worker()
         assert self._report is not None

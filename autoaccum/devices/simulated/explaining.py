@@ -1,9 +1,10 @@
-"""The memory of the last update over time, coarse enough to be drawn."""
+"""Explanations of where the memory of a step goes, and of the card at hand: put together from traces and replays."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import Account, Change, CurvePoint, Timeline
+from autoaccum.devices.card import CardMemory, CardReport
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight, Timeline
+from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.breakdown import Ledger, break_down, holdings_at, moments
+from autoaccum.devices.simulated.catalog import Card, card_at_hand
+from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.replays import Demand, Replays
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, ChangeFailed, Offer, Traces
+from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, ChangeFailed, Offer, Tracer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
@@ -332,3 +338,67 @@ def _saving(change: Change) -> tuple[float, float]:
     if change.saved_bytes is None or change.least_bytes is None:
         return math.inf, math.inf
     return -change.saved_bytes, change.least_bytes
+
+
+_MOST_SECONDS = 60.0
+_PROBE = 2
+
+
+def foresee_peaks(
+    memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
+) -> Foresight:
+    """Return what peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
+
+    The traces are made now, so that no other process is left while trials run.
+    """
+    card = card_at_hand(memory)
+    traces = Traces(lambda: make_tracer(card), share)
+    try:
+        replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+        follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
+    except AutoaccumError as error:
+        return _none(error.message)
+    finally:
+        traces.close()
+    if follows is None:
+        return _none("; ".join(traces.notes) or "there are too few samples")
+
+    def peak_bytes(size: int) -> int | None:
+        trace = traces.follow(size)
+        return None if trace is None else replays.peak_bytes(trace)
+
+    return Foresight(peak_bytes=peak_bytes)
+
+
+def explain_at_hand(
+    report: CardReport,
+    make_tracer: Callable[[Card], Tracer],
+    share: int,
+    parts: tuple[int, ...],
+    *,
+    limit_bytes: int,
+    changes: bool,
+    curve: bool,
+    limit_seconds: float | None = None,
+) -> Account:
+    """Account for the memory of `parts`, which ran on the card at hand, by simulating it: what it tells is predicted.
+
+    Raises:
+        WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
+    """
+    card, clock = card_at_hand(report.memory), Clock(limit_seconds)
+    replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+    outside = report.context_bytes
+    if outside is None:
+        outside = context_bytes(card).bytes
+    traces = Traces(lambda: make_tracer(card), share)
+    try:
+        made = traces.of_schedule(parts, True, clock.left_seconds)
+        accountant = Accountant(f"{card.name} (simulated)", outside, limit_bytes, traces, replays)
+        return accountant.account(made, clock, changes=changes, curve=curve)
+    finally:
+        traces.close()
+
+
+def _none(why: str) -> Foresight:
+    return Foresight(notes=(f"the search began without a simulation of the card ({first_line(why)})",))
