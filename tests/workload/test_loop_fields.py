@@ -1,7 +1,8 @@
-"""What a workload may say of the loop around its step, and what is refused."""
+"""What a workload may say of the loop around its step, and what is refused: keeps, evaluation, schedule."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +41,6 @@ def make(**changes: Any) -> Workload:
 def test_each_word_counts_once_in_one_order(words: list[str]) -> None:
     assert read_keeps(words) == tuple(keep for keep in KEEPS if keep in words)
     assert read_keeps(iter(words)) == read_keeps(set(words)) == read_keeps(words)
-
-
-@pytest.mark.parametrize(("given_words", "kept"), [("outputs", ("outputs",)), (None, ()), (["ema"], ("ema",))])
-def test_a_workload_keeps_a_tuple(given_words: Any, kept: tuple[str, ...]) -> None:
-    assert make(keeps=given_words).keeps == kept
 
 
 @pytest.mark.parametrize(
@@ -89,11 +85,6 @@ def test_a_file_says_it_by_its_names(write_workload: Any) -> None:
     assert workload.evaluate is not None
 
 
-def test_a_module_that_is_called_so_is_no_part_of_the_workload(write_workload: Any) -> None:
-    lines = "import types\nevaluate = types.ModuleType('evaluate')\nevaluation_batch = 4\n"
-    assert load_workload(write_workload(HEAD + lines)).evaluate is None
-
-
 def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
     samples = "dataset = [torch.zeros(n) for n in (1, 4, 2)]\n"
     lines = f"del batch\n{samples}def collate(samples): return torch.stack(samples)\n"
@@ -101,3 +92,60 @@ def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
     assert adapt(workload, worst_of=3, most=1).build_batch(3).shape == (3, 4)
     with pytest.raises(WorkloadError, match="defines no 'batch'"):
         load_workload(write_workload(HEAD + "del batch\n"))
+
+
+FILE = """
+import torch
+from torch import nn
+model = nn.Linear(2, 1)
+criterion = nn.MSELoss()
+def batch(size): return torch.ones(size, 2), torch.ones(size, 1)
+dataset = [(torch.ones(2), torch.ones(1))] * 8
+evaluation_dataset = dataset[:4]
+def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+"""
+
+
+def make_regression(**fields: Any) -> Workload:
+    return Workload(
+        model=lambda: nn.Linear(2, 1),
+        batch=lambda size: (torch.ones(size, 2), torch.ones(size, 1)),
+        criterion=nn.MSELoss(),
+        **fields,
+    )
+
+
+def test_a_file_may_say_both(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE)
+    workload = load_workload(str(path))
+    optimizer = torch.optim.SGD(workload.build_model().parameters(), lr=1.0)
+    scheduler = workload.build_scheduler(optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert len(workload.evaluation_dataset) == 4
+
+
+def test_there_need_be_neither() -> None:
+    workload = make_regression()
+    assert workload.evaluation_dataset is None
+    assert workload.build_scheduler(torch.optim.SGD(workload.build_model().parameters())) is None
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (3, "scheduler is an int: write def scheduler"),
+        (lambda: None, "cannot be called with 1 argument: write def sch"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_when_it_is_built(scheduler: Any, message: str) -> None:
+    workload = make_regression(scheduler=scheduler)
+    with pytest.raises(WorkloadError, match=message):
+        workload.build_scheduler(torch.optim.SGD(workload.build_model().parameters()))
+
+
+def test_what_cannot_be_gone_through_is_no_evaluation_dataset() -> None:
+    with pytest.raises(WorkloadError, match="evaluation_dataset is an int: give samples by index"):
+        make_regression(evaluation_dataset=3)
