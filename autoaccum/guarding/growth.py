@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Final, cast
 
 from autoaccum.devices.base import Phase
@@ -107,20 +108,17 @@ def _under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[
 def _moved(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
     """What was held, by the modules that hold the very same now: renamed, moved or renumbered ones are no growth."""
     olds, news = ({holding.module for holding in side} for side in (before, now))
+    trait = attrgetter("category", "dtype", "op", "bytes")
     waiting: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for holding in reversed(now):
         if holding.module not in olds:
-            waiting[_trait(holding)].append(holding.module)
+            waiting[trait(holding)].append(holding.module)
     found = []
     for holding in before:
-        others = waiting[_trait(holding)]
+        others = waiting[trait(holding)]
         moved = bool(holding.module) and holding.module not in news and bool(others)
         found.append(dataclasses.replace(holding, module=others.pop()) if moved else holding)
     return found
-
-
-def _trait(holding: Holding) -> tuple[object, ...]:
-    return holding.category, holding.dtype, holding.op, holding.bytes
 
 
 def _differences(before: Iterable[Holding], now: Iterable[Holding]) -> list[Difference]:

@@ -125,7 +125,8 @@ def _nothing_known(wanted: Sequence[Case], project: Project, baseline: str | Non
             hint="name it in [[tool.autoaccum.guard]], or give WORKLOAD --gpu NAME --target-batch N",
         )
     hint = f"lock it by `{project.command(wanted[0], '--update')}`"
-    return MissingLockError(f"there is no {project.lock.name} in {project.lock.parent}", hint=hint)
+    readable = " that can be read" if project.lock.exists() else ""
+    return MissingLockError(f"there is no {project.lock.name}{readable} in {project.lock.parent}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,8 +142,7 @@ def measure_simulated(task: Task) -> Measured:
     Where the schedule is given and runs in parts of the largest size worth trying, that is the answer of the search.
 
     Raises:
-        UsageError, WorkloadError, NotMeasuredError: As from `plan`; or it takes other memory each time.
-        DoesNotFitError: Nothing fits, and no schedule is given.
+        AutoaccumError: As of `measure`; or it takes other memory each time.
     """
     device = task.subject.device
     assert isinstance(device, SimulatedDevice)
@@ -182,12 +181,10 @@ def measure_by_runs(task: Task) -> Measured:
     The peak is the median of the runs that went through: of a card what PyTorch's allocator held at most, in whole
     segments, without the context; of the CPU what the process held beyond what it held with the workload loaded
     (`devices.cpu.CpuDevice`), which differs by some hundred KiB from run to run. Where one does not go through, the
-    schedule does not fit; where none does, the peak is the budget, which it would exceed. Nothing is told of modules
-    and categories.
+    schedule does not fit; where none does, the peak is the budget. Nothing is told of modules and categories.
 
     Raises:
-        UsageError, WorkloadError, NotMeasuredError: As from `plan`.
-        DoesNotFitError: Nothing fits, and no schedule is given.
+        AutoaccumError: As of `measure`.
     """
     sizing = _size_up(task)
     parts = task.trial_parts(sizing.micro_batches)

@@ -6,15 +6,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from autoaccum.devices.explanation import Category, Holding, Moment
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.planning.shapes import thaw
 from autoaccum.units import format_bytes, parse_size
-
-SCHEMA: Final = 1
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
 """`unchanged`: to the byte. `within`: other bytes, within the tolerance. `regressed`: exit 1. `improved`: less than the
@@ -228,7 +226,7 @@ class Report:
         Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
         versions of this schema may add fields, and change none.
         """
-        record = {"schema": SCHEMA, "exit_code": self.exit_code, **thaw(self)}
+        record = {"schema": 1, "exit_code": self.exit_code, **thaw(self)}
         record["judgements"] = [_judgement_record(judgement) for judgement in self.judgements]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
