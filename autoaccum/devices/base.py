@@ -125,11 +125,11 @@ class Inspection:
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
         sample_bytes: What the activations of one sample take until its backward; None when that is not known.
         recipe: What a training step written by hand must know of loss and batch: see `workload.recipes`.
-        keeps: What the loop keeps beside the step (`workload.companions.Keep`).
+        keeps: What the loop keeps beside the step (`options.Keep`).
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
-        batchnorm: The mode of its BatchNorms (`workload.modes.BatchNormMode`).
-        accumulate_in: What its gradients are summed in (`workload.modes.AccumulateIn`).
+        batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
+        accumulate_in: What its gradients are summed in (`options.AccumulateIn`).
         multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
         found_multiple: The sentence on that where it was found out.
         modules: Bytes of the modules beside the model (`accumulation.beside`), by name.
