@@ -11,7 +11,7 @@ from typing import Any, Literal
 from autoaccum.devices.explanation import Category, Holding, Moment
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
-from autoaccum.planning.shapes import thaw
+from autoaccum.records import to_plain
 from autoaccum.units import format_bytes, parse_size
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
@@ -226,13 +226,13 @@ class Report:
         Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
         versions of this schema may add fields, and change none.
         """
-        record = {"schema": 1, "exit_code": self.exit_code, **thaw(self)}
+        record = {"schema": 1, "exit_code": self.exit_code, **to_plain(self)}
         record["judgements"] = [_judgement_record(judgement) for judgement in self.judgements]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def _judgement_record(judgement: Judgement) -> dict[str, Any]:
-    record = {"name": case_name(judgement.case), **thaw(judgement), "growth_bytes": judgement.growth_bytes}
+    record = {"name": case_name(judgement.case), **to_plain(judgement), "growth_bytes": judgement.growth_bytes}
     record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **judgement.case.asked()}
     for name, measurement in (("before", judgement.before), ("now", judgement.now)):
         if measurement is not None:

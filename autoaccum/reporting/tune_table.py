@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.planning.shapes import thaw
+from autoaccum.records import to_plain
 from autoaccum.reporting.plain_text import near_path, one_line
 from autoaccum.reporting.rows import path_value, print_rows
 from autoaccum.reporting.update_line import format_seconds
@@ -41,7 +41,7 @@ _ORDER = tuple(STYLES)
 
 def tuning_record(tuning: Tuning) -> dict[str, Any]:
     """Return what a study has found as plain values: records by the names of their fields, its plan as a plan file."""
-    record: dict[str, Any] = thaw(dataclasses.replace(tuning, plan=None))
+    record: dict[str, Any] = to_plain(dataclasses.replace(tuning, plan=None))
     plan = None if tuning.plan is None else json.loads(tuning.plan.to_json())
     return {"schema": record.pop("schema"), **record, "plan": plan}
 

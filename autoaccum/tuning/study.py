@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from autoaccum.errors import PlanFileError, StudyError, UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.planning.shapes import ShapeError, shape, thaw
+from autoaccum.records import RecordError, read_record, to_plain
 from autoaccum.tuning.records import MILESTONES, Budget, Ending, Facts, RateSpan, Row, Setting, State, Throughput
 from autoaccum.tuning.request import TuneRequest
 
@@ -143,9 +143,9 @@ def make_terms(request: TuneRequest, facts: Facts, budget: Budget, rates: RateSp
     return {
         "workload": facts.name,
         "source files": facts.digest,
-        "learning rates": thaw(rates),
-        "target batches": thaw(request.target_batch),
-        "budget": thaw(budget),
+        "learning rates": to_plain(rates),
+        "target batches": to_plain(request.target_batch),
+        "budget": to_plain(budget),
         "seed": request.seed,
         "sampler": request.sampler,
         "pruner": request.pruner,
@@ -226,8 +226,8 @@ class Study:
         if kept is None:
             return None
         try:
-            return Plan.from_json(kept["plan"]), Throughput(**shape(kept["throughput"], Throughput))
-        except (ShapeError, PlanFileError, KeyError, TypeError) as error:
+            return Plan.from_json(kept["plan"]), read_record(kept["throughput"], Throughput)
+        except (RecordError, PlanFileError, KeyError, TypeError) as error:
             raise StudyError(
                 f"the study {self.name!r} in {self.address!r} is damaged: {error}",
                 hint="take another name by --study",
@@ -236,7 +236,7 @@ class Study:
     def keep(self, plan: Plan, throughput: Throughput) -> None:
         """Write down what was measured once for all trials."""
         with reaching(self.address):
-            self.optuna.set_user_attr(_MEASURED, {"plan": plan.to_json(), "throughput": thaw(throughput)})
+            self.optuna.set_user_attr(_MEASURED, {"plan": plan.to_json(), "throughput": to_plain(throughput)})
 
 
 def _check_terms(kept: object, asked: Mapping[str, Any], study: str) -> None:
