@@ -26,6 +26,8 @@ _LEAVE_SECONDS = 5.0
 """A child that is done may leave by itself, so that what the workload registered at exit runs."""
 _MOST_SECONDS = 3600.0
 """Of loading, or of one update: what takes longer hangs."""
+_LEAST_SECONDS = 60.0
+"""Of loading under any limit on time: PyTorch is imported meanwhile."""
 _MODULE = "autoaccum.tuning.child"
 
 
@@ -64,8 +66,9 @@ class Processes:
             DoesNotFitError: Loading it runs the machine out of memory.
             NotMeasuredError: The process cannot be started, or died.
         """
+        order = {"job": "describe", "doing": "building the workload", **self._asked()}
         with self._loaded() as process:
-            facts = _ask(process, {"job": "describe", "doing": "building the workload", **self._asked()})["facts"]
+            facts = _ask(process, order, self._limit_seconds())["facts"]
         self._digest = facts["digest"]
         return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
 
@@ -160,15 +163,18 @@ class Processes:
         """Within, a child has loaded the workload."""
         process = self._take()
         try:
-            self.check_unchanged(_ask(process, self._loading())["digest"])
+            self.check_unchanged(_ask(process, self._loading(), self._limit_seconds())["digest"])
             yield process
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
 
+    def _limit_seconds(self) -> float:
+        limit = self.request.options.time_limit
+        return _MOST_SECONDS if limit is None else max(limit, _LEAST_SECONDS)
+
     def _loading(self) -> dict[str, Any]:
-        reference, options = self.request.reference, self.request.options.to_record()
-        doing = f"loading {reference}"
-        return {"job": "load", "doing": doing, "reference": reference, "options": options, **where_to_import()}
+        asked = {"reference": self.request.reference, "options": self.request.options.to_record()}
+        return {"job": "load", "doing": "loading the workload", **asked, **where_to_import()}
 
     def _asked(self) -> dict[str, Any]:
         return {"device": self.request.options.device, "target_batch": self.request.target_batch.high}
@@ -187,7 +193,7 @@ class Processes:
                 self._spare = SpareChild(self._on_output, start=_start)
 
 
-def _ask(process: ChildProcess, request: Mapping[str, Any]) -> dict[str, Any]:
+def _ask(process: ChildProcess, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
     """Ask before any trial, where a failure ends the study.
 
     Raises:
@@ -196,9 +202,9 @@ def _ask(process: ChildProcess, request: Mapping[str, Any]) -> dict[str, Any]:
         NotMeasuredError: The process died.
     """
     try:
-        reply = process.ask(request, _MOST_SECONDS)
+        reply = process.ask(request, limit_seconds)
     except ChildDied as death:
-        raise death_error(death, request["doing"], _MOST_SECONDS) from None
+        raise death_error(death, request["doing"], limit_seconds) from None
     if "failure" in reply:
         raise failure_error(Failure(**reply["failure"]), "the machine")
     return reply

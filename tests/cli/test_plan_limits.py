@@ -76,7 +76,7 @@ def test_what_does_not_end_is_ended_and_named(
     (folder / "model.py").write_text(MODEL + ENDLESS + file)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("autoaccum.planning.request._LEAST_CHECK_SECONDS", 3.0)
-    monkeypatch.setattr("autoaccum.tuning.running.describing._LEAST_SECONDS", 15.0)
+    monkeypatch.setattr("autoaccum.tuning.processes._LEAST_SECONDS", 15.0)
     name, *rest = words.split()
     result = CliRunner().invoke(main, [name, "model.py", "--target-batch", "8", *rest])
     assert result.exit_code == 3, result.stderr
