@@ -28,9 +28,10 @@ ROWS = (
     {"cli", "pytest_plugin"},
 )
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
-HOMES = {
+HOMES: dict[str, str | tuple[str, ...]] = {
     "click": "cli",
     "optuna": ("tuning", "reporting/pictures/tuning.py"),
+    "msgspec": ("records.py", "planning/records.py"),
     "pynvml": "devices/nvml.py",
     "rich": "reporting",
     "matplotlib": "reporting/pictures",
