@@ -20,7 +20,7 @@ from autoaccum.devices.simulated.context import Outside, context_bytes
 from autoaccum.devices.simulated.explaining import Accountant, Clock
 from autoaccum.devices.simulated.replays import Demand, Replays
 from autoaccum.devices.simulated.traces import Tracer, Traces
-from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class SimulatedDevice:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
+        if environment.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
+            raise UsageError("CUDA_MODULE_LOADING=EAGER is not simulated", hint="unset it: PyTorch loads lazily")
         self._card, self._outside = card, context_bytes(card)
         self._settings = read_settings(environment).for_card(card.total_bytes)
         self._supply = CardSupply(card, self._outside, self._settings.allowed_bytes)

@@ -40,6 +40,11 @@ def test_more_than_the_card_has_is_refused() -> None:
         device(memory=MemorySize(bytes=30 * GIB))
 
 
+def test_loading_all_kernels_at_the_start_is_refused() -> None:
+    with pytest.raises(UsageError, match="CUDA_MODULE_LOADING=EAGER is not simulated: unset it"):
+        device(environment={"CUDA_MODULE_LOADING": "EAGER"})
+
+
 def test_what_the_allocator_is_told_to_keep_to_is_a_budget() -> None:
     told = device(memory=None, environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
     assert told.limit_bytes < CARD.total_bytes // 2
