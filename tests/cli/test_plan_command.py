@@ -131,7 +131,7 @@ def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]
     assert f"  {offered} -o plan.json\n" in result.stdout
     assert planned["batchnorm"] == "frozen"
     assert (planned["workload"], planned["memory"], planned["equal"]) == ("my model.py", "80%", True)
-    assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", 600.0, None)
+    assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", None, None)
 
 
 @pytest.mark.parametrize(
