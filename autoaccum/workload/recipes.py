@@ -1,13 +1,15 @@
 """What a training step written by hand must know of a workload, as JSON: its loss, and the form of its batches.
 
-A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `value` (of all samples,
-stays where it is), `own` (cut by functions of the workload), `other` (nothing that a step is written for), or a
-container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name: form}}`, of a
-class that is made from a dict.
+A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `array` (rows to cut,
+stays where it is), `value` (of all samples, stays where it is), `own` (cut by functions of the workload), `other`
+(nothing that could be written down), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name:
+form}}`, `{"mapping": {name: form}}` (of a class that is made from a dict), `{"namedtuple": {name: form}}`,
+`{"dataclass": {name: form}}`, or `{"samples": form}`, a list with one entry of that form for each sample.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -102,14 +104,26 @@ def _form(node: Any, size: int, *, top: bool = False) -> Form:
         return "own"
     if isinstance(node, Tensor):
         return "tensor" if nests.holds_rows(node) else "scalar"
-    if nests.holds_rows(node) or is_samples(node, size, top=top):
-        return "other"
-    children = nests.children(node)
-    forms = [_form(child, size) for _, child in children or ()]
+    if nests.holds_rows(node):
+        return "array"
+    if is_samples(node, size, top=top):
+        entries = [_form(entry, size) for entry in node]
+        alike = all(form == entries[0] for form in entries)
+        entry = "value" if entries[0] == "array" else entries[0]  # An entry is passed on whole: its rows are not cut.
+        return {"samples": entry if alike else "other"}
+    children = nests.children(node) or []
+    forms = [_form(child, size) for _, child in children]
     if all(form == "value" for form in forms):
         return "value"
     if isinstance(node, Mapping):
         return _mapping(node, dict(zip(node, forms, strict=True))) if all(map(is_plain_name, node)) else "other"
+    named = {step.removeprefix("."): form for (step, _), form in zip(children, forms, strict=True)}
+    if nests.is_dataclass(node):
+        fields = dataclasses.fields(node)
+        is_made_of_them = [field.name for field in fields if field.init] == list(named) and len(fields) == len(named)
+        return {"dataclass": named} if is_made_of_them else "other"
+    if nests.is_namedtuple(node):
+        return {"namedtuple": named}
     return {type(node).__name__: forms} if type(node) in (list, tuple) else "other"
 
 

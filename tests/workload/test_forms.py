@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,17 @@ class Record:
     name: str = "all"
 
 
+@dataclass
+class Derived:
+    x: Tensor
+    twice: Any = field(init=False, default=None)
+
+
 @pytest.mark.parametrize(
     ("batch", "form"),
     [
         (X, "tensor"),
-        (np.zeros((3, 2)), "other"),
+        (np.zeros((3, 2)), "array"),
         ((X, X), {"tuple": ["tensor", "tensor"]}),
         ([X, X], {"list": ["tensor", "tensor"]}),
         ({"x": X, "scale": torch.ones(()), "n": 3}, {"dict": {"x": "tensor", "scale": "scalar", "n": "value"}}),
@@ -66,10 +72,13 @@ class Record:
         (Pair((X, X)), "other"),
         (({"ids": X}, X), {"tuple": [{"dict": {"ids": "tensor"}}, "tensor"]}),
         ((X, (224, 224)), {"tuple": ["tensor", "value"]}),
-        ((X, ["a", "b", "c"]), {"tuple": ["tensor", "other"]}),
-        ([{"x": torch.ones(2)}] * 3, "other"),
-        (Point(X, 1), "other"),
-        (Record(X), "other"),
+        ((X, ["a", "b", "c"]), {"tuple": ["tensor", {"samples": "value"}]}),
+        ((X, [np.ones(2), np.ones(4), np.ones(1)]), {"tuple": ["tensor", {"samples": "value"}]}),
+        ([{"x": torch.ones(2)}] * 3, {"samples": {"dict": {"x": "tensor"}}}),
+        ([{"x": torch.ones(2)}, {"x": torch.ones(2)}, {"x": torch.ones(())}], {"samples": "other"}),
+        (Point(X, 1), {"namedtuple": {"x": "tensor", "y": "value"}}),
+        (Record(X), {"dataclass": {"x": "tensor", "name": "value"}}),
+        (Derived(X), "other"),
         ({1: X}, "other"),
         ({'a"b': X}, "other"),
         ({"a\nb": X}, "other"),
