@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_training import CRITERION, assert_close, batch_of, net, sgd
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
+from autoaccum.accumulation.backpropagation import has_weight, make_shares
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.schedule import windows
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
-    "adamw-single": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 0.01 * i} for i, q in enumerate(p, 1)]),
 }
 
@@ -160,3 +162,131 @@ def test_frozen_parameters_that_cannot_be_added_up_are_no_trouble(dtype: torch.d
     model.table = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     assert Accumulator(model, optimizer, CRITERION, micro_batch=2).step(batch_of(4)).updated
+
+
+class Forbidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("forward must not run")
+
+
+def test_nothing_is_updated_without_any_weight() -> None:
+    model = Forbidden()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=2, scheduler=scheduler, clip_norm=1.0)
+    batch = (torch.randn(4, 5), torch.full((4,), -100))
+    before = state_digest(model, optimizer)
+    result = accumulator.step(batch)
+    assert (result.updated, result.samples, result.micro_batches) == (False, 4, (2, 2))
+    assert math.isnan(result.loss)
+    assert state_digest(model, optimizer) == before
+    assert scheduler.get_last_lr() == [1.0]
+
+
+def test_a_term_without_weight_is_left_out_and_reported_as_such() -> None:
+    model = net()
+
+    def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"a": CRITERION(model(batch[0]), batch[1]), "b": model(batch[0]).sum() * math.nan}
+
+    accumulator = Accumulator(model, sgd(model), loss, micro_batch=3, weight=lambda b: {"a": len(b[0]), "b": 0})
+    result = accumulator.step(batch_of(8))
+    assert result.updated
+    assert result.loss == result.terms["a"]
+    assert math.isfinite(result.loss)
+    assert math.isnan(result.terms["b"])
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_loss_that_diverged_is_reported_as_it_is() -> None:
+    model = net()
+    result = Accumulator(model, sgd(model), lambda m, b: m(b[0]).sum() * math.nan, micro_batch=3).step(batch_of(8))
+    assert math.isnan(result.loss)
+    assert result.updated
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
+def test_the_shares_of_a_mean_add_up_to_one(weights: list[int]) -> None:
+    shares = make_shares([float(weight) for weight in weights], "mean")
+    numbers = [share for share in shares if not isinstance(share, dict)]
+    assert sum(numbers) == pytest.approx(1.0 if any(weights) else 0.0)
+    assert [has_weight(share) for share in numbers] == [weight > 0 for weight in weights]
+
+
+def test_each_term_has_shares_of_its_own() -> None:
+    shares = make_shares([{"a": 1.0, "b": 0.0}, {"b": 0.0, "a": 3.0}, {"a": 0.0, "b": 0.0}], "mean")
+    assert shares == ({"a": 0.25, "b": 0.0}, {"a": 0.75, "b": 0.0}, {"a": 0.0, "b": 0.0})
+    assert [has_weight(part) for part in shares] == [True, True, False]
+
+
+def test_a_sum_is_not_divided() -> None:
+    assert make_shares([{"a": 7.0}, {"a": 0.0}], "sum") == ({"a": 1.0}, {"a": 0.0})
+
+
+def test_weights_of_different_kinds_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="a number for some parts"):
+        make_shares([1.0, {"a": 1.0}], "mean")
+    with pytest.raises(WorkloadError, match="terms a, weight has b"):
+        make_shares([{"a": 1.0}, {"b": 1.0}], "mean")
+
+
+Nets = dict[str, nn.Module]
+
+
+def networks() -> Nets:
+    torch.manual_seed(0)
+    painter = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return {"critic": critic.double(), "painter": painter.double()}
+
+
+def losses(nets: Nets) -> dict[str, Any]:
+    def tells_apart(critic: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        real, noise = batch
+        return F.softplus(-critic(real)).mean() + F.softplus(critic(nets["painter"](noise))).mean()
+
+    def deceives(painter: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.softplus(-nets["critic"](painter(batch[1]))).mean()
+
+    return {"critic": tells_apart, "painter": deceives}
+
+
+def optimizers(nets: Nets) -> dict[str, torch.optim.Optimizer]:
+    return {name: torch.optim.Adam(net.parameters(), lr=0.05) for name, net in nets.items()}
+
+
+def test_each_update_is_the_full_batch_s() -> None:
+    nets = networks()
+    whole: Nets = copy.deepcopy(nets)
+    steps = {
+        name: Accumulator(nets[name], optimizer, losses(nets)[name], micro_batch=size)
+        for (name, optimizer), size in zip(optimizers(nets).items(), (4, 3), strict=True)
+    }
+    expected, adams = losses(whole), optimizers(whole)
+    for _ in range(4):
+        for name in nets:
+            batch = torch.randn(10, 5, dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64)
+            other = next(net for key, net in nets.items() if key != name)
+            before = [parameter.detach().clone() for parameter in other.parameters()]
+            marks = [torch.full_like(parameter, 7.0) for parameter in other.parameters()]
+            nets[name].requires_grad_(True)  # As the loop of examples/gan.py does.
+            other.requires_grad_(False)
+            for parameter, mark in zip(other.parameters(), marks, strict=True):
+                parameter.grad = mark
+            result = steps[name].step(batch)
+            assert result.updated
+            assert len(result.micro_batches) > 2
+            for parameter, value, mark in zip(other.parameters(), before, marks, strict=True):
+                assert torch.equal(parameter, value)
+                assert parameter.grad is mark
+            adams[name].zero_grad()
+            loss = expected[name](whole[name], batch)
+            assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
+            torch.autograd.backward(loss)
+            adams[name].step()
+            for key in nets:
+                assert_close(nets[key], whole[key], 1e-12)

@@ -1,19 +1,26 @@
-"""What parts draw, given to the whole batch: its gradient must then be the accumulated one."""
+"""Random draws: heard, given to the whole batch, switched off, and where samples lie in them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.draws import DrawMismatch, Draws
-from autoaccum.accumulation.random_calls import calm
+from autoaccum.accumulation.draws import Draw, DrawMismatch, Draws, join_draws
+from autoaccum.accumulation.random_calls import DrawSite, OpenRNNs, RandomCall, RandomCalls, calm
+from autoaccum.accumulation.rows import Layout, find_layouts
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -79,15 +86,14 @@ class Recurrent(nn.Module):
 
 
 class Attending(nn.Module):
-    def __init__(self, *, batch_first: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.grow, self.batch_first = nn.Linear(3, 4), batch_first
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=batch_first)
+        self.grow = nn.Linear(3, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.grow(x) if self.batch_first else self.grow(x).transpose(0, 1)
-        out, _ = self.attention(x, x, x, need_weights=not self.batch_first)
-        return torch.as_tensor(out if self.batch_first else out.transpose(0, 1))
+        x = self.grow(x)
+        return torch.as_tensor(self.attention(x, x, x, need_weights=False)[0])
 
 
 class OwnGenerator(nn.Module):
@@ -103,21 +109,16 @@ class OwnGenerator(nn.Module):
 class Checkpointed(nn.Module):
     """Three blocks, each drawn again in backward, from the last to the first."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.4), nn.Tanh()) for _ in range(3))
-        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
         for block in self.blocks:
-            x = checkpoint(block, x.requires_grad_(), use_reentrant=self.use_reentrant)
+            x = checkpoint(block, x.requires_grad_(), use_reentrant=False)
             x = F.dropout(x, 0.2)
         return x
-
-
-def drop_depth(x: Tensor) -> Tensor:
-    return x * x.new_empty(len(x), 1, 1).bernoulli_(0.5) / 0.5
 
 
 def attend(x: Tensor) -> Tensor:
@@ -130,41 +131,21 @@ def rows_of_tokens(x: Tensor) -> Tensor:
     return F.dropout(x.flatten(0, 1), 0.5).view(x.shape)
 
 
-def pick(x: Tensor) -> Tensor:
-    chosen = torch.multinomial(x.detach().flatten(0, 1).exp(), 2)
-    picked = x.flatten(0, 1).gather(1, chosen)
-    return x * picked.sum(1).view(*x.shape[:2], 1)
-
-
 JOINED: dict[str, Callable[[], nn.Module]] = {
     "dropout module": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)),
     "functional dropout": lambda: Between(F.dropout),
-    "in-place dropout": lambda: Between(lambda x: F.dropout(x * 1, inplace=True)),
     "native dropout": lambda: Between(lambda x: torch.native_dropout(x, 0.5, True)[0]),
-    "alpha dropout": lambda: Between(lambda x: F.alpha_dropout(x, 0.3, training=True)),
-    "dropout of channels": lambda: Between(lambda x: F.dropout2d(x.unsqueeze(-1)).squeeze(-1)),
     "dropout of tokens": lambda: Between(rows_of_tokens),
     "LSTM, time first": Recurrent,
-    "attention": lambda: Attending(batch_first=True),
-    "attention, time first": lambda: Attending(batch_first=False),
+    "attention": Attending,
     "scaled dot product": lambda: Between(attend),
     "gaussian noise": lambda: Between(lambda x: x * (1 + torch.randn_like(x))),
-    "normal of tensors": lambda: Between(lambda x: x * torch.normal(x.detach(), 0.5)),
     "uniform in place": lambda: Between(lambda x: x + torch.empty_like(x).uniform_(0, 2) * x),
-    "rand of a shape": lambda: Between(lambda x: x * torch.rand(len(x), 1, 1, dtype=x.dtype)),
     "gumbel softmax": lambda: Between(lambda x: F.gumbel_softmax(x, hard=True)),
     "randomized ReLU": lambda: Between(lambda x: F.rrelu(x, training=True)),
-    "randomized ReLU in place": lambda: Between(lambda x: F.rrelu(x * 1, training=True, inplace=True)),
     "bernoulli": lambda: Between(lambda x: x * torch.bernoulli(x.detach().sigmoid())),
-    "poisson": lambda: Between(lambda x: x * torch.poisson(x.detach().exp())),
-    "exponential": lambda: Between(lambda x: x * torch.empty_like(x).exponential_()),
-    "gamma": lambda: Between(lambda x: torch.distributions.Gamma(x.exp(), x.exp()).rsample()),
-    "times of diffusion": lambda: Between(lambda x: x * torch.randint(1, 9, (len(x), 1, 1))),
-    "choices per token": lambda: Between(pick),
-    "stochastic depth": lambda: Between(drop_depth),
     "own generator": OwnGenerator,
-    "checkpointed": lambda: Checkpointed(use_reentrant=False),
-    "checkpointed, reentrant": lambda: Checkpointed(use_reentrant=True),
+    "checkpointed": Checkpointed,
 }
 
 
@@ -213,13 +194,6 @@ def run_both(model: nn.Module, draws: Draws, loss: Loss = mean_of_squares) -> tu
         from_parts = accumulated(model, draws, loss)
     with draws.joined():
         return from_parts, full(model, loss)
-
-
-def test_noise_drawn_in_the_loss_is_joined_too() -> None:
-    def noisy(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.as_tensor((model(x) - torch.randn(len(x), 4, 2, dtype=x.dtype)).pow(2).mean())
-
-    assert_equal(*run_both(fresh(lambda: nn.Linear(3, 2)), Draws(SIZES), noisy))
 
 
 def test_what_is_drawn_once_for_all_samples_is_shared() -> None:
@@ -289,15 +263,6 @@ def test_one_part_alone_draws_as_it_did() -> None:
         for total, gradient in zip(sums, gradients(model), strict=True):
             total += gradient * len(part) / sum(SIZES)
     assert_equal(from_parts, sums)
-
-
-def test_draws_are_given_in_the_precision_of_the_run() -> None:
-    model, draws = fresh(JOINED["dropout module"]).float(), Draws(SIZES)
-    with draws.recording():
-        from_parts = accumulated(model, draws, lambda model, x: mean_of_squares(model, x.float()))
-    with draws.joined():
-        from_whole = full(model.double())
-    assert_equal([gradient.double() for gradient in from_parts], from_whole, 1e-5)
 
 
 def test_time_first_flattening_is_a_second_try() -> None:
@@ -378,3 +343,187 @@ def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
         accumulated(model, draws)
     with pytest.raises(DrawMismatch, match="1 random draws were recorded, a later run made 0 of them"), draws.joined():
         full(model.eval())
+
+
+def heard(draw: Any) -> list[RandomCall]:
+    calls: list[RandomCall] = []
+    with RandomCalls(calls.append):
+        draw()
+    return calls
+
+
+def test_dropout_that_is_off_draws_nothing() -> None:
+    q = torch.ones(1, 1, 3, 4)
+    attend = nn.functional.scaled_dot_product_attention
+    assert heard(lambda: (attend(q, q, q), torch.native_dropout(q, 0.5, False), nn.functional.rrelu(q))) == []
+
+
+def test_the_line_is_the_users_own() -> None:
+    (call,) = heard(lambda: nn.Dropout(0.5)(torch.ones(2)))
+    assert str(call.site).startswith("aten.bernoulli_ (test_draws.py:")
+
+
+def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
+    """A recorded output would hide that something upstream differs."""
+
+    def answer(call: RandomCall) -> None:
+        call.give([torch.tensor([True, False])])
+
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    with RandomCalls(answer):
+        out, _ = torch.native_dropout(x, 0.5, True)
+    torch.autograd.backward(out.sum())
+    assert out.tolist() == [6.0, 0.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 0.0]
+
+
+def sealed(dropout: float) -> RandomCall:
+    site = DrawSite("aten._cudnn_rnn", "model.py:31")
+    return RandomCall(site, {"dropout": dropout, "train": True}, (torch.ones(2),))
+
+
+def test_kernels_that_keep_their_draws_are_named() -> None:
+    assert not sealed(0.0).is_drawing
+    call = sealed(0.5)
+    assert call.is_drawing
+    draw = Draw(call.site, None, call.is_sealed, ())
+    with pytest.raises(DrawMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
+        join_draws(call, [draw, draw], (1, 1), innermost=False)
+
+
+class Watching(TorchFunctionMode):
+    """Whether cuDNN is on, for each function called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, bool] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.__name__] = torch.backends.cudnn.enabled
+        return func(*args, **(kwargs or {}))
+
+
+def test_rnns_run_without_cudnn_and_nothing_else_does() -> None:
+    x: Tensor = torch.ones(2, 1, 3)
+    model = nn.LSTM(3, 4)
+    with Watching() as watching, OpenRNNs():
+        nn.functional.conv1d(model(x)[0], torch.ones(1, 1, 1))
+    assert watching.seen["lstm"] is False
+    assert watching.seen["conv1d"] is True
+
+
+def test_neutral_values() -> None:
+    with calm():
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
+        assert torch.equal(torch.empty(2).uniform_(2, 4), torch.full((2,), 3.0))
+        assert torch.equal(torch.randn(2), torch.zeros(2))
+        assert torch.equal(torch.normal(torch.ones(2), 3.0), torch.ones(2))
+        assert torch.equal(torch.randperm(3), torch.arange(3))
+        assert torch.equal(torch.randint(2, 9, (2,)), torch.full((2,), 2))
+        assert torch.equal(torch.empty(2).exponential_(4.0), torch.full((2,), 0.25))
+        assert torch.equal(F.dropout(torch.ones(2), 0.75), torch.full((2,), 4.0))
+        assert torch.equal(torch.native_dropout(torch.ones(2), 0.75, True)[0], torch.full((2,), 4.0))
+        assert torch.equal(torch.bernoulli(torch.tensor([0.0, 0.1])), torch.tensor([0.0, 1.0]))
+        assert torch.equal(torch.multinomial(torch.tensor([[1.0, 3.0, 2.0]]), 2), torch.tensor([[1, 2]]))
+        assert torch.equal(torch.empty(2).random_(5), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.empty(3).cauchy_(),
+        lambda: torch.empty(3).geometric_(0.3),
+        lambda: torch.empty(3).log_normal_(),
+        lambda: torch.multinomial(torch.ones(2, 3), 4, replacement=True),
+        lambda: torch.poisson(torch.ones(3) * 2.5),
+        lambda: torch.binomial(torch.ones(3) * 4, torch.ones(3) * 0.4),
+        lambda: torch.randint_like(torch.ones(3), 5),
+        lambda: torch.randn_like(torch.ones(3)),
+        lambda: torch.distributions.Dirichlet(torch.ones(2, 3)).sample(),
+    ],
+    ids=["cauchy", "geometric", "log-normal", "multinomial", "poisson", "binomial", "randint", "randn", "dirichlet"],
+)
+def test_all_rows_are_alike(draw: object) -> None:
+    assert callable(draw)
+    with calm():
+        drawn = draw()
+    assert all(torch.equal(row, drawn[0]) for row in drawn)
+
+
+def test_python_and_numpy_start_alike_and_are_put_back() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    seen = []
+    for _ in range(2):
+        with calm():
+            seen.append((random.random(), np.random.rand()))
+    assert seen[0] == seen[1] != expected
+    assert (random.random(), np.random.rand()) == expected
+
+
+SHAPES = st.lists(st.integers(1, 3), min_size=0, max_size=3)
+
+
+@given(before=SHAPES, after=SHAPES, outer=st.integers(1, 4), blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_cutting_and_joining_undo_each_other(
+    before: list[int], after: list[int], outer: int, blocks: list[int]
+) -> None:
+    layout = Layout(len(before), outer)
+    shape = [*before, outer * sum(blocks), *after]
+    whole = torch.arange(prod(shape)).reshape(shape)
+    parts = layout.cut(whole, [outer * block for block in blocks])
+    assert [part.shape[layout.dim] for part in parts] == [outer * block for block in blocks]
+    assert torch.equal(layout.join(parts), whole)
+
+
+@given(
+    before=SHAPES,
+    after=SHAPES,
+    outer=st.integers(1, 4),
+    inner=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+)
+def test_the_layout_of_samples_is_among_those_found(
+    before: list[int], after: list[int], outer: int, inner: int, sizes: list[int]
+) -> None:
+    shapes = [[*before, outer * size * inner, *after] for size in [*sizes, sum(sizes)]]
+    layouts = find_layouts(shapes[-1], shapes[:-1], sizes)
+    assert layouts[0] == Layout(len(before), 1)
+    assert Layout(len(before), outer) in layouts
+    samples = torch.arange(sum(sizes)).repeat_interleave(inner).repeat(outer)
+    parts = Layout(0, outer).cut(samples, [shape[len(before)] for shape in shapes[:-1]])
+    ends = list(accumulate(sizes, initial=0))
+    assert [sorted(set(part.tolist())) for part in parts] == [
+        list(range(start, start + size)) for start, size in zip(ends, sizes, strict=False)
+    ]
+
+
+def test_time_major_flattening_comes_second() -> None:
+    layouts = find_layouts((6 * 4, 5), [(size * 4, 5) for size in SIZES], SIZES)
+    assert layouts == [Layout(0, 1), Layout(0, 4), Layout(0, 2)]
+    samples = torch.arange(6).repeat(4)
+    assert [part.tolist() for part in layouts[1].cut(samples, [12, 4, 8])] == [[0, 1, 2] * 4, [3] * 4, [4, 5] * 4]
+
+
+def test_ragged_tokens_need_only_add_up() -> None:
+    assert find_layouts((10, 5), [(4, 5), (0, 5), (6, 5)], SIZES) == [Layout(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [
+        ((4, 4), [(4, 4), (4, 4), (4, 4)]),
+        ((6, 6), [(3, 3), (1, 1), (2, 2)]),
+        ((6, 7), [(3, 5), (1, 5), (2, 7)]),
+        ((6, 1), [(3,), (1,), (2,)]),
+        ((7, 2), [(3, 2), (1, 2), (2, 2)]),
+        ((), [(), (), ()]),
+    ],
+    ids=["alike", "pairs of samples", "padded otherwise", "another rank", "not adding up", "scalars"],
+)
+def test_no_layout_where_shapes_do_not_say_so(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> None:
+    assert find_layouts(whole, parts, SIZES) == []

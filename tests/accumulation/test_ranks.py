@@ -86,10 +86,6 @@ def test_two_processes_of_one_group_are_refused(tmp_path: Path) -> None:
         assert all(said in line for line in told.splitlines())
 
 
-def wrapped_inside(net: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.parallel.DistributedDataParallel(net))
-
-
 def sharded(net: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -104,11 +100,9 @@ def sharded(net: nn.Module) -> nn.Module:
     ("wrap", "seen"),
     [
         (nn.parallel.DistributedDataParallel, "the model is a DistributedDataParallel"),
-        (wrapped_inside, "1 in the model is a DistributedDataParallel"),
-        (sharded, "the model is sharded by fully_shard"),
         (lambda net: nn.Sequential(sharded(net)), "0 in the model is sharded by fully_shard"),
     ],
-    ids=["ddp", "ddp inside", "fsdp2", "fsdp2 inside"],
+    ids=["ddp", "fsdp2 inside"],
 )
 def test_a_model_of_ranks_is_refused_by_all(wrap: object, seen: str, tmp_path: Path) -> None:
     assert callable(wrap)
@@ -134,15 +128,7 @@ def test_one_rank_trains_as_without_a_group() -> None:
     assert accumulator.step((torch.randn(4, 4), torch.randn(4, 2))).updated
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "plan model.py --target-batch 8 --world-size 2",
-        "verify model.py",
-        "fit model.py --target-batch 8 --steps 1 --run-dir run",
-        "tune model.py --target-batch 8",
-    ],
-)
+@pytest.mark.parametrize("words", ["plan model.py --target-batch 8 --world-size 2", "verify model.py"])
 def test_commands_under_torchrun_are_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,26 @@
+"""Errors that mean memory ran out, Ctrl-C within a step, and a real shortage."""
+
 from __future__ import annotations
 
+import copy
 import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.recovery import Shortage, find_shortage, is_context_dead
 
 CERTAIN = [
@@ -177,3 +192,169 @@ def test_an_interruption_while_a_shortage_was_handled_stays_one() -> None:
     error = KeyboardInterrupt()
     error.__context__ = MemoryError()
     assert find_shortage(error) is None
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, previous)
+
+
+def press(times: int = 1) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+class Pressing(nn.Module):
+    """Has somebody press Ctrl-C while it runs forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.when: dict[str, Callable[[], None]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.layer(x))
+        self.when.pop("forward", lambda: None)()
+        if "backward" in self.when and out.requires_grad:
+            hooked: Any = out
+            hooked.register_hook(lambda _: self.when.pop("backward", lambda: None)())
+        return out
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[Pressing, torch.optim.Optimizer, Accumulator, Any]:
+    torch.manual_seed(0)
+    model = Pressing().to(dtype)
+    model.norm.eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(6, 3, dtype=dtype), torch.randn(6, 2, dtype=dtype)
+    accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=2)
+    accumulator.step(batch)
+    return model, optimizer, accumulator, batch
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pressed_before_the_update_it_undoes_the_step(when: str, dtype: torch.dtype) -> None:
+    model, optimizer, accumulator, batch = make(dtype)
+    before = state_digest(model, optimizer)
+    model.when[when] = press
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.step(batch)
+    assert accumulator.phase == when, "it waits for the end of that phase, not for the whole step"
+    assert state_digest(model, optimizer) == before
+    assert accumulator.step(batch).updated
+
+
+def test_pressed_within_an_unguarded_update_it_leaves_the_update_made() -> None:
+    model, optimizer, accumulator, batch = make()
+    twin = copy.deepcopy(model)
+    twin_optimizer = torch.optim.AdamW(twin.parameters())
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    handle = optimizer.register_step_pre_hook(lambda *_: press())
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.step_parts([batch])
+    handle.remove()
+    Accumulator(twin, twin_optimizer, nn.MSELoss(), micro_batch=2).step(batch)
+    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert accumulator.step(batch).updated
+
+
+def test_pressed_twice_it_comes_at_once() -> None:
+    model, optimizer, accumulator, batch = make()
+    before, reached = state_digest(model, optimizer), []
+
+    def press_twice() -> None:
+        press(2)
+        reached.append(True)
+
+    model.when["forward"] = press_twice
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.step(batch)
+    assert not reached
+    assert state_digest(model, optimizer) == before
+
+
+def test_a_handler_that_does_not_raise_is_called_and_the_step_goes_on() -> None:
+    model, _, accumulator, batch = make()
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    model.when["forward"] = press
+    assert accumulator.step(batch).updated
+    assert seen == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_train_without_it() -> None:
+    results: list[bool] = []
+    _, _, accumulator, batch = make()
+    thread = threading.Thread(target=lambda: results.append(accumulator.step(batch).updated))
+    thread.start()
+    thread.join()
+    assert results == [True]
+
+
+SCRIPT = """
+import json, re, resource, warnings
+import torch
+from pathlib import Path
+from torch import nn
+from autoaccum.accumulation.accumulator import Accumulator
+
+torch.set_num_threads(1)
+MIB = 2**20
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())])
+
+def limit(extra):
+    held = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + extra, resource.RLIM_INFINITY))
+
+x = torch.randn(4096, 256)
+model, other = build(), build()
+optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, other)]
+full = Accumulator(other, optimizers[1], nn.MSELoss(), micro_batch=4096)
+mine = Accumulator(model, optimizers[0], nn.MSELoss(), micro_batch=4096)
+full.step((x, x))
+mine.step((x, x))
+expected = full.step((x, x))
+limit(30 * MIB)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    result = mine.step((x, x))
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+scale = max(float(p.detach().abs().max()) for p in other.parameters())
+error = max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters()))
+print(json.dumps({
+    "retries": result.retries, "parts": result.micro_batches, "loss": [result.loss, expected.loss],
+    "error": error / scale, "warnings": [str(warning.message) for warning in caught],
+}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds anonymous memory on Linux only")
+def test_a_step_shrinks_and_its_update_is_the_full_batch_s() -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    seen = json.loads(child.stdout)
+    assert seen["retries"] >= 1
+    assert len(seen["warnings"]) == seen["retries"]
+    assert sum(seen["parts"]) == 4096
+    assert max(seen["parts"]) < 4096
+    assert seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-5)
+    assert seen["error"] < 1e-3  # AdamW's first updates turn rounding near zero gradients into a share of lr

@@ -1,12 +1,20 @@
+"""Schedules, windows of a loader, names of BatchNorms, random states."""
+
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.randomness import RandomState, own_generators
 from autoaccum.accumulation.schedule import (
     Schedule,
     equal_parts_cost,
@@ -14,7 +22,9 @@ from autoaccum.accumulation.schedule import (
     format_parts,
     make_schedule,
     split_evenly,
+    windows,
 )
+from autoaccum.devices.base import Phase
 from autoaccum.errors import UsageError
 
 targets = st.integers(1, 3000)
@@ -33,13 +43,6 @@ def test_short_ranks_run_as_many_parts() -> None:
     assert make_schedule(3, 1, world_size=2).ranks == ((1, 1), (1, 0))
     assert make_schedule(3, 8, world_size=4).ranks == ((1,), (1,), (1,), (0,))
     assert make_schedule(3, 1, world_size=2).smallest_part == 1
-
-
-def test_brute_force_over_small_cases() -> None:
-    for target in range(1, 41):
-        for ceiling in range(1, 43):
-            for world_size in range(1, 6):
-                check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
 
 
 @settings(deadline=None)
@@ -161,3 +164,61 @@ def test_refuses_what_is_no_multiple() -> None:
     assert error.value.hint == "take 6 or 8"
     with pytest.raises(UsageError, match="micro-batches of at most 3 are to be multiples of 4"):
         make_schedule(8, 3, multiple_of=4)
+
+
+def test_names_the_batchnorms_that_see_the_batch() -> None:
+    model = nn.ModuleDict(
+        {
+            "a": nn.BatchNorm1d(2),
+            "b": nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)),
+            "frozen": nn.BatchNorm2d(2).eval(),
+            "never frozen": nn.BatchNorm2d(2, track_running_stats=False).eval(),
+            "not coupled": nn.InstanceNorm2d(2, track_running_stats=True),
+            "group": nn.GroupNorm(1, 2),
+        }
+    )
+    assert batchnorm_names(model) == ["a", "b.0", "b.1", "b.2", "never frozen"]
+    assert batchnorm_names(nn.BatchNorm1d(2)) == ["BatchNorm1d"]
+    assert batchnorm_names(model.eval()) == ["never frozen"]
+
+
+def test_windows_group_whatever_a_loader_yields() -> None:
+    assert list(windows(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(windows([], 3)) == []
+    for size in (0, -1):
+        with pytest.raises(UsageError, match=f"iter_size is {size}"):
+            windows([1], size)
+
+
+def test_phases_are_words_of_a_trial() -> None:
+    from typing import get_args
+
+    from autoaccum.accumulation.observers import StepPhase
+
+    assert set(get_args(StepPhase)) < set(get_args(Phase))
+
+
+def test_random_states_come_back() -> None:
+    module = nn.Linear(2, 2)
+    generator: Any = torch.Generator().manual_seed(3)
+    numpy_generator, old, python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
+    own: Any = {"noise": generator, "new": numpy_generator, "old": old, "python": python}
+    module.__dict__.update(own)
+    assert own_generators([module, module]) == [generator, numpy_generator, old, python]
+    module.__dict__["system"] = random.SystemRandom()
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            np.random.rand(),
+            float(torch.rand(1)),
+            float(torch.rand(1, generator=generator)),
+            numpy_generator.random(),
+            old.rand(),
+            python.random(),
+        ]
+
+    state = RandomState(generators=own_generators([module]))
+    first = draw()
+    state.restore()
+    assert draw() == first

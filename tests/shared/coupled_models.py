@@ -243,41 +243,12 @@ def triplet_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.relu(1.0 + positive - hardest).mean()
 
 
-def twins_loss(model: nn.Module, batch: Any) -> Tensor:
-    one, other = (((z - z.mean(0)) / (z.std(0) + 1e-3)) for z in model(*batch))
-    correlation = one.T @ other / one.shape[0]
-    return functional.mse_loss(correlation, torch.eye(correlation.shape[0]))
-
-
 def root_loss(model: nn.Module, batch: Any) -> Tensor:
     return mean_square(model, batch).sqrt()
 
 
-def centred_inputs_loss(model: nn.Module, batch: Any) -> Tensor:
-    return mean_square(model, (batch[0] - batch[0].mean(0), batch[1]))
-
-
 def regularised_loss(model: nn.Module, batch: Any) -> Tensor:
     return mean_square(model, batch) + sum(parameter.square().sum() for parameter in model.parameters())
-
-
-def probability_loss(model: nn.Module, batch: Any) -> Tensor:
-    return functional.binary_cross_entropy(model(batch[0]).sigmoid().clamp(0, 1), batch[1].sigmoid())
-
-
-class Likely(nn.Module):
-    """Returns probabilities, outside of which its loss raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).sigmoid()  # type: ignore[no-any-return]
-
-
-def likely_loss(model: nn.Module, batch: Any) -> Tensor:
-    return functional.binary_cross_entropy(model(batch[0]), batch[1].sigmoid())
 
 
 class InnerLoss(nn.Module):
@@ -339,52 +310,6 @@ class Trimmed(nn.Module):
         return out
 
 
-class Attending(nn.Module):
-    """As `Trimmed`, with attention that looks at no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        longest = int(lengths.max())
-        is_padding = torch.arange(longest)[None] >= lengths[:, None]
-        hidden = self.layer(self.words(tokens[:, :longest]), src_key_padding_mask=is_padding)
-        out: Tensor = self.head(hidden.masked_fill(is_padding[..., None], 0.0).sum(1))
-        return out
-
-
-class Sorting(nn.Module):
-    """Drops from the batch sorted by length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(0.3), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        order = lengths.argsort()
-        out: Tensor = self.head(self.drop(self.words(tokens[order])).sum(1))
-        return out[order.argsort()]
-
-
-class InOneRow(nn.Module):
-    """Packs all samples into one row, and keeps them apart by a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
-        self.entry = nn.Linear(WIDTH, 8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        size, length, _ = inputs.shape
-        hidden = self.entry(inputs).reshape(1, size * length, 8)
-        sample = torch.arange(size).repeat_interleave(length)
-        mask = sample[:, None] != sample[None]
-        out: Tensor = self.head(self.attention(hidden, hidden, hidden, attn_mask=mask)[0])
-        return out.view(size, length, 3).mean(1)
-
-
 def dropped_mlp(drop: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), drop, nn.Linear(8, 3))
 
@@ -392,13 +317,6 @@ def dropped_mlp(drop: nn.Module) -> nn.Module:
 def two_views_loss(model: nn.Module, batch: Any) -> Tensor:
     outputs: Tensor = model(torch.cat([batch[0], batch[0] + 1]))
     return functional.mse_loss(outputs, batch[1].repeat(2, 1))
-
-
-def twice_loss(model: nn.Module, batch: Any) -> Tensor:
-    """That of R-Drop: each sample is run twice, and both outputs are held against each other."""
-    one, other = model(torch.cat([batch[0], batch[0]])).chunk(2)
-    apart = functional.kl_div(one.log_softmax(-1), other.softmax(-1), reduction="batchmean")
-    return functional.mse_loss(one, batch[1]) + apart
 
 
 def mixup_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -423,17 +341,6 @@ def weighed_loss(model: nn.Module, batch: Any) -> Tensor:
     losses = functional.cross_entropy(model(inputs), actions, reduction="none")
     loss: Tensor = (losses * weights.square()).sum() / weights.square().sum()
     return loss
-
-
-def scaled_targets_loss(model: nn.Module, batch: Any) -> Tensor:
-    return functional.mse_loss(model(batch[0]), (batch[1] - batch[1].mean(0)) / batch[1].std(0))
-
-
-def balanced_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Weighs classes by how seldom they are in the batch."""
-    outputs = model(batch[0])
-    counts = torch.bincount(batch[1], minlength=outputs.shape[1])
-    return functional.cross_entropy(outputs, batch[1], weight=(1 / (counts + 1)).to(outputs.dtype))
 
 
 def spread_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from small_training import CRITERION, assert_close, batch_of, net, sgd
+from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.gradients import choose_scaler, rewind_scaler
+from autoaccum.errors import UsageError
 
 
 def test_bf16_autocast_equals_the_full_batch_to_its_precision() -> None:
@@ -71,3 +75,55 @@ def test_the_users_autocast_around_the_whole_loop_does_not_train_on_stale_weight
     assert losses == [theirs.step(batch).loss for _ in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(inside, CRITERION(twin(batch[0]), batch[1]))
+
+
+CPU = torch.device("cpu")
+
+
+def used_scaler() -> tuple[GradScaler, torch.optim.Optimizer, nn.Linear]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return scaler, optimizer, model
+
+
+def scaled_backward(scaler: GradScaler, model: nn.Linear) -> None:
+    torch.autograd.backward(scaler.scale(model(torch.ones(1, 2)).sum()))
+
+
+def test_an_unscaled_optimizer_can_be_unscaled_again() -> None:
+    scaler, optimizer, model = used_scaler()
+    for _ in range(3):
+        scaled_backward(scaler, model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = scaler.state_dict()
+    scaled_backward(scaler, model)
+    scaler.unscale_(optimizer)
+    rewind_scaler(scaler, state)
+    assert scaler.state_dict() == state
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_scaler_that_was_never_used_stays_usable() -> None:
+    scaler, optimizer, model = used_scaler()
+    state = scaler.state_dict()
+    rewind_scaler(scaler, state)
+    assert scaler.state_dict() == state
+    scaled_backward(scaler, model)
+    scaler.step(optimizer)
+
+
+def test_fp16_gets_a_scaler_and_nothing_else_does() -> None:
+    parameters = [torch.ones(1)]
+    assert choose_scaler("fp32", None, CPU, parameters) is None
+    assert choose_scaler("bf16", None, CPU, parameters) is None
+    assert isinstance(choose_scaler("fp16", None, CPU, parameters), GradScaler)
+    given = GradScaler("cpu")
+    assert choose_scaler("bf16", given, CPU, parameters) is given
+    assert choose_scaler("fp16", GradScaler("cpu", enabled=False), CPU, parameters) is None
+    with pytest.raises(UsageError, match="parameters are of bfloat16"):
+        choose_scaler("fp16", None, CPU, [torch.ones(1).bfloat16()])

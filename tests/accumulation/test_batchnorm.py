@@ -1,4 +1,4 @@
-"""BatchNorm's modes: whose running statistics, whose gradient, and that nothing else changes."""
+"""BatchNorm's modes: whose running statistics, whose gradient, what they reach, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import copy
 import itertools
 import warnings
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_training import CRITERION, batch_of, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.batchnorm import STATISTICS
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.running_statistics import Moments
 from autoaccum.errors import UsageError
 from autoaccum.options import MODES
 
@@ -75,14 +80,6 @@ def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro
     assert updates_of(model[2]) == 3
 
 
-def test_a_single_part_is_pytorch_s_own_update() -> None:
-    model, batch = small(), batch_of(6)
-    whole = copy.deepcopy(model)
-    trained(model, batch, "running", micro_batch=6)
-    train_whole(whole, batch)
-    assert not differing(model, whole)
-
-
 @FORGIVING
 def test_running_leaves_the_gradient_as_micro_has_it() -> None:
     model, batch = small(), batch_of(11)
@@ -138,15 +135,6 @@ def test_a_synchronised_batchnorm_in_one_process_is_a_batchnorm(mode: str) -> No
     trained(model, batch, mode)
     trained(synchronised, batch, mode)
     assert not differing(model, synchronised)
-
-
-@FORGIVING
-def test_statistics_that_are_no_longer_tracked_stay_as_they_are() -> None:
-    model = small()
-    vars(model[0])["track_running_stats"] = False
-    trained(model, batch_of(8), "running")
-    assert not model[0].get_buffer("running_mean").any()
-    assert (updates_of(model[0]), updates_of(model[2])) == (0, 1)
 
 
 @FORGIVING
@@ -282,32 +270,177 @@ def test_parts_without_weight_do_not_count() -> None:
     assert not differing(model, whole)
 
 
-def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
-    """With m' = 1 - (1 - m)^(1/K), K micro-batches together decay old statistics as one batch does with m.
+Batch = tuple[Tensor, Tensor]
 
-    Since (1 - m')^K = 1 - m, the new ones weigh m in all, and the mean is tracked alike, but for their order. Of the
-    variance the part between micro-batches is missed (law of total variance), and what is normalised stays the same.
-    """
-    updates, momentum, start = 20, 0.1, 8.0
-    window = [torch.randn(500, 2).double() + level for level in (-3.0, 3.0, 3.0, -3.0)]
-    batch = torch.cat(window)
-    whole, own, corrected = (nn.BatchNorm1d(2).double() for _ in range(3))
-    corrected.momentum = 1 - (1 - momentum) ** (1 / len(window))
-    for norm in (whole, own, corrected):
-        norm.get_buffer("running_mean").fill_(start)
-    for _ in range(updates):
-        whole(batch)
-        for part in window:
-            own(part)
-            corrected(part)
-    decay = (1 - momentum) ** updates
-    mean = batch.mean(0) + decay * (start - batch.mean(0))
-    torch.testing.assert_close(whole.get_buffer("running_mean"), mean)
-    torch.testing.assert_close(corrected.get_buffer("running_mean"), mean, rtol=0.0, atol=0.1)
-    assert float((own.get_buffer("running_mean") - mean).abs().min()) > 0.5
-    missed = whole.get_buffer("running_var") - corrected.get_buffer("running_var")
-    between = torch.stack([part.mean(0) for part in window]).var(0, correction=0)
-    torch.testing.assert_close(missed, (1 - decay) * between, rtol=0.02, atol=0.0)
-    outputs = corrected(window[0])
-    assert torch.equal(outputs, own(window[0]))
-    assert float((outputs - whole(batch)[:500]).detach().abs().mean()) > 0.5
+
+def one_norm(**settings: Any) -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(5, **settings), nn.Linear(5, 3)).double()
+
+
+def step(model: nn.Module, batch: Batch, mode: str, loss: Any = CRITERION, micro_batch: int = 3) -> None:
+    """One update; micro-batches of 3."""
+    assert accumulator_of(model, mode, loss, micro_batch).step(batch).updated
+
+
+def accumulator_of(model: nn.Module, mode: str, loss: Any = CRITERION, micro_batch: int = 3) -> Accumulator:
+    return Accumulator(model, sgd(model), loss, micro_batch=micro_batch, batchnorm=mode)  # type: ignore[arg-type]
+
+
+def assert_same_statistics(one: nn.Module, other: nn.Module) -> None:
+    for name in STATISTICS:
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-10, atol=1e-10)
+
+
+@FORGIVING
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_was_compiled_before_is_watched_all_the_same(fullgraph: bool) -> None:
+    model, batch = one_norm(), batch_of(8)
+    whole = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        compiled(batch[0])
+        whole(batch[0])
+        step(compiled, batch, "running")
+        whole(batch[0])
+        assert_same_statistics(model[0], whole[0])
+
+
+def with_call_in_eval_mode(model: Any, batch: Batch) -> Tensor:
+    model.eval()
+    outputs = model(batch[0])
+    model.train()
+    return torch.as_tensor(CRITERION(model(batch[0]) + outputs, batch[1]))
+
+
+@FORGIVING
+def test_settings_are_those_at_the_call() -> None:
+    model, batch = one_norm(), batch_of(8)
+    model(batch_of(9)[0])
+    whole = copy.deepcopy(model)
+    with_call_in_eval_mode(whole, batch)
+    step(model, batch, "running", with_call_in_eval_mode)
+    assert_same_statistics(model[0], whole[0])
+    assert model[0].momentum == whole[0].momentum
+
+
+def test_frozen_stays_so_whatever_the_loss_sets() -> None:
+    model, batch = one_norm(), batch_of(8)
+    model(batch_of(9)[0])
+    before = copy.deepcopy(model)
+    step(model, batch, "frozen", with_call_in_eval_mode)
+    assert_same_statistics(model[0], before[0])
+    assert model[0].training
+    assert not model[0]._forward_pre_hooks
+
+
+class Around(nn.Module):
+    """Calls its BatchNorm so that no hook is told of it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.norm, self.head, self.way = nn.BatchNorm1d(5), nn.Linear(5, 3), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if self.way == "forward":
+            return torch.as_tensor(self.head(norm.train().forward(x)))
+        x = nn.functional.batch_norm(x, norm.running_mean, norm.running_var, training=True)
+        return torch.as_tensor(self.head(x))
+
+
+@FORGIVING
+@pytest.mark.parametrize("way", ["forward", "function"])
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+def test_statistics_that_change_unseen_are_refused_before_the_update(mode: str, way: str) -> None:
+    model, batch = Around(way).double(), batch_of(8)
+    optimizer = sgd(model)
+    accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=3, batchnorm=mode)  # type: ignore[arg-type]
+    before = state_digest(model, optimizer)
+    with pytest.raises(UsageError, match=f'batchnorm is "{mode}", and .*norm.* changed') as refused:
+        accumulator.step(batch)
+    assert 'batchnorm="micro"' in (refused.value.hint or "")
+    assert state_digest(model, optimizer) == before
+
+
+@pytest.mark.parametrize("mode", ["running", "frozen"])
+def test_torchscript_is_refused_and_named_in_micro(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated.
+        scripted = torch.jit.script(one_norm())
+    with pytest.raises(UsageError, match=f'"{mode}", and 0 are TorchScript\'s'):
+        accumulator_of(scripted, mode)
+    with pytest.warns(AccumulationWarning, match="by the micro-batch.* in 0: "):
+        step(scripted, batch_of(8), "micro")
+
+
+class NormalisedLoss(nn.Module):
+    """A criterion with a BatchNorm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, affine=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.as_tensor((self.norm(outputs).square().mean(1) * targets).mean())
+
+
+@pytest.mark.parametrize(
+    ("mode", "updates", "said"),
+    [
+        ("micro", 3, r"by the micro-batch.* in criterion\.norm: "),
+        ("running", 1, r"by the micro-batch in criterion\.norm: "),
+        ("frozen", 0, "never estimated"),
+    ],
+)
+def test_the_criterion_s_norms_are_reached_and_named(mode: str, updates: int, said: str) -> None:
+    model, criterion, batch = nn.Linear(5, 5).double(), NormalisedLoss().double(), batch_of(8)
+    whole = copy.deepcopy(criterion)
+    whole(model(batch[0]), batch[1])
+    with pytest.warns(AccumulationWarning, match=said):
+        step(model, batch, mode, criterion)
+    assert int(criterion.norm.get_buffer("num_batches_tracked")) == updates
+    if mode == "running":
+        assert_same_statistics(criterion.norm, whole.norm)
+    assert criterion.norm.training
+
+
+def test_instancenorm_s_statistics_are_told_of_in_every_mode() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(14, 3)).double()
+    batch = torch.randn(8, 2, 7).double(), torch.arange(8) % 3
+    for mode in ("micro", "running", "frozen"):
+        with pytest.warns(AccumulationWarning, match=r"InstanceNorm updates .* in 0: use it without"):
+            step(model, batch, mode)
+    model.eval()
+    step(model, batch, "micro")
+
+
+def test_weights_that_came_without_a_count_are_no_untrained_ones() -> None:
+    model = one_norm()
+    model[0].get_buffer("running_mean").fill_(0.5)
+    step(model, batch_of(8), "frozen")
+    model[0].get_buffer("running_mean").zero_()
+    with pytest.warns(AccumulationWarning, match="never estimated"):
+        step(model, batch_of(8), "frozen")
+
+
+SPLITS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
+
+
+def moments_of(values: torch.Tensor) -> Moments:
+    return Moments.of(len(values), values.mean(0), values.var(0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPLITS, st.integers(0, 99), st.floats(-1e4, 1e4), st.floats(1e-3, 1e3))
+def test_any_split_gives_the_whole(sizes: list[int], seed: int, offset: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64) * scale + offset
+    bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    first, *others = [moments_of(whole[start:end]) for start, end in pairwise(bounds)]
+    for other in others:
+        first.add(other)
+    assert first.count == len(whole)
+    rounding = 1e-14 * (scale + abs(offset))  # moments_of single values, and so moments_of their deviations
+    torch.testing.assert_close(first.mean, whole.mean(0), rtol=0.0, atol=rounding)
+    torch.testing.assert_close(first.variance, whole.var(0), rtol=1e-10, atol=rounding * scale)

@@ -1,0 +1,167 @@
+"""Cautions of a step, told once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_training import CRITERION, batch_of, sgd
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.optim import SGD
+
+from autoaccum import AccumulationWarning
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.cautions import BufferVersions
+
+
+def counting_model() -> Iterator[nn.Module]:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.as_tensor(self.layer(x))
+
+    yield Counting().double()
+
+
+def test_state_kept_in_python_is_named_once() -> None:
+    model = next(counting_model())
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3)
+    with pytest.warns(UserWarning, match=r"Python attributes \(calls\)") as caught:
+        accumulator.step(batch_of(8))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulator.step(batch_of(8))
+
+
+def test_what_forward_computes_anew_is_no_state() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(5, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.gate = torch.sigmoid(self.layer(x))  # type: ignore[assignment]
+            return torch.as_tensor(self.gate * self.layer(x))
+
+    model = Gated().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8))
+
+
+def test_batchnorm_is_named_once_and_only_where_it_matters() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
+    accumulator.step(batch_of(4))
+    with pytest.warns(UserWarning, match="BatchNorm normalises by the micro-batch.* in 1: ") as caught:
+        accumulator.step(batch_of(8))
+    assert caught[0].filename == __file__
+    accumulator.step(batch_of(8))
+    model.eval()
+    Accumulator(model, sgd(model), CRITERION, micro_batch=4).step(batch_of(8))
+
+
+def make(model: nn.Module, micro_batch: int) -> Accumulator:
+    return Accumulator(
+        model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).square().mean(), micro_batch=micro_batch
+    )
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)))
+
+
+def test_spectral_norm_in_training_mode_is_named_once() -> None:
+    accumulator = make(spectral(), 2)
+    with pytest.warns(UserWarning, match=r"buffers 0\.parametrizations\.weight\.0\._u and .*the full batch's") as seen:
+        accumulator.step(torch.randn(4, 4))
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulator.step(torch.randn(4, 4))
+
+
+def test_one_part_or_eval_mode_is_no_reason_to_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(spectral(), 4).step(torch.randn(4, 4))
+        make(spectral().eval(), 2).step(torch.randn(4, 4))
+
+
+def test_instance_norm_and_a_table_that_is_replaced_do_not_count() -> None:
+    class Growing(nn.Module):
+        table: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1))
+            self.norm = nn.InstanceNorm1d(2, track_running_stats=True, affine=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table = torch.zeros(2)
+            return torch.as_tensor(self.norm(x))
+
+    model = Growing()
+    before = BufferVersions(model)
+    model(torch.randn(2, 2, 3))
+    assert before.written() == []
+
+
+SAYS = "the loss compares samples with each other"
+
+
+def in_batch_negatives(model: nn.Module, batch: Tensor) -> Tensor:
+    one, other = model(batch).chunk(2, dim=1)
+    return F.cross_entropy(one @ other.T, torch.arange(len(batch)))
+
+
+def two_views(model: nn.Module, batch: Tensor) -> Tensor:
+    views = F.normalize(model(torch.cat([batch, batch + 0.1])), dim=1)
+    table = (views @ views.T).fill_diagonal_(-9)
+    return F.cross_entropy(table, torch.arange(len(views)).roll(len(batch)))
+
+
+def by_sample(model: nn.Module, batch: Tensor) -> Tensor:
+    outputs: Tensor = model(batch)
+    return outputs.square().mean()
+
+
+def warned(loss: Any, size: int, micro_batch: int, features: int = 24) -> list[str]:
+    model = nn.Linear(3, features)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), loss, micro_batch=micro_batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AccumulationWarning)
+        for _ in range(2):
+            accumulator.step(torch.randn(size, 3))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("loss", [in_batch_negatives, two_views])
+def test_an_accumulator_tells_once_of_samples_that_are_compared(loss: Any) -> None:
+    (said,) = warned(loss, 14, 7)
+    assert said.startswith(SAYS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "size", "micro_batch", "features"),
+    [
+        (by_sample, 14, 7, 24),
+        (by_sample, 14, 7, 7),
+        (in_batch_negatives, 7, 7, 24),
+        (in_batch_negatives, 8, 4, 24),
+    ],
+    ids=["a mean", "as many features as samples", "one part", "too few to tell"],
+)
+def test_nothing_is_told_of_others(loss: Any, size: int, micro_batch: int, features: int) -> None:
+    assert warned(loss, size, micro_batch, features) == []
