@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels.attention_choice import (
     AttentionCall,
     Backends,
@@ -22,29 +21,14 @@ from autoaccum.devices.simulated.kernels.attention_choice import (
     choose_attention,
 )
 from autoaccum.devices.simulated.patches import torch_release
-from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.simulation import simulate
 
 TURING, AMPERE, GEFORCE, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 6), (9, 0), (12, 0)
 OLD, NEW = (2, 11), (2, 15)
 
 
-def card(capability: tuple[int, int]) -> Card:
-    return Card(
-        name="c", title="C", total_bytes=1, capability=capability, multiprocessors=1, source="made up for a test"
-    )
-
-
 def operand(*shape: int, dtype: str = "bfloat16", requires_grad: bool = True, **changes: Any) -> Operand:
-    strides = tuple(_product(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return replace(Operand(shape=shape, strides=strides, dtype=dtype, requires_grad=requires_grad), **changes)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def call(
@@ -115,11 +99,11 @@ def test_chooses_as_cuda_does(
     why: str, asked: AttentionCall, capability: tuple[int, int], version: tuple[int, int], kernel: Kernel
 ) -> None:
     backends = Backends(cudnn_version=91_900 if version == OLD else 92_600)
-    assert choose_attention(asked, card(capability), version, backends).kernel == kernel
+    assert choose_attention(asked, make_card(capability), version, backends).kernel == kernel
 
 
 def test_tells_why_others_were_refused() -> None:
-    choice = choose_attention(call(mask=mask(128, 128), size=6), card(GEFORCE), NEW, Backends())
+    choice = choose_attention(call(mask=mask(128, 128), size=6), make_card(GEFORCE), NEW, Backends())
     assert choice.kernel == "math"
     assert dict(choice.refused) == {
         "flash": "it takes no mask",
@@ -128,17 +112,17 @@ def test_tells_why_others_were_refused() -> None:
 
 
 def test_flags_and_priority_decide_first() -> None:
-    geforce = card(GEFORCE)
+    geforce = make_card(GEFORCE)
     assert choose_attention(call(), geforce, NEW, Backends(enabled=frozenset(("math",)))).kernel == "math"
     assert choose_attention(call(), geforce, NEW, ONLY_CUDNN).kernel == "cudnn"
     preferred = Backends(order=("efficient", "flash", "math", "cudnn"))
     assert choose_attention(call(), geforce, NEW, preferred).kernel == "efficient"
-    assert choose_attention(call(), card(HOPPER), NEW, Backends(prefers_cudnn=False)).kernel == "flash"
-    assert choose_attention(call(), card(HOPPER), NEW, Backends(cudnn_version=91_002)).kernel == "flash"
+    assert choose_attention(call(), make_card(HOPPER), NEW, Backends(prefers_cudnn=False)).kernel == "flash"
+    assert choose_attention(call(), make_card(HOPPER), NEW, Backends(cudnn_version=91_002)).kernel == "flash"
 
 
 def test_nothing_may_be_left() -> None:
-    choice = choose_attention(call(dtype="float64"), card(GEFORCE), NEW, ONLY_FUSED)
+    choice = choose_attention(call(dtype="float64"), make_card(GEFORCE), NEW, ONLY_FUSED)
     assert choice.kernel is None
     assert choice.refused["math"] == "math attention is switched off"
 
@@ -146,54 +130,30 @@ def test_nothing_may_be_left() -> None:
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 128, 64
 
 
-def card_attention(capability: tuple[int, int]) -> Card:
-    return Card(
-        name="c",
-        title="C",
-        total_bytes=24 << 30,
-        capability=capability,
-        multiprocessors=82,
-        source="made up for a test",
-    )
-
-
-@contextmanager
-def on(capability: tuple[int, int] = (8, 6)) -> Iterator[Recorder]:
-    with simulate(card_attention(capability)) as mode:
-        yield mode.recorder
-
-
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = True) -> Tensor:
     return torch.empty(shape or (BATCH, HEADS, LENGTH, SIZE), dtype=dtype, device="cuda:0", requires_grad=requires_grad)
 
 
-def sizes_of(recorder: Recorder, run: Any) -> list[int]:
-    """The bytes of what `run` allocates, those of at most 16 bytes (seeds, scalars) left out."""
-    start = len(recorder.sizes)
-    kept = run()
-    del kept
-    return [size for size in recorder.sizes[start:] if isinstance(size, int) and size > 16]
-
-
-def test_flash_saves_its_output_and_a_logsumexp() -> None:
-    with on() as recorder:
+@pytest.mark.parametrize("capability", [GEFORCE, HOPPER], ids=["flash", "cudnn"])
+def test_fused_kernels_save_their_output_and_a_logsumexp(capability: tuple[int, int]) -> None:
+    with on_card(capability) as recorder:
         q, k, v = tensor(), tensor(), tensor()
         half = BATCH * HEADS * LENGTH * SIZE * 2
         out: list[Tensor] = []
-        assert sizes_of(recorder, lambda: out.append(F.scaled_dot_product_attention(q, k, v))) == [
-            half,
-            BATCH * HEADS * LENGTH * 4,
-        ]
+        sizes = sizes_of(recorder, lambda: out.append(F.scaled_dot_product_attention(q, k, v)), above=16)
+        assert sizes == [half, BATCH * HEADS * LENGTH * 4]
         grad = torch.empty_like(out[0])
-        assert sizes_of(recorder, lambda: torch.autograd.backward(out[0], grad)) == [half] * 3
+        assert sizes_of(recorder, lambda: torch.autograd.backward(out[0], grad), above=16) == [half] * 3
 
 
 def test_flash_keeps_padded_copies_of_odd_heads() -> None:
-    with on() as recorder:
+    with on_card() as recorder:
         q, k, v = (tensor(BATCH, HEADS, LENGTH, 20) for _ in range(3))
         padded = BATCH * HEADS * LENGTH * 24 * 2
         held: list[Tensor] = []
-        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        sizes = sizes_of(
+            recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)), above=16
+        )
         assert sizes == [padded] * 4 + [BATCH * HEADS * LENGTH * 4]
         assert held[0].shape == (BATCH, HEADS, LENGTH, 20)
         torch.autograd.backward(held[0], torch.empty(BATCH, HEADS, LENGTH, 20, dtype=torch.bfloat16, device="cuda:0"))
@@ -202,23 +162,25 @@ def test_flash_keeps_padded_copies_of_odd_heads() -> None:
 
 
 def test_efficient_pads_a_crooked_mask() -> None:
-    with on() as recorder:
+    with on_card() as recorder:
         q, k, v = (tensor(BATCH, HEADS, 100, SIZE, dtype=torch.float32) for _ in range(3))
         mask = torch.empty(100, 100, dtype=torch.bool, device="cuda:0")
         held: list[Tensor] = []
-        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+        sizes = sizes_of(
+            recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)), above=16
+        )
         inverted, additive, padded = 100 * 100, 100 * 100 * 4, 100 * 104 * 4
         assert sizes == [inverted, additive, padded, BATCH * 100 * HEADS * SIZE * 4, BATCH * HEADS * 128 * 4]
         gradient = torch.empty_like(held[0])
         # Gradients lie as (batch, length, heads, size); a leaf's own is copied to the leaf's layout.
         assert (
-            sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
+            sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient), above=16)
             == [BATCH * HEADS * 100 * SIZE * 4] * 6
         )
 
 
 def test_efficient_differentiates_a_learned_mask() -> None:
-    with on():
+    with on_card():
         q, k, v = (tensor(dtype=torch.float32) for _ in range(3))
         mask = tensor(1, HEADS, LENGTH, LENGTH, dtype=torch.float32)
         torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum())
@@ -226,24 +188,13 @@ def test_efficient_differentiates_a_learned_mask() -> None:
         assert mask.grad.shape == mask.shape
 
 
-def test_cudnn_on_hopper() -> None:
-    with on((9, 0)) as recorder:
-        q, k, v = tensor(), tensor(), tensor()
-        half = BATCH * HEADS * LENGTH * SIZE * 2
-        held: list[Tensor] = []
-        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v)))
-        assert sizes == [half, BATCH * HEADS * LENGTH * 4]
-        gradient = torch.empty_like(held[0])
-        assert sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient)) == [half] * 3
-
-
 def test_math_holds_scores_in_fp32() -> None:
     """A T4 has no fused kernel for bf16: q, k and v are widened, and two of the S x S are saved."""
-    with on((7, 5)) as recorder:
+    with on_card((7, 5)) as recorder:
         q, k, v = tensor(), tensor(), tensor()
         wide, scores = BATCH * HEADS * LENGTH * SIZE * 4, BATCH * HEADS * LENGTH * LENGTH * 4
         held: list[Tensor] = []
-        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v)))
+        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v)), above=16)
         widened = [wide] * 3 + [wide, wide]  # scaled query, scaled key
         softmax = [scores, scores // 4, BATCH * HEADS * LENGTH]  # softmax, == -inf, empty rows; `where` is in place
         assert sizes == [*widened, scores, *softmax, wide, wide // 2, scores // 2]
@@ -252,11 +203,13 @@ def test_math_holds_scores_in_fp32() -> None:
 
 
 def test_math_adds_a_causal_mask_in_place() -> None:
-    with on() as recorder, sdpa_kernel(SDPBackend.MATH):
+    with on_card() as recorder, sdpa_kernel(SDPBackend.MATH):
         q, k, v = (tensor(1, 1, LENGTH, SIZE, dtype=torch.float32) for _ in range(3))
         scores = LENGTH * LENGTH * 4
         held: list[Tensor] = []
-        sizes = sizes_of(recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        sizes = sizes_of(
+            recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)), above=16
+        )
         head = LENGTH * SIZE * 4
         mask = [LENGTH * LENGTH] * 3 + [scores]  # ones, tril, not, where
         softmax = [scores, LENGTH * LENGTH, LENGTH]
@@ -264,7 +217,7 @@ def test_math_adds_a_causal_mask_in_place() -> None:
 
 
 def test_math_repeats_grouped_keys() -> None:
-    with on(), sdpa_kernel(SDPBackend.MATH):
+    with on_card(), sdpa_kernel(SDPBackend.MATH):
         q, k, v = tensor(), tensor(BATCH, 2, LENGTH, SIZE), tensor(BATCH, 2, LENGTH, SIZE)
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         torch.autograd.backward(out.sum())
@@ -273,14 +226,14 @@ def test_math_repeats_grouped_keys() -> None:
 
 
 def test_refuses_what_no_kernel_can_run() -> None:
-    with on((7, 5)), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with on_card((7, 5)), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q = tensor()
         with pytest.raises(RuntimeError, match=r"no attention kernel that is switched on can run on c \(flash: sm75"):
             F.scaled_dot_product_attention(q, q, q)
 
 
 def test_grouped_queries_with_a_mask_are_fused_from_2_15_on() -> None:
-    with on() as recorder:
+    with on_card() as recorder:
         q = tensor(dtype=torch.float32)
         k, v = (tensor(BATCH, 2, LENGTH, SIZE, dtype=torch.float32) for _ in range(2))
         mask = torch.empty(LENGTH, LENGTH, device="cuda:0")
@@ -288,6 +241,7 @@ def test_grouped_queries_with_a_mask_are_fused_from_2_15_on() -> None:
         sizes = sizes_of(
             recorder,
             lambda: held.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)),
+            above=16,
         )
         fused = BATCH * HEADS * LENGTH * LENGTH * 4 not in sizes
         assert fused == (torch_release() >= (2, 15))

@@ -454,43 +454,9 @@ def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: l
     assert found.before("backward")["outputs"] == 0
 
 
-HEAD_WIDTH, HEADS, TOKENS, HOLDINGS_SAMPLES = 64, 4, 256, 4
-ATTENTION = f"""
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear({HEAD_WIDTH}, {3 * HEAD_WIDTH}), nn.Linear({HEAD_WIDTH}, {HEAD_WIDTH})
-    def forward(self, x):
-        n, t, c = x.shape
-        q, k, v = (each.view(n, t, {HEADS}, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
-        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(n, t, c))
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, {HEAD_WIDTH}), nn.Linear({HEAD_WIDTH}, 32, bias=False)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers: x = x + layer(x)
-        return self.head(x)
-model = Net
-def batch(n): return torch.randint(0, 32, (n, {TOKENS}))
-def loss(model, tokens): return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-del globals()["criterion"]
-"""
-MATH = """
-def attend(layer, q, k, v):
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-Attention.attend = attend
-"""
-
-
-@pytest.mark.parametrize("after", ["", "keeps = ['ema', 'outputs']\nevaluation_batch = 2\n"], ids=["plain", "more"])
-def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], after: str) -> None:
-    found = explained(ATTENTION + after, "bf16", size=HOLDINGS_SAMPLES)
+@pytest.mark.parametrize("name", ["transformer-bf16", "transformer-kept"])
+def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], name: str) -> None:
+    found = explained(*WORKLOADS[name], size=4)
     held = holdings_at(found.ledger, found.ledger.peak_at)
     assert by_category(held) == {
         category: count for category, count in found.explanation.categories.items() if count and category != "unused"
@@ -503,7 +469,7 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
     phases = [moment.phase for moment in told]
     assert phases == [phase for phase in get_args(Phase) if phase in phases]
     assert {"forward", "backward", "update"} <= set(phases)
-    assert ("evaluation" in phases) == bool(after)
+    assert ("evaluation" in phases) == (name == "transformer-kept")
     for moment in told:
         assert sum(moment.categories.values()) == moment.held_bytes == sum(row.bytes for row in moment.holdings)
         assert by_category(moment.holdings) == moment.categories

@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from made_up_card import make_card
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 
-CARD = Card(
-    name="any", title="Any", total_bytes=24 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"
-)
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -188,7 +185,7 @@ def test_a_fake_step_has_the_events_of_a_real_one(name: str, optimizer: str) -> 
     real, fake = Recorder("cpu"), Recorder()
     with Watching(real):
         expected = record(name, optimizer, real, "cpu")
-    with simulate(CARD, fake):
+    with simulate(make_card(), fake):
         found = record(name, optimizer, fake, "cuda")
     assert found == expected
     assert len(found) > 100

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from made_up_card import make_card, on_card
 from torch import Tensor, nn
 
-from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.simulation import simulate
 
-CARD = Card(name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up")
+CARD = make_card()
 SHAPES = ((300, 40), (7,), (1000,))
 BYTES = 4 * (300 * 40 + 7 + 1000)
 LARGEST = 4 * 300 * 40
-
-
-@contextmanager
-def on_card() -> Iterator[Recorder]:
-    with simulate(CARD) as mode:
-        yield mode.recorder
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.kernels.layers import is_cudnn_batch_norm
 from autoaccum.devices.simulated.recorder import Recorder
 from autoaccum.devices.simulated.simulation import simulate
 
-CARD = Card(name="a", title="A", total_bytes=2**34, capability=(8, 0), multiprocessors=108, source="a test's own")
+CARD = make_card()
 LAST = torch.channels_last
 
 
@@ -40,15 +40,12 @@ def test_doubles_and_sequences_are_contiguous() -> None:
         assert nn.Conv1d(8, 4, 3, device="cuda:0")(torch.empty(2, 8, 6, device="cuda:0")).is_contiguous()
 
 
-DROPOUT_CARD = Card(
-    name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up for a test"
-)
 ELEMENTS = 1 << 12
 
 
 @contextmanager
 def recording() -> Iterator[tuple[Recorder, Tensor]]:
-    with simulate(DROPOUT_CARD) as mode:
+    with simulate(CARD) as mode:
         x = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
         mode.recorder.begin(lambda: "forward")
         yield mode.recorder, x
@@ -85,9 +82,6 @@ def test_in_place_keeps_a_wide_mask() -> None:
         torch.autograd.backward(y.sum())
 
 
-NORMALISATION_CARD = Card(
-    name="c", title="C", total_bytes=1 << 30, capability=(8, 6), multiprocessors=82, source="made up"
-)
 BATCH, CHANNELS, SIDE = 4, 32, 8
 NORMALISATION_ELEMENTS = BATCH * CHANNELS * SIDE * SIDE
 
@@ -104,21 +98,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def on_card() -> Iterator[Recorder]:
-    with simulate(NORMALISATION_CARD) as mode:
-        yield mode.recorder
-
-
 def image(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(BATCH, CHANNELS, SIDE, SIDE, device="cuda:0", dtype=dtype, requires_grad=True)
-
-
-def sizes_of(recorder: Recorder, run: Callable[[], Any]) -> list[Any]:
-    start = len(recorder.sizes)
-    kept = run()
-    del kept
-    return [size for size in recorder.sizes[start:] if isinstance(size, int)]
 
 
 BASE: dict[str, Any] = {
@@ -200,13 +181,6 @@ def test_rms_norm_is_one_kernel(dtype: torch.dtype) -> None:
 STEPS, CTC_BATCH, CLASSES, LONGEST = 50, 4, 20, 10
 
 
-def sizes_of_ctc(recorder: Recorder, run: Callable[[], Any]) -> list[Any]:
-    start = len(recorder.sizes)
-    kept = run()
-    del kept
-    return [size for size in recorder.sizes[start:] if isinstance(size, int) and size != 4]
-
-
 def log_probs() -> Tensor:
     return torch.empty(STEPS, CTC_BATCH, CLASSES, device="cuda:0", requires_grad=True)
 
@@ -221,8 +195,8 @@ def test_keeps_a_table_of_paths() -> None:
             held.append(F.ctc_loss(x, targets, torch.full((CTC_BATCH,), STEPS), lengths, reduction="sum"))
 
         table = CTC_BATCH * STEPS * (2 * LONGEST + 1) * 4
-        assert sizes_of_ctc(recorder, run) == [CTC_BATCH * (LONGEST + 2) * 8, table, CTC_BATCH * 4]
-        sizes = sizes_of_ctc(recorder, lambda: torch.autograd.backward(held[0]))
+        assert sizes_of(recorder, run, above=4) == [CTC_BATCH * (LONGEST + 2) * 8, table, CTC_BATCH * 4]
+        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0]), above=4)
         assert sizes == [table, STEPS * CTC_BATCH * CLASSES * 4]
 
 
@@ -234,15 +208,15 @@ def test_cudnn_takes_short_targets_in_a_row() -> None:
         inputs = torch.full((CTC_BATCH,), STEPS, dtype=torch.int32)
         whole = STEPS * CTC_BATCH * CLASSES * 4
         run = lambda: held.append(F.ctc_loss(x, targets, inputs, lengths, reduction="sum"))  # noqa: E731
-        assert sizes_of_ctc(recorder, run) == [CTC_BATCH * 4, whole]
-        assert sizes_of_ctc(recorder, lambda: torch.autograd.backward(held[0])) == [whole]
+        assert sizes_of(recorder, run, above=4) == [CTC_BATCH * 4, whole]
+        assert sizes_of(recorder, lambda: torch.autograd.backward(held[0]), above=4) == [whole]
 
 
 def test_lengths_on_the_card_count_as_the_widest() -> None:
     with on_card() as recorder:
         targets = torch.empty(CTC_BATCH, LONGEST, dtype=torch.long, device="cuda:0")
         lengths = [torch.empty(CTC_BATCH, dtype=torch.long, device="cuda:0") for _ in range(2)]
-        sizes = sizes_of_ctc(recorder, lambda: F.ctc_loss(log_probs(), targets, lengths[0], lengths[1]))
+        sizes = sizes_of(recorder, lambda: F.ctc_loss(log_probs(), targets, lengths[0], lengths[1]), above=4)
         assert CTC_BATCH * STEPS * (2 * LONGEST + 1) * 4 in sizes
 
 

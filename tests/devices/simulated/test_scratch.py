@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up_card import make_card
 
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.scratch import RULES, estimate
@@ -21,14 +22,13 @@ MIB = 2**20
 NEWEST = (2, 15)
 
 
-def card(capability: tuple[int, int], multiprocessors: int) -> Card:
-    return Card(
-        name="card", title="Card", total_bytes=2**34, capability=capability, multiprocessors=multiprocessors, source=""
-    )
-
-
-H100, A100, B200 = card((9, 0), 132), card((8, 0), 108), card((10, 0), 148)
-RTX_3090, RTX_4090, T4, V100 = card((8, 6), 82), card((8, 9), 128), card((7, 5), 40), card((7, 0), 80)
+H100, A100, B200 = make_card((9, 0), 132), make_card((8, 0), 108), make_card((10, 0), 148)
+RTX_3090, RTX_4090, T4, V100 = (
+    make_card((8, 6), 82),
+    make_card((8, 9), 128),
+    make_card((7, 5), 40),
+    make_card((7, 0), 80),
+)
 CARDS = (H100, A100, B200, RTX_3090, RTX_4090, T4, V100)
 
 
