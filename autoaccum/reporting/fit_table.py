@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autoaccum.reporting.plain_text import near_path
 from autoaccum.reporting.rows import path_value, print_rows
-from autoaccum.reporting.update_line import format_seconds, format_values
+from autoaccum.reporting.training_progress import format_seconds, format_values
 from autoaccum.training.events import FitResult, Updated
 from autoaccum.training.noise_scale import noise_sentence
 

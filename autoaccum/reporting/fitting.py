@@ -75,7 +75,8 @@ def fit(
         data: What to train on; a workload's own `dataset` when None. A map-style dataset is shuffled anew in each
             epoch and its samples collated for each micro-batch; so are those of an IterableDataset, as they come. A
             DataLoader keeps its order, sampler and collate function, but its batch size is not the effective batch:
-            what it yields is regrouped. Anything else that can be iterated yields batches, a list included.
+            what it yields is regrouped. Anything else that can be iterated yields batches, a list included,
+            each in memory of its own.
         target_batch: Samples per update. The last update of an epoch has what is left.
         loss: For a model: `loss(model, batch)`, or a criterion.
         criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.

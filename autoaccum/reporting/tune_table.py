@@ -19,7 +19,7 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.records import to_plain
 from autoaccum.reporting.plain_text import near_path, one_line
 from autoaccum.reporting.rows import path_value, print_rows
-from autoaccum.reporting.update_line import format_seconds
+from autoaccum.reporting.training_progress import format_seconds
 from autoaccum.tuning.records import Row, Setting, Space, Speed, Standing, State, Tuning
 from autoaccum.units import percent
 

@@ -18,32 +18,19 @@ from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.experiments import is_large
 
 
-class CompanyCheck:
-    """Makes the experiment of `accumulation.halves` once, on a copy, with samples of the first update.
+def tell_of_coupling(
+    trainee: Trainee, known: Coupling | None, parts: Sequence[Any], tell: Callable[[Any], None]
+) -> None:
+    """Say what couples the samples of an update: what its plan knows, else what an experiment on a copy finds.
 
     Nothing of the training is changed by it: a forward of the loss may reach the model itself, a teacher, or their
     generators, and all of them are put back.
-
-    Args:
-        trainee: What is trained.
-        known: What its plan knows; None: there is no plan, or it was not looked.
-        tell: Is told what was found, where several micro-batches make an update.
     """
-
-    def __init__(self, trainee: Trainee, known: Coupling | None, tell: Callable[[Any], None]) -> None:
-        self._trainee, self._known, self._tell = trainee, known, tell
-        self._has_looked = False
-
-    def look(self, parts: Sequence[Any]) -> None:
-        """Look at the parts of an update; only the first that has several is looked at."""
-        if self._has_looked or len(parts) < 2:
-            return
-        self._has_looked = True
-        found = self._known or _find_out(self._trainee, _take(parts))
-        # Of BatchNorms the Accumulator itself warns, and knows more.
-        told = () if self._trainee.batchnorm == "frozen" else batchnorm_names(self._trainee.model)
-        for sentence in found.warnings(told):
-            self._tell(Noted(sentence))
+    found = known or _find_out(trainee, _take(parts))
+    # Of BatchNorms the Accumulator itself warns, and knows more.
+    told = () if trainee.batchnorm == "frozen" else batchnorm_names(trainee.model)
+    for sentence in found.warnings(told):
+        tell(Noted(sentence))
 
 
 def _take(parts: Sequence[Any]) -> Any:

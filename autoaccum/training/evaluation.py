@@ -80,25 +80,17 @@ class EvaluationData:
 
 
 def _check_shared(data: Any, trained_on: Any) -> None:
-    """Refuse what keeps one place for both: training would lose what an evaluation reads.
-
-    Raises:
-        UsageError: It does.
-    """
+    """Refuse what keeps one place for both: training would lose what an evaluation reads."""
     if is_map_style(trained_on) or (isinstance(trained_on, DataLoader) and is_taken_apart(trained_on)):
         return
-    trained = [trained_on, getattr(trained_on, "dataset", None)]
-    for one in (data, getattr(data, "dataset", None)):
-        if any(one is other for other in trained) and _keeps_place(one):
+    trained = [id(trained_on), id(getattr(trained_on, "dataset", trained_on))]
+    for one in (data, getattr(data, "dataset", data)):
+        keeps_place = any(hasattr(one, name) for name in ("__next__", "load_state_dict"))
+        if id(one) in trained and (keeps_place or getattr(one, "persistent_workers", False)):
             raise UsageError(
                 f"evaluation and training read the same {type_name(one)}, which keeps its place in itself",
                 hint="give a second one as the evaluation data: copy.deepcopy makes one",
             )
-
-
-def _keeps_place(data: Any) -> bool:
-    is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
-    return hasattr(data, "__next__") or is_stateful or getattr(data, "persistent_workers", False) is True
 
 
 class Evaluation:
@@ -116,7 +108,6 @@ class Evaluation:
         micro_batch: The most samples to begin with.
         beside: Modules that the loss holds, such as the criterion: what they keep is put back as well.
         seed: What reading and evaluating draw from.
-        note: Told, once each, what `evaluate` returned that is no number.
         interruptible: Entered where nothing is lost by leaving at any moment.
 
     Attributes:
@@ -136,7 +127,6 @@ class Evaluation:
         micro_batch: int,
         beside: Iterable[nn.Module] = (),
         seed: int = 0,
-        note: Callable[[str], Any] | None = None,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if evaluate is not None:
@@ -144,8 +134,6 @@ class Evaluation:
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._beside, self._seed, self._interruptible = list(beside), seed, interruptible
-        self._notes: dict[str, bool] = {}
-        self._note = note
 
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
         """Evaluate `model` after `update`; an exception becomes the reason of a failure.
@@ -153,7 +141,7 @@ class Evaluation:
         An interruption, and being asked to stop, come through; a sys.exit() of the user's is a failure, too.
         """
         started = time.perf_counter()
-        score = self._new_score()
+        score = LossScore(self._objective) if self._evaluate is None else OwnScore(self._evaluate)
         failed: EvaluationFailed | None = None
         try:
             with self._put_back(model), torch.no_grad(), self._interruptible():
@@ -161,7 +149,6 @@ class Evaluation:
         except Exception as error:
             failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_shortage(error))
             forget(error)
-        self._tell_notes()
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
@@ -204,18 +191,6 @@ class Evaluation:
         except Exception as error:
             return error
         return None
-
-    def _new_score(self) -> LossScore | OwnScore:
-        if self._evaluate is None:
-            return LossScore(self._objective)
-        return OwnScore(self._evaluate, lambda text: self._notes.setdefault(text, False))
-
-    def _tell_notes(self) -> None:
-        """What is new; not while evaluating, since what a listener raises is no failure of that."""
-        for text, was_told in list(self._notes.items()):
-            self._notes[text] = True
-            if self._note is not None and not was_told:
-                self._note(text)
 
     @contextmanager
     def _put_back(self, model: nn.Module) -> Iterator[None]:

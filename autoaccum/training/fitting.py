@@ -32,23 +32,13 @@ from autoaccum.units import format_bytes
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
-    """Plan, train, and come back with a trained model; `autoaccum.fit` says what can be asked for.
-
-    The caller's random states are put back in the end, whatever training draws.
+    """Plan, train, and come back with a trained model; `autoaccum.fit` says what can be asked for, and what is raised.
 
     Args:
         request: What is asked for.
         on_event: Told of every event of `training.events`, and of the planner's while it plans.
 
     Raises:
-        UsageError: The request cannot be honoured.
-        WorkloadError: The workload or the data cannot be used.
-        DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made.
-        DataWorkerError: A process that reads data died.
-        NonFiniteError: Loss or gradient of an update were not finite; the state from before it is kept.
-        CheckpointError: The first checkpoint could not be written, or of those there are none is whole.
-        UpdateInterrupted: An update failed half-way; the last checkpoint is from before it.
         KeyboardInterrupt: Ctrl-C, after a last checkpoint; SystemExit for the other signals.
         Exception: What the user's code raised, as it came, after a last checkpoint.
     """

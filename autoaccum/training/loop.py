@@ -10,7 +10,7 @@ from autoaccum.accumulation.observers import StepResult
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Keeper
 from autoaccum.training.choices import Choice
-from autoaccum.training.coupling_watch import CompanyCheck
+from autoaccum.training.coupling_watch import tell_of_coupling
 from autoaccum.training.data.windows import Source, Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
@@ -66,13 +66,12 @@ class Loop:
         self._source, self._stopping, self._teller = source, stopping, teller
         self._run, self._digest = run, subject.digest
         self._settings = None if folder is None else capture_settings(trainee)
-        self._has_left_out = False
+        self._has_left_out = self._has_told_of_coupling = False
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
         source.interruptible = stopping.interruptible
         source.keeps_place = folder is not None
         self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
         self.stepper = Stepper(request, trainee, choice, self.progress, stopping.check, teller.tell)
-        self._coupling = CompanyCheck(trainee, None if choice.plan is None else choice.plan.coupling, teller.tell)
         self._evaluator = self._make_evaluator(request, subject)
         store = None if folder is None else folder.checkpoints
         self.keeper = Keeper(store, request.checkpoint_every, self.progress, self.compose, teller.tell)
@@ -98,7 +97,7 @@ class Loop:
             if window is None:
                 self._end_epoch()
             elif window.samples:
-                self._coupling.look(window.parts)
+                self._look_for_coupling(window)
                 self._update(window, began)
                 del window  # A whole effective batch: not to be held while the next one is read.
                 self._evaluator.run_if_due()
@@ -148,6 +147,13 @@ class Loop:
         if not whole.samples:
             self._source.commit()
         return whole
+
+    def _look_for_coupling(self, window: Window) -> None:
+        """In the first window of several parts."""
+        if not self._has_told_of_coupling and len(window.parts) > 1:
+            self._has_told_of_coupling = True
+            known = None if self.choice.plan is None else self.choice.plan.coupling
+            tell_of_coupling(self.trainee, known, window.parts, self._teller.tell)
 
     def _update(self, window: Window, began: float) -> None:
         learning_rate = self.stepper.learning_rate
@@ -200,7 +206,6 @@ class Loop:
                 micro_batch=subject.evaluation_batch or self.choice.micro_batch,
                 beside=trainee.beside,
                 seed=mix(request.seed, "evaluation"),
-                note=lambda text: self._teller.tell(Noted(text)),
                 interruptible=self._stopping.interruptible,
             )
         elif request.eval_every is not None or request.eval_due is not None:

@@ -212,50 +212,17 @@ class NoiseObserver(StepObserver):
 
 
 def noise_sentence(scale: NoiseScale, target_batch: int) -> str:
-    """What the noise scale says of a batch size, by the paper's relations.
-
-    With batches of B samples training takes about 1 + B / scale times the samples that very small batches take, and
-    1 + scale / B times the updates of very large ones.
+    """A batch size beside the noise scale: far below it a larger batch saves updates, far above it wastes samples.
 
     >>> noise_sentence(NoiseScale(850.0, 610.0, 1240.0, 200), 256)
-    'the target batch of 256 is 0.30 x the gradient noise scale (about 850 samples, 610 to 1,200): training takes \
-about 1.3 x the samples of very small batches and 4.3 x the updates of very large ones'
-    >>> noise_sentence(NoiseScale(None, None, None, 3, "3 updates are too few, 10 are needed"), 256)
-    'the gradient noise scale is unavailable: 3 updates are too few, 10 are needed'
+    'about 850 samples (610 to 1.24e+03): the target batch of 256 is 0.3 x as large'
     """
     if scale.value is None:
-        return f"the gradient noise scale is unavailable: {scale.reason}"
-    seen = f"about {_rounded(scale.value)} samples{_spread(scale)}"
-    if scale.value * 1000 < target_batch:
-        return (
-            f"the target batch of {target_batch:,} is more than 1,000 x the gradient noise scale ({seen}): a"
-            " tenth of it would need hardly more updates"
-        )
-    ratio = target_batch / scale.value
-    return (
-        f"the target batch of {target_batch:,} is {_factor(ratio)} x the gradient noise scale ({seen}): training takes"
-        f" about {_factor(1 + ratio)} x the samples of very small batches and {_factor(1 + 1 / ratio)} x the updates of"
-        " very large ones"
-    )
-
-
-def _spread(scale: NoiseScale) -> str:
-    low = _rounded(scale.low or 0.0)
-    return f", at least {low}" if scale.high is None else f", {low} to {_rounded(scale.high)}"
-
-
-def _rounded(samples: float) -> str:
-    """To two digits.
-
-    >>> _rounded(1234.0), _rounded(0.256)
-    ('1,200', '0.26')
-    """
-    short = float(f"{samples:.2g}")
-    return f"{short:,.0f}" if short >= 10 else f"{short:g}"
-
-
-def _factor(factor: float) -> str:
-    return f"{factor:.2f}" if factor < 1 else f"{factor:.1f}" if factor < 9.95 else _rounded(factor)
+        return f"unavailable: {scale.reason}"
+    high = "" if scale.high is None else f" to {scale.high:.3g}"
+    spread = f"({'at least ' if scale.high is None else ''}{scale.low or 0.0:.3g}{high})"
+    share = f"{target_batch / scale.value:.2g} x as large" if scale.value else "far larger"
+    return f"about {scale.value:.3g} samples {spread}: the target batch of {target_batch:,} is {share}"
 
 
 def _fieller(noises: Sequence[float], squares: Sequence[float]) -> tuple[float | None, float | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.nests import held_batch, kind
 from autoaccum.workload.weights import Objective, match_weights
@@ -56,45 +57,42 @@ class LossScore:
 
 
 class OwnScore:
-    """What the workload's `evaluate(model, batch)` returns, averaged over the samples it returned it for.
+    """The numbers that the workload's `evaluate(model, batch)` returns, averaged over the samples they are of.
 
     Args:
-        evaluate: Returns a number, or a mapping of names to numbers; anything else is ignored.
-        note: Told what was ignored.
+        evaluate: Returns a number, or a mapping of names to numbers.
     """
 
-    def __init__(self, evaluate: Callable[[nn.Module, Any], Any], note: Callable[[str], Any]) -> None:
+    def __init__(self, evaluate: Callable[[nn.Module, Any], Any]) -> None:
         self.samples = 0
-        self._evaluate, self._note = evaluate, note
+        self._evaluate = evaluate
         self._name = getattr(evaluate, "__name__", "evaluate")
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, model: nn.Module, part: Any, held: Any) -> None:
-        """As of a `LossScore`."""
+        """As of a `LossScore`.
+
+        Raises:
+            WorkloadError: There is something else than numbers in what it returns.
+        """
         returned = self._evaluate(model, held_batch(part))
-        size = batch_size(held)
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
-        for name, value in [(str(name), _number(value)) for name, value in named.items()]:
-            if value is None:
-                continue
-            self._sums[name] = self._sums.get(name, 0.0) + size * value
-            self._counts[name] = self._counts.get(name, 0) + size
+        for name, value in named.items():
+            if not _is_number(value):
+                raise WorkloadError(
+                    f"{self._name}(model, batch) returned {kind(value)} for {str(name)!r}, which is no number",
+                    hint="return a number, or a dict of numbers",
+                )
+        size = batch_size(held)
+        for name, value in named.items():
+            self._sums[str(name)] = self._sums.get(str(name), 0.0) + size * float(value)
+            self._counts[str(name)] = self._counts.get(str(name), 0) + size
         self.samples += size
-        self._note_ignored(returned)
 
     def values(self) -> dict[str, float]:
         """The averages by name."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-    def _note_ignored(self, returned: Any) -> None:
-        if isinstance(returned, Mapping):
-            ignored = [f"{name!r} ({kind(value)})" for name, value in returned.items() if not _is_number(value)]
-            what = ", ".join(ignored)
-        else:
-            what = "" if _is_number(returned) else kind(returned)
-        if what:
-            self._note(f"{self._name}(model, batch) returned {what}, which is no number, and it is not averaged")
 
 
 def _is_number(value: Any) -> bool:
@@ -103,7 +101,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return value.ndim == 0 and value.dtype.kind in "biuf"
     return isinstance(value, int | float)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None

@@ -131,13 +131,13 @@ class Stepper(StepObserver):
             self._noise.take(result)
         raised = self.ceiling.after(result.retries, self._accumulator.micro_batch)
         self._accumulator.micro_batch = self.ceiling.largest
+        if result.updated and self._trainee.scheduler is not None:
+            self._trainee.scheduler.step()  # Before anything is told: a callback that raises ends the run here.
         if raised is not None and not result.retries:
             self._tell(CeilingRaised(self._progress.update, raised))
         if self._passed_over is not None:
             self._progress.skipped += 1
             self._tell(Skipped(self._progress.update, self._passed_over))
-        if result.updated and self._trainee.scheduler is not None:
-            self._trainee.scheduler.step()
         self._check_scale(result)
 
     def peak_bytes(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from command_line import ROOT, Done, autoaccum, environment
+from command_line import Done, autoaccum, environment
 from torch import nn
 
 from autoaccum.cli import main
@@ -198,10 +198,7 @@ def wait_for(path: Path) -> None:
 USAGE = [
     ("m.py --target-batch 8", "missing option '--run-dir'"),
     ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: say how long to train: epochs=3"),
-    ("m.py --target-batch 8 --run-dir a --epochs 0", "0 is too small, the least is 1"),
     ("m.py --target-batch 8 --run-dir a --clip-norm nan", "'nan' is not a number above 0"),
-    ("nowhere.py --target-batch 8 --run-dir {folder}/a --epochs 1", "there is no file nowhere.py"),
-    ("{root}/examples/digits_fit.py --target-batch 8 --run-dir /dev/null --epochs 1", "/dev/null"),
 ]
 
 
@@ -210,8 +207,8 @@ def invoke(*words: str) -> Result:
 
 
 @pytest.mark.parametrize(("words", "text"), USAGE, ids=[str(number) for number in range(len(USAGE))])
-def test_usage_errors_say_what_was_seen(words: str, text: str, tmp_path: Path) -> None:
-    result = invoke(*words.format(folder=tmp_path, root=ROOT).split())
+def test_usage_errors_say_what_was_seen(words: str, text: str) -> None:
+    result = invoke(*words.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ")

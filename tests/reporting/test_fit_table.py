@@ -4,9 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -66,52 +64,32 @@ def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> st
     return file.getvalue()
 
 
-def test_a_plain_training() -> None:
-    assert draw(RESULT).splitlines() == [
-        "updates      3000 in 3 epochs, 768,000 samples",
-        "loss         0.431257 in the last update",
-        "micro-batch  64",
-        "iter_size    4",
-        "time         12:34",
-        "",
-        "go on from here:",
-        "  autoaccum fit 'my model.py' --epochs 6",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "row"),
-    [
-        ({"evaluation": {"loss": 0.25, "accuracy": 0.97}}, "evaluation   loss 0.25, accuracy 0.97\n"),
-        ({"plan": PLAN}, "micro-batch  64 in the last update, planned were 86\n"),
-        ({"plan": None}, "micro-batch  64\n"),
-        ({"shortages": 1}, "shortages    out of memory 1 time, repeated in smaller micro-batches\n"),
-        ({"shortages": 12}, "shortages    out of memory 12 times, repeated in smaller micro-batches\n"),
-        ({"skipped": 1}, "skipped      1 update, not finite\n"),
-        ({"skipped": 2}, "skipped      2 updates, not finite\n"),
-        (
-            {"noise_scale": NoiseScale(None, None, None, 3, "too few updates")},
-            "noise scale  the gradient noise scale is unavailable: too few updates\n",
-        ),
-        ({"resumed_from": Path("a/1.pt")}, "resumed from a/1.pt\n"),
-        ({"checkpoint": Path("a/2.pt")}, "checkpoint   a/2.pt\n"),
-        ({"model_path": Path("a/model.pt")}, "weights      a/model.pt\n"),
-        (
-            {"model_path": Path("a/model.pt")},
-            "use the weights:\n  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
-        ),
-        ({"stopped": "callback"}, "ended by     a callback\n"),
-        ({"epochs": 0, "updates": 1}, "updates      1, 768,000 samples\n"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_what_else_there_is_to_say(changes: dict[str, Any], row: str) -> None:
-    assert row in draw(replace(RESULT, **changes))
-
-
-def test_a_path_can_be_copied_from_a_narrow_terminal() -> None:
-    path = Path("runs") / ("deep/" * 20) / "update-3000.pt"
-    assert f"checkpoint   {path}\n" in draw(replace(RESULT, checkpoint=path), width=40)
+def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
+    assert draw(RESULT).splitlines()[-2:] == ["go on from here:", "  autoaccum fit 'my model.py' --epochs 6"]
+    told = replace(
+        RESULT,
+        plan=PLAN,
+        evaluation={"loss": 0.25, "accuracy": 0.97},
+        shortages=12,
+        skipped=1,
+        noise_scale=NoiseScale(None, None, None, 3, "too few updates"),
+        checkpoint=Path("runs") / ("deep/" * 20) / "2.pt",
+        model_path=Path("a/model.pt"),
+        stopped="callback",
+    )
+    text = draw(told, width=40 + 60)
+    for row in (
+        "updates      3000 in 3 epochs, 768,000 samples\n",
+        "evaluation   loss 0.25, accuracy 0.97\n",
+        "micro-batch  64 in the last update, planned were 86\n",
+        "shortages    out of memory 12 times, repeated in smaller micro-batches\n",
+        "skipped      1 update, not finite\n",
+        "noise scale  unavailable: too few updates\n",
+        f"checkpoint   {told.checkpoint}\n",
+        "  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
+        "ended by     a callback\n",
+    ):
+        assert row in text
 
 
 def test_a_record_for_programs() -> None:

@@ -79,22 +79,6 @@ def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
     assert [line.split("  ")[0] for line in lines[1:]] == [f"update {number} of 30" for number in (10, 20, 30)]
 
 
-def test_a_log_has_a_line_for_each_epoch_but_not_for_short_ones() -> None:
-    told = [started(epochs=3), *(updated(number) for number in range(1, 4)), EpochEnded(1, 3, 768), updated(4, 2)]
-    assert [line.split("  ")[0] for line in draw(*told)[1:]] == [
-        "update 3 of 30, epoch 1 of 3",
-        "update 4 of 30, epoch 2 of 3",
-    ]
-    assert len(draw(*told, seconds=0.01)) == 2
-
-
-def test_what_a_run_goes_on_from() -> None:
-    lines = draw(started(update=120, micro_batch=256, resumed_from=Path("runs/a/update-120.pt")))
-    assert lines == [
-        "training Linear on cpu: 256 samples per update, whole; going on after update 120, from runs/a/update-120.pt"
-    ]
-
-
 @pytest.mark.parametrize(
     ("told", "line"),
     [
@@ -164,11 +148,6 @@ def test_a_terminal_is_redrawn_four_times_a_second_at_most() -> None:
     told = [started(), *(updated(number) for number in range(1, 31))]
     drawn = re.findall(r"update (\d+)", "\n".join(draw(*told, terminal=True, seconds=0.01)))
     assert list(dict.fromkeys(drawn)) == ["0", "25", "30"]
-
-
-def test_the_live_line_stays_on_one_line() -> None:
-    told = [started(epochs=3), *(updated(number) for number in range(1, 11))]
-    assert all(len(line.rpartition("\x1b[2K")[2]) <= 40 for line in draw(*told, terminal=True, width=40)[1:-1])
 
 
 def test_the_planner_is_drawn_until_training_starts() -> None:

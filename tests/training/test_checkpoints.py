@@ -21,7 +21,6 @@ from autoaccum.training.checkpoints import (
     Checkpoints,
     DamagedFileError,
     NotPortableError,
-    portable,
     read_checkpoint,
     write_file,
 )
@@ -262,14 +261,3 @@ def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
     (tmp_path / "a").rmdir()
     with pytest.raises(CheckpointError, match=r"01.pt cannot be written \(No such file or directory\)"):
         store.write(1, record(1))
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\)"):
-        read_checkpoint(tmp_path / "checkpoint-00000002.pt")
-
-
-def test_one_tensor_that_occurs_twice_still_does() -> None:
-    tensor = torch.ones(3)
-    first, second = portable([tensor, {"again": tensor}])
-    assert first is second["again"]

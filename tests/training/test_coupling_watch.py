@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import coupled_models as small
 import pytest
@@ -14,21 +13,12 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.accumulation.changes import Hasher
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.training.coupling_watch import CompanyCheck
 from autoaccum.training.events import FitResult, Noted, Updated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
     pytest.mark.filterwarnings("ignore:teacher.1 ran in training mode and is no part of the model"),
 ]
-
-
-@dataclass
-class Trained:
-    """As much of a trainee as a check needs that looks at nothing."""
-
-    model: nn.Module
-    batchnorm: str = "micro"
 
 
 def fit(model: nn.Module, loss: Any, *, micro_batch: int = 4, **more: Any) -> FitResult:
@@ -62,17 +52,6 @@ def test_leaves_batchnorm_to_the_accumulator() -> None:
     assert fit(small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square).warnings == ()
 
 
-def test_says_what_a_plan_knows() -> None:
-    told: list[Any] = []
-    check = CompanyCheck(cast("Any", Trained(small.mlp())), Coupling(("head",)), told.append)
-    check.look([small.rows(4)])
-    assert told == []
-    for _ in range(2):
-        check.look([small.rows(2), small.rows(2)])
-    (note,) = told
-    assert note.text.startswith("what module head gives for a sample")
-
-
 def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the loss reaches the model, a teacher, or a generator by its own ways."""
 
@@ -87,29 +66,6 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
 
         done = fit(model, loss)
         return Hasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
-
-    looked = train()
-    monkeypatch.setattr("autoaccum.training.coupling_watch._find_out", lambda trainee, batch: Coupling())
-    assert train() == looked
-
-
-CACHE: dict[int, Tensor] = {}
-
-
-class Caching(nn.Linear):
-    """Keeps a mask in a variable of its module, of whatever type came first."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if len(inputs) not in CACHE:
-            CACHE[len(inputs)] = torch.ones_like(inputs)
-        return super().forward(inputs * CACHE[len(inputs)])
-
-
-def test_a_cache_of_the_users_is_filled_in_the_type_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train() -> str:
-        torch.manual_seed(0)
-        CACHE.clear()
-        return Hasher().hash(fit(Caching(small.WIDTH, 3), small.mean_square).model.state_dict())
 
     looked = train()
     monkeypatch.setattr("autoaccum.training.coupling_watch._find_out", lambda trainee, batch: Coupling())

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.errors import WorkloadError
 from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.events import Evaluated, EvaluationFailed
 
@@ -47,16 +46,6 @@ class Narrow(nn.Module):
         if len(x) > self.most:
             torch.empty(1 << 50)
         return torch.as_tensor(self.inner(x))
-
-
-def test_what_a_listener_raises_is_no_failure_of_the_evaluation() -> None:
-    def refuse(text: str) -> None:
-        raise LookupError(text)
-
-    model = net()
-    with pytest.raises(LookupError, match="returned None"):
-        evaluation(evaluate=lambda model, batch: None, note=refuse).run(model, 0)
-    assert model.training
 
 
 # --- training does not notice ---------------------------------------------------------------------------------------
@@ -100,13 +89,6 @@ def test_how_often_one_evaluates_changes_no_weight(evaluate: Any) -> None:
         results.append(trained(every, evaluation(loader, evaluate=evaluate), loader))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_it_gives_the_same_whatever_was_drawn_before() -> None:
-    made, model = evaluation(Noisy(), evaluate=draw_from_everything), net()
-    first = values(made, model)
-    torch.rand(3), random.random()
-    assert values(made, model) == first
 
 
 def test_modes_and_gradient_recording_are_as_before() -> None:
@@ -247,13 +229,6 @@ def test_an_error_of_the_users_is_a_reason_with_its_line() -> None:
     assert said.endswith('(`raise ZeroDivisionError("first\\nsecond")`)')
 
 
-def test_a_sys_exit_of_the_users_ends_the_evaluation_alone() -> None:
-    def leave(model: nn.Module, batch: Any) -> float:
-        raise SystemExit(3)
-
-    assert "it called sys.exit(3)" in reason(evaluation(evaluate=leave), net())
-
-
 def test_data_that_fails_or_is_empty_is_a_reason() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -294,9 +269,3 @@ def test_what_can_be_left_is_only_the_passes() -> None:
         evaluation(interruptible=interruptible).run(model, 0)
     assert entered == [True]
     assert model.training
-
-
-@pytest.mark.parametrize("evaluate", [3, lambda model: 0.0], ids=["number", "one argument"])
-def test_what_is_no_function_of_model_and_batch_is_refused_at_once(evaluate: Any) -> None:
-    with pytest.raises(WorkloadError, match=r"^evaluate.*: write def evaluate\(model, batch\)"):
-        evaluation(evaluate=evaluate)

@@ -257,14 +257,6 @@ def test_the_caller_s_random_states_are_put_back() -> None:
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
 
 
-def test_how_often_one_evaluates_changes_no_weight() -> None:
-    _, data = small()
-    digests = {
-        digest(fit_small(eval_data=None if every is None else data, eval_every=every)[0]) for every in (None, 1, 3)
-    }
-    assert len(digests) == 1
-
-
 def test_events_come_in_order_and_say_what_happened() -> None:
     _, data = small()
     result, heard = fit_small(eval_data=data)

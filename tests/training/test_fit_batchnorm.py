@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,13 +79,6 @@ def test_a_plan_s_settings_are_taken_where_its_workload_names_none() -> None:
     changed = dataclasses.replace(workload, digest="of other files")
     with pytest.raises(UsageError, match="the plan is for bf16, BatchNorm frozen; here is fp32, BatchNorm micro"):
         fit(changed, **planned)
-
-
-def test_another_mode_is_another_training(tmp_path: Path) -> None:
-    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
-    fit(workload, run_dir=tmp_path)
-    with pytest.raises(UsageError, match="batchnorm was 'micro', is 'running'"):
-        fit(workload, run_dir=tmp_path, steps=2, batchnorm="running")
 
 
 def test_an_unknown_mode_is_refused() -> None:

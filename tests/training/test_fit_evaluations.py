@@ -55,11 +55,6 @@ def test_a_callback_that_ends_it_at_an_update_is_followed_by_one_evaluation(is_d
     assert told == [8, 16, 20, "evaluated"]
 
 
-def test_a_callback_may_end_it_at_a_milestone() -> None:
-    told = run(lambda samples: samples >= 16, lambda event: isinstance(event, Evaluated))
-    assert told == [8, 16, "evaluated"]
-
-
 def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
         if isinstance(event, Updated) and event.update == 2:
@@ -72,14 +67,6 @@ def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
         run(due, stop, run_dir=tmp_path)
     assert run(due, run_dir=tmp_path, steps=3) == ["evaluated", 20, "evaluated"]
     assert run(due, run_dir=tmp_path, steps=3) == []
-
-
-def test_what_it_raises_comes_as_it_is() -> None:
-    def due(samples: int) -> bool:
-        raise Enough
-
-    with pytest.raises(Enough):
-        run(due)
 
 
 def test_it_contradicts_a_number_of_updates_and_needs_data() -> None:

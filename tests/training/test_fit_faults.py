@@ -55,12 +55,6 @@ def in_order(dataset: Any) -> Any:
     return torch.utils.data.DataLoader(dataset, batch_size=4)
 
 
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"5 samples.*target.batch of 8.*--target-batch") as caught:
-        fit(samples(5), run_dir=tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 def test_an_iterator_lasts_for_one_epoch_only() -> None:
     batches = [(torch.ones(8, 3), torch.ones(8, 2))] * 2
     assert fit(iter(batches), steps=None, epochs=1).updates == 2

@@ -96,12 +96,6 @@ def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_schedule_begins_there() -> None:
-    _, heard = fit(workload(scheduler=decaying), learning_rate=0.4)
-    assert heard.rates == [0.4, 0.2, 0.1]
-    assert heard.notes == []
-
-
 def test_a_schedule_that_begins_elsewhere_is_told() -> None:
     cyclic = workload(scheduler=lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0))
     result, heard = fit(cyclic, learning_rate=0.4)

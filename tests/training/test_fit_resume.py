@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import autoaccum
 from autoaccum.accumulation.changes import Hasher
-from autoaccum.errors import CheckpointError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.training.events import CheckpointWritten, Noted, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
@@ -224,17 +224,6 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
-    with pytest.raises(Enough):
-        run(tmp_path, 2)
-    for path in (tmp_path / "checkpoints").glob("*.pt"):
-        path.write_bytes(path.read_bytes()[:100])
-    before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole.*another folder"):
-        run(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
-
-
 def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path) -> None:
     result = run(tmp_path, checkpoint_every=1, keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.pt"))
@@ -274,15 +263,6 @@ def test_must_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
         run(tmp_path, resume="must")
     assert run(tmp_path).updates == UPDATES
     assert run(tmp_path, resume="must").updates == UPDATES
-
-
-def test_files_of_someone_else_are_left_alone_with_and_without_resume(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_text("mine")
-    for resume in ("auto", "never"):
-        with pytest.raises(UsageError, match=r"holds model\.pt and no checkpoint of a run"):
-            run(tmp_path, resume=resume)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-    assert (tmp_path / "model.pt").read_text() == "mine"
 
 
 def test_a_checkpoint_is_the_first_thing_written(tmp_path: Path) -> None:

@@ -64,20 +64,9 @@ def a_file(folder: Path) -> Path:
     return folder / "file"
 
 
-def below_a_file(folder: Path) -> Path:
-    return a_file(folder) / "runs"
-
-
-def a_folder_for_a_lock(folder: Path) -> Path:
-    (folder / "autoaccum.lock").mkdir()
-    return folder
-
-
 UNUSABLE: dict[Callable[[Path], Path | str], str] = {
     a_file: "is no folder, or lies below a file: give another folder",
-    below_a_file: "is no folder, or lies below a file: give another folder",
     lambda _: "/proc/autoaccum": "/proc/autoaccum cannot be written to (No such file or directory): give another",
-    a_folder_for_a_lock: "cannot be written to (Is a directory): give another folder",
     lambda folder: folder / "a\0b": "cannot be written to (",
 }
 

@@ -16,6 +16,7 @@ from small_evaluations import (
     dataset,
     evaluation,
     net,
+    reason,
     samples,
     values,
     whole,
@@ -90,12 +91,6 @@ def test_what_nothing_has_weight_in_is_not_a_number() -> None:
     assert math.isnan(values(evaluation(TensorDataset(x, torch.full_like(y, -100))), net())["loss"])
 
 
-def test_what_is_not_finite_is_told_as_it_is() -> None:
-    x, y = samples()
-    x[3] = math.inf
-    assert math.isnan(values(evaluation(TensorDataset(x, y)), net())["loss"])
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_runs_in_the_precision_of_training(precision: str) -> None:
     seen: list[torch.dtype] = []
@@ -126,23 +121,16 @@ def test_a_number_is_averaged_over_samples() -> None:
     }
 
 
-def test_numbers_by_name_are_averaged_and_the_rest_is_noted_once() -> None:
-    notes: list[str] = []
-
+def test_numbers_by_name_are_averaged_and_anything_else_is_refused() -> None:
     def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
         size = len(batch[0])
-        return {"a": size, "b": np.float32(size), "c": torch.tensor(size), "d": True, "out": model(batch[0])}
+        return {"a": size, "b": np.float32(size), "c": torch.tensor(size), "d": True}
 
-    made = evaluation(evaluate=evaluate, note=notes.append)
-    mean = (4 * 5 * 5 + 3 * 3) / SAMPLES
-    for _ in range(2):
-        approx = pytest.approx(mean)
-        assert values(made, net()) == {"a": approx, "b": approx, "c": approx, "d": 1.0}
-    assert notes == ["evaluate(model, batch) returned 'out' (a Tensor), which is no number, and it is not averaged"]
+    mean = pytest.approx((4 * 5 * 5 + 3 * 3) / SAMPLES)
+    assert values(evaluation(evaluate=evaluate), net()) == {"a": mean, "b": mean, "c": mean, "d": 1.0}
+    for returned, said in ((None, "returned None for 'odd'"), ({"out": torch.ones(2)}, "returned a Tensor for 'out'")):
 
+        def odd(model: nn.Module, batch: Any, returned: Any = returned) -> Any:
+            return returned
 
-def test_an_evaluate_that_returns_nothing_is_noted() -> None:
-    notes: list[str] = []
-    assert values(evaluation(evaluate=lambda model, batch: None, note=notes.append), net()) == {}
-    assert len(notes) == 1
-    assert "returned None, which is no number" in notes[0]
+        assert said in reason(evaluation(evaluate=odd), net())

@@ -172,16 +172,6 @@ def test_what_wraps_a_model_does_not_matter() -> None:
     assert whole.digest() == resumed.digest() == parts.digest()
 
 
-def test_a_module_that_is_compiled_alone_keeps_its_names() -> None:
-    whole, resumed = Training(), Training(seed=1)
-    resumed.net.first = torch.compile(resumed.net.first, backend="eager")
-    whole.train(0, 2)
-    moved(whole.trainee(), resumed.trainee())
-    assert torch.equal(resumed.net.first.weight, whole.net.first.weight)
-    there, here = (list(it.trainee().optimizer.state.values()) for it in (whole, resumed))
-    assert all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in zip(there, here, strict=True))
-
-
 def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
     whole, resumed = Training(), Training(seed=1)
     whole.train(0, 2)
@@ -190,13 +180,6 @@ def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
     resumed.net.last.bias.requires_grad_(False)
     moved(whole.trainee(), resumed.trainee())
     assert resumed.digest() == whole.digest()
-
-
-def test_taking_it_makes_no_step() -> None:
-    training = Training()
-    before = training.digest()
-    capture_training(training.trainee())
-    assert training.digest() == before
 
 
 class Wide(Optimizer):

@@ -98,16 +98,6 @@ def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
     assert code_of(end_of(run)) == 143
 
 
-def test_an_error_of_its_own_is() -> None:
-    error = RuntimeError("unreadable")
-
-    def run(stopping: Stopping) -> None:
-        with stopping.interruptible():
-            raise error
-
-    assert end_of(run) is error
-
-
 @pytest.mark.parametrize("second", NUMBERS)
 def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
     reached = []
@@ -212,37 +202,6 @@ def test_at_any_moment_of_a_step_the_update_is_wholly_made_or_wholly_undone(guar
     assert seen == {True, False}
     assert len(undone) == 1
     assert made not in undone
-
-
-class Pressing(nn.Linear):
-    """Has somebody press Ctrl-C twice while it runs forward."""
-
-    presses = 0
-    reached = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.presses):
-            signal.raise_signal(signal.SIGINT)
-        type(self).reached = self.presses > 0
-        return super().forward(x)
-
-
-def test_a_second_one_acts_at_once_within_a_step_too() -> None:
-    model = Pressing(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batch = torch.randn(6, 3), torch.randn(6, 2)
-
-    def run(stopping: Stopping) -> None:
-        accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=3, observer=Watching(stopping))
-        accumulator.step(batch)
-        before.append(state_digest(model, optimizer))
-        model.presses = 2
-        accumulator.step(batch)
-
-    before: list[str] = []
-    assert code_of(end_of(run, one_press_seconds=0)) == 130
-    assert not Pressing.reached
-    assert before == [state_digest(model, optimizer)]
 
 
 def wait_for_ever(ready: Any) -> None:

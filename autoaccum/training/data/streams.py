@@ -9,7 +9,6 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.accumulation.schedule import split_evenly
@@ -272,8 +271,6 @@ class BatchesSource(StreamSource):
             if entry is END:
                 break
             batch, size = self._batch(entry)
-            if self._rest is None and size != self._settings.target_batch:
-                batch = self._kept(batch)
             self._rest = None
             if size > room:
                 batch, self._rest = split_batch(batch, [room, size - room])
@@ -295,17 +292,3 @@ class BatchesSource(StreamSource):
                 f"{self._name} yields what is no batch: {error.message}",
                 hint="yield batches, or give single samples as a Dataset or an IterableDataset",
             ) from error
-
-    def _kept(self, batch: Any) -> Any:
-        """A batch that stays while others are read: a copy, where the data may fill one buffer again and again."""
-        is_safe = self._length is not None or isinstance(self._data, DataLoader)
-        return batch if is_safe else _copied(batch)
-
-
-def _copied(node: Any) -> Any:
-    if isinstance(node, Tensor):
-        return node.detach().clone().requires_grad_(node.requires_grad)
-    if nests.is_leaf(node):
-        return node.copy()
-    children = nests.children(node)
-    return nests.rebuild(node, [_copied(child) for _, child in children]) if children else node

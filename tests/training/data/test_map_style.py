@@ -208,14 +208,6 @@ def test_leaves_the_callers_generators_alone(form: str) -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_seeds_and_epochs_differ() -> None:
-    windows = windows_of(opened(DrawingRows(COUNT)), range(2))
-    others = windows_of(opened(DrawingRows(COUNT), seed=4), range(1))
-    assert indices_of(windows, 0) != indices_of(windows, 1) != indices_of(others, 0) != indices_of(windows, 0)
-    drawn = torch.cat([part[:, 1:] for _, window in windows for part in window.parts])
-    assert len(set(drawn.flatten().tolist())) == drawn.numel(), "no number is drawn twice"
-
-
 def test_an_endless_sampler_is_read_as_it_comes() -> None:
     def make() -> Source:
         return opened(DataLoader(DrawingRows(COUNT), 4, sampler=EndlessSampler()))
@@ -259,17 +251,6 @@ def test_plans_with_the_longest_samples() -> None:
     rows = UnevenRows([1, 2, 9, 4, 4, 4, 4, 4, 4, 4])
     for data in (rows, DataLoader(rows, 2, shuffle=True, collate_fn=padding_collate)):
         assert tuple(opened(data, collate=padding_collate).planning_batch()(3).shape) == (3, 9)
-
-
-def test_samples_without_numbers_are_planned_with_as_a_sampler_gives_them() -> None:
-    class ByName(dict[str, Any]):
-        pass
-
-    loader: DataLoader[Any] = DataLoader(ByName(a=torch.ones(2), b=torch.zeros(2)), batch_sampler=[["b", "a"]])  # type: ignore[arg-type]
-    source = opened(loader, 2)
-    assert source.planning_batch(1)(2).tolist() == [[0.0, 0.0]] * 2
-    ((_, window),) = windows_of(source, range(1))
-    assert window.parts[0].tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_collate_that_drops_samples_is_told() -> None:

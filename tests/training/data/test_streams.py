@@ -224,10 +224,6 @@ def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
     assert_same(windows, first)
 
 
-def test_plans_with_the_longest_of_the_first_samples() -> None:
-    assert tuple(opened(DrawingStream(COUNT)).planning_batch()(50).shape) == (50, 4)
-
-
 @pytest.mark.parametrize("form", ["batches", "samples"])
 def test_data_that_became_shorter_is_told(form: str) -> None:
     source = opened(FORMS[form]())
