@@ -60,7 +60,7 @@ class OwnScore:
     """The numbers that the workload's `evaluate(model, batch)` returns, averaged over the samples they are of.
 
     Args:
-        evaluate: Returns a number, or a mapping of names to numbers.
+        evaluate: Returns a number, or a mapping of names to numbers; other entries of it are ignored.
     """
 
     def __init__(self, evaluate: Callable[[nn.Module, Any], Any]) -> None:
@@ -74,20 +74,20 @@ class OwnScore:
         """As of a `LossScore`.
 
         Raises:
-            WorkloadError: There is something else than numbers in what it returns.
+            WorkloadError: There is no number in what it returns.
         """
         returned = self._evaluate(model, held_batch(part))
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
-        for name, value in named.items():
-            if not _is_number(value):
-                raise WorkloadError(
-                    f"{self._name}(model, batch) returned {kind(value)} for {str(name)!r}, which is no number",
-                    hint="return a number, or a dict of numbers",
-                )
+        numbers = {str(name): float(value) for name, value in named.items() if _is_number(value)}
+        if not numbers:
+            raise WorkloadError(
+                f"{self._name}(model, batch) returned {kind(returned)}, which is no number",
+                hint="return a number, or a dict of numbers",
+            )
         size = batch_size(held)
-        for name, value in named.items():
-            self._sums[str(name)] = self._sums.get(str(name), 0.0) + size * float(value)
-            self._counts[str(name)] = self._counts.get(str(name), 0) + size
+        for name, value in numbers.items():
+            self._sums[name] = self._sums.get(name, 0.0) + size * value
+            self._counts[name] = self._counts.get(name, 0) + size
         self.samples += size
 
     def values(self) -> dict[str, float]:
