@@ -77,23 +77,36 @@ def ctc(count: int) -> Any:
 CLASS_WEIGHTS = torch.tensor([0.3, 2.0, 1.0, 0.1, 4.0], dtype=torch.float64)
 F = functional
 
+
+def labelled(*shape: int, ignored: int | None = -100) -> Builder:
+    """Logits of each class over `shape`, and classes of which some are ignored."""
+    return lambda n: (randn(n, CLASSES, *shape), classes(n, *shape, ignored=ignored))
+
+
+def paired(*shape: int) -> Builder:
+    return lambda n: (randn(n, *shape), randn(n, *shape))
+
+
+def triple(*shape: int) -> Builder:
+    return lambda n: ((randn(n, *shape), randn(n, *shape), randn(n, *shape)), None)
+
+
+def multilabelled(n: int) -> Any:
+    return randn(n, CLASSES), rand(n, CLASSES)
+
+
+def divergent(n: int) -> Any:
+    return log_probabilities(n, CLASSES), rand(n, CLASSES)
+
+
 CASES: dict[str, tuple[Any, Builder]] = {
-    "CrossEntropy": (nn.CrossEntropyLoss(), lambda n: (randn(n, CLASSES), classes(n, ignored=-100))),
-    "CrossEntropy ignoring 3": (
-        nn.CrossEntropyLoss(ignore_index=3),
-        lambda n: (randn(n, CLASSES), classes(n, ignored=3)),
-    ),
-    "CrossEntropy, class weights": (
-        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
-        lambda n: (randn(n, CLASSES), classes(n, ignored=-100)),
-    ),
-    "CrossEntropy, smoothed": (
-        nn.CrossEntropyLoss(label_smoothing=0.2),
-        lambda n: (randn(n, CLASSES, 4), classes(n, 4, ignored=-100)),
-    ),
+    "CrossEntropy": (nn.CrossEntropyLoss(), labelled()),
+    "CrossEntropy ignoring 3": (nn.CrossEntropyLoss(ignore_index=3), labelled(ignored=3)),
+    "CrossEntropy, class weights": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), labelled()),
+    "CrossEntropy, smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), labelled(4)),
     "CrossEntropy, all of it": (
         nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2, label_smoothing=0.2),
-        lambda n: (randn(n, CLASSES, 3, 4), classes(n, 3, 4, ignored=2)),
+        labelled(3, 4, ignored=2),
     ),
     "CrossEntropy, probabilities": (
         nn.CrossEntropyLoss(),
@@ -103,26 +116,23 @@ CASES: dict[str, tuple[Any, Builder]] = {
         nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
         lambda n: (randn(n, CLASSES), randn(n, CLASSES).softmax(1)),
     ),
-    "CrossEntropy, sum": (
-        nn.CrossEntropyLoss(reduction="sum", weight=CLASS_WEIGHTS),
-        lambda n: (randn(n, CLASSES), classes(n, ignored=-100)),
-    ),
+    "CrossEntropy, sum": (nn.CrossEntropyLoss(reduction="sum", weight=CLASS_WEIGHTS), labelled()),
     "NLL": (nn.NLLLoss(), lambda n: (log_probabilities(n, CLASSES), classes(n, ignored=-100))),
     "NLL, all of it": (
         nn.NLLLoss(weight=CLASS_WEIGHTS, ignore_index=1),
         lambda n: (log_probabilities(n, CLASSES, 2, 3), classes(n, 2, 3, ignored=1)),
     ),
-    "MSE": (nn.MSELoss(), lambda n: (randn(n, 3, 2), randn(n, 3, 2))),
-    "MSE, sum": (nn.MSELoss(reduction="sum"), lambda n: (randn(n, 3), randn(n, 3))),
-    "L1": (nn.L1Loss(), lambda n: (randn(n), randn(n))),
-    "SmoothL1": (nn.SmoothL1Loss(beta=0.5), lambda n: (randn(n, 3), randn(n, 3))),
-    "Huber": (nn.HuberLoss(delta=0.5), lambda n: (randn(n, 3), randn(n, 3))),
+    "MSE": (nn.MSELoss(), paired(3, 2)),
+    "MSE, sum": (nn.MSELoss(reduction="sum"), paired(3)),
+    "L1": (nn.L1Loss(), paired()),
+    "SmoothL1": (nn.SmoothL1Loss(beta=0.5), paired(3)),
+    "Huber": (nn.HuberLoss(delta=0.5), paired(3)),
     "BCE": (nn.BCELoss(), lambda n: (rand(n, 3), rand(n, 3))),
     "BCE, weighted columns": (nn.BCELoss(weight=CLASS_WEIGHTS), lambda n: (rand(n, CLASSES), rand(n, CLASSES))),
     "BCEWithLogits": (nn.BCEWithLogitsLoss(), lambda n: (randn(n), rand(n))),
     "BCEWithLogits, pos_weight": (
         nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS, weight=CLASS_WEIGHTS[None]),
-        lambda n: (randn(n, CLASSES), rand(n, CLASSES)),
+        multilabelled,
     ),
     "PoissonNLL": (nn.PoissonNLLLoss(full=True), lambda n: (randn(n, 3), rand(n, 3) * 9)),
     "GaussianNLL": (nn.GaussianNLLLoss(full=True), lambda n: ((randn(n, 3), rand(n, 3)), randn(n, 3))),
@@ -133,14 +143,11 @@ CASES: dict[str, tuple[Any, Builder]] = {
         nn.KLDivLoss(reduction="batchmean"),
         lambda n: (log_probabilities(n, CLASSES, 2), rand(n, CLASSES, 2)),
     ),
-    "KLDiv, mean": (nn.KLDivLoss(), lambda n: (log_probabilities(n, CLASSES), rand(n, CLASSES))),
-    "KLDiv, sum": (nn.KLDivLoss(reduction="sum"), lambda n: (log_probabilities(n, CLASSES), rand(n, CLASSES))),
-    "MultiMargin": (nn.MultiMarginLoss(weight=CLASS_WEIGHTS), lambda n: (randn(n, CLASSES), classes(n))),
+    "KLDiv, mean": (nn.KLDivLoss(), divergent),
+    "KLDiv, sum": (nn.KLDivLoss(reduction="sum"), divergent),
+    "MultiMargin": (nn.MultiMarginLoss(weight=CLASS_WEIGHTS), labelled(ignored=None)),
     "MultiLabelMargin": (nn.MultiLabelMarginLoss(), lambda n: (randn(n, CLASSES), multilabel(n))),
-    "MultiLabelSoftMargin": (
-        nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHTS),
-        lambda n: (randn(n, CLASSES), rand(n, CLASSES)),
-    ),
+    "MultiLabelSoftMargin": (nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHTS), multilabelled),
     "MultiLabelSoftMargin, more dimensions": (
         nn.MultiLabelSoftMarginLoss(),
         lambda n: (randn(n, 4, CLASSES), rand(n, 4, CLASSES)),
@@ -151,54 +158,44 @@ CASES: dict[str, tuple[Any, Builder]] = {
         lambda n: ((randn(n, 3), randn(n, 3)), signs(n, 3)),
     ),
     "CosineEmbedding": (nn.CosineEmbeddingLoss(), lambda n: ((randn(n, 4), randn(n, 4)), signs(n))),
-    "TripletMargin": (nn.TripletMarginLoss(), lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None)),
-    "TripletMargin, more dimensions": (
-        nn.TripletMarginLoss(swap=True),
-        lambda n: ((randn(n, 2, 4), randn(n, 2, 4), randn(n, 2, 4)), None),
-    ),
+    "TripletMargin": (nn.TripletMarginLoss(), triple(4)),
+    "TripletMargin, more dimensions": (nn.TripletMarginLoss(swap=True), triple(2, 4)),
     "TripletMarginWithDistance": (
         nn.TripletMarginWithDistanceLoss(distance_function=F.pairwise_distance),
-        lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None),
+        triple(4),
     ),
     "CTC": (nn.CTCLoss(), ctc),
     "CTC, sum": (nn.CTCLoss(reduction="sum"), ctc),
-    "cross_entropy": (F.cross_entropy, lambda n: (randn(n, CLASSES), classes(n, ignored=-100))),
+    "cross_entropy": (F.cross_entropy, labelled()),
     "partial of cross_entropy": (
         functools.partial(F.cross_entropy, ignore_index=4, weight=CLASS_WEIGHTS, label_smoothing=0.1),
-        lambda n: (randn(n, CLASSES), classes(n, ignored=4)),
+        labelled(ignored=4),
     ),
     "partial of a partial": (
         functools.partial(functools.partial(F.cross_entropy, ignore_index=4), reduction="sum"),
-        lambda n: (randn(n, CLASSES), classes(n, ignored=4)),
+        labelled(ignored=4),
     ),
     "partial of kl_div": (
         functools.partial(F.kl_div, reduction="batchmean", log_target=True),
         lambda n: (log_probabilities(n, 3), log_probabilities(n, 3)),
     ),
-    "partial of gaussian_nll_loss": (
-        functools.partial(F.gaussian_nll_loss, var=0.7),
-        lambda n: (randn(n, 3), randn(n, 3)),
-    ),
-    "mse_loss": (F.mse_loss, lambda n: (randn(n, 3), randn(n, 3))),
-    "triplet_margin_loss": (F.triplet_margin_loss, lambda n: ((randn(n, 4), randn(n, 4), randn(n, 4)), None)),
+    "partial of gaussian_nll_loss": (functools.partial(F.gaussian_nll_loss, var=0.7), paired(3)),
+    "mse_loss": (F.mse_loss, paired(3)),
+    "triplet_margin_loss": (F.triplet_margin_loss, triple(4)),
 }
 
 
 def assert_parts_give_the_whole(objective: Objective, model: nn.Module, batch: Any, sizes: list[int]) -> None:
     whole = objective.terms(model, batch)["loss"].item()
-    parts = [part for part, size in zip(split_batch(batch, sizes), sizes, strict=True) if size]
-    weights = [objective.weight(part) for part in parts]
-    losses = [objective.terms(model, part)["loss"].item() for part in parts]
-    counted = [
-        (loss, float(weight))
-        for loss, weight in zip(losses, weights, strict=True)
-        if isinstance(weight, float) and weight
-    ]
-    total = 1.0 if objective.reduction == "sum" else sum(weight for _, weight in counted)
-    combined = sum(loss * (1.0 if objective.reduction == "sum" else weight) / total for loss, weight in counted)
+    counted = []
+    for part, size in zip(split_batch(batch, sizes), sizes, strict=True):
+        if size and isinstance(weight := objective.weight(part), float) and weight:
+            counted.append((objective.terms(model, part)["loss"].item(), weight))
+    total = sum(weight for _, weight in counted)
+    combined = sum(loss if objective.reduction == "sum" else loss * weight / total for loss, weight in counted)
     assert combined == pytest.approx(whole, rel=1e-12, abs=1e-12)
     if objective.reduction == "mean":
-        assert objective.weight(batch) == pytest.approx(sum(weight for _, weight in counted), rel=1e-12)
+        assert objective.weight(batch) == pytest.approx(total, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")

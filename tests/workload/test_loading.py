@@ -188,13 +188,6 @@ def test_a_file_may_have_any_name(write: Write) -> None:
         assert load_workload(str(path)).name == path.stem
 
 
-def test_a_file_far_away_is_loaded_by_a_relative_path(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(GOOD, "one/two/model.py")
-    write("", "three/empty.txt")
-    monkeypatch.chdir(path.parents[2] / "three")
-    assert load_workload("../one/two/model.py:model").path == path
-
-
 def test_reads_a_changed_file_again(write: Write) -> None:
     write("from torch import nn\ndef net(): return nn.Linear(4, 3)\n", "nets.py")
     source = textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model")
@@ -245,12 +238,6 @@ BAD = {
     "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
     "no batch": ("from torch import nn\nmodel = nn.Linear(1, 1)\n", r"defines no 'batch'"),
     "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
-    "both": (GOOD + "    def loss(model, batch): return 0\n", r"both loss and criterion are given"),
-    "unknown mode": (GOOD + "    batchnorm = 'exact'\n", r"there is no batchnorm mode 'exact'"),
-    "unknown precision": (GOOD + "    precision = 'fp8'\n", r"the precision is 'fp8': use one of fp32, bf16, fp16"),
-    "unknown reduction": (GOOD + "    reduction = 'max'\n", r"the reduction is 'max'"),
-    "contradiction": (GOOD + "    reduction = 'sum'\n", r'the reduction is "sum", but CrossEntropyLoss averages'),
-    "no reduction": (GOOD.replace("Loss()", "Loss(reduction='none')"), r"CrossEntropyLoss has reduction='none'"),
     "criterion class": (GOOD.replace("Loss()", "Loss"), r"the criterion is the class CrossEntropyLoss: write Cross"),
     "loss takes one": (
         """
@@ -269,16 +256,6 @@ BAD = {
         GOOD + "    optimizer = torch.optim.SGD(model().parameters())\n",
         r"optimizer is an instance of SGD, bound to one model",
     ),
-    "several optimizers": (GOOD + "    optimizer = ['adam', 'sgd']\n", r"2 optimizers are given"),
-    "unknown optimizer": (GOOD + "    optimizer = 'adamww'\n", r"has no optimizer 'adamww': did you mean AdamW"),
-    "closure": (GOOD + "    optimizer = 'lbfgs'\n", r"LBFGS needs a closure"),
-    "closure class": (GOOD + "    optimizer = torch.optim.LBFGS\n", r"LBFGS needs a closure"),
-    "model needs arguments": (
-        GOOD.replace("def model()", "def model(width)"),
-        r"model\(width\) cannot be called without",
-    ),
-    "batch takes none": (GOOD.replace("batch(size)", "batch()"), r"batch\(\) cannot be called with 1 argument"),
-    "weight is a number": (GOOD + "    weight = 3\n", r"weight is an int: write a function weight\(batch\)"),
     "dataset is a number": (GOOD + "    dataset = 3\n", r"dataset is an int"),
     "workload is a dict": (
         GOOD + "    workload = {}\n",

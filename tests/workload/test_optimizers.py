@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.optimizers import find_optimizer, make_optimizer, needs_closure
+from autoaccum.workload.optimizers import (
+    find_optimizer,
+    make_optimizer,
+    needs_closure,
+    own_rate,
+    rate_is_followed,
+    set_rate,
+)
 
 
 def test_adamw_by_default_over_the_trainable_parameters() -> None:
@@ -80,3 +91,139 @@ def test_refuses_a_model_that_cannot_learn() -> None:
         make_optimizer(None, nn.ReLU())
     with pytest.raises(WorkloadError, match="none of the 2 parameters of Linear is trainable"):
         make_optimizer(None, nn.Linear(2, 2).requires_grad_(False))
+
+
+RATES = st.floats(1e-8, 1e3)
+
+
+def groups(*rates: Any, **options: Any) -> SGD:
+    return SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates], lr=1.0, **options)
+
+
+def rates(optimizer: Optimizer, key: str = "lr") -> list[float]:
+    return [float(group[key]) for group in optimizer.param_groups]
+
+
+@given(st.lists(RATES, min_size=1, max_size=4), RATES)
+def test_the_first_group_has_the_rate_and_the_others_keep_their_ratio(own: list[float], rate: float) -> None:
+    optimizer = groups(*own)
+    assert own_rate(optimizer) == own[0]
+    set_rate(optimizer, rate)
+    assert own_rate(optimizer) == rate
+    assert rates(optimizer) == pytest.approx([rate * each / own[0] for each in own], rel=1e-12)
+
+
+@given(st.lists(RATES, min_size=1, max_size=4))
+def test_its_own_rate_changes_no_bit(own: list[float]) -> None:
+    optimizer = groups(*own)
+    set_rate(optimizer, own_rate(optimizer))
+    assert rates(optimizer) == own
+
+
+def test_a_group_at_rest_stays_so() -> None:
+    optimizer = groups(0.1, 0.0, 1)
+    set_rate(optimizer, 0.2)
+    assert rates(optimizer) == [0.2, 0.0, 2.0]
+
+
+def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
+    shared = torch.tensor(0.5)
+    optimizer = groups(shared, torch.tensor(0.25), shared)
+    before = [group["lr"] for group in optimizer.param_groups]
+    set_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.0625, 0.125]
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, before, strict=True))
+    assert own_rate(optimizer) == 0.125
+
+
+def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() -> None:
+    optimizer = groups(0.4, 0.2)
+    old = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    old.step()
+    set_rate(optimizer, 1.0)
+    assert rates(optimizer) == rates(optimizer, "initial_lr") == [1.0, 0.5]
+    assert lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).get_last_lr() == [1.0, 0.5]
+
+
+def test_only_rates_are_changed() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.3)
+    before = copy.deepcopy(optimizer.param_groups[0])
+    set_rate(optimizer, 0.5)
+    assert {key: optimizer.param_groups[0][key] for key in before if key not in ("lr", "params")} == {
+        key: value for key, value in before.items() if key not in ("lr", "params")
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (0.0, r"the learning rate of the first parameter group of SGD is 0: begin with a group whose lr is above 0"),
+        (float("nan"), r"the first parameter group of SGD is nan"),
+        (float("inf"), r"the first parameter group of SGD is inf"),
+        (None, r"parameter group 0 of SGD has lr=None, so that no learning rate can be set: take an optimizer whose"),
+        (torch.ones(2), r"parameter group 0 of SGD has lr=tensor\(\[1., 1.\]\)"),
+        ("missing", r"parameter group 0 of SGD has no lr"),
+    ],
+)
+def test_where_there_is_no_rate_it_is_said(first: Any, message: str) -> None:
+    optimizer = groups(0.5, 0.25)
+    optimizer.param_groups[0]["lr"] = first
+    if isinstance(first, str):
+        del optimizer.param_groups[0]["lr"]
+    for ask in (own_rate, lambda it: set_rate(it, 1.0)):
+        with pytest.raises(WorkloadError, match=message):
+            ask(optimizer)
+    assert optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_a_later_group_without_a_rate_leaves_the_first_as_it_was() -> None:
+    optimizer = groups(0.5, 0.25)
+    optimizer.param_groups[1]["lr"] = None
+    assert own_rate(groups(0.5)) == 0.5
+    with pytest.raises(WorkloadError, match="parameter group 1 of SGD has lr=None"):
+        set_rate(optimizer, 1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def chained(optimizer: Optimizer) -> Any:
+    warm = lr_scheduler.LinearLR(optimizer, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2])
+
+
+class Broken:
+    """A schedule of the user's own that cannot be stepped here."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.rate = optimizer.param_groups[0]["lr"]
+
+    def step(self) -> None:
+        raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("make_scheduler", "is_followed"),
+    [
+        pytest.param(lambda it: None, True, id="none"),
+        pytest.param(chained, True, id="chained"),
+        pytest.param(Broken, True, id="broken"),
+        pytest.param(lambda it: lr_scheduler.LambdaLR(it, lambda step: step / 1000), True, id="warm-up"),
+        pytest.param(lambda it: lr_scheduler.CosineAnnealingWarmRestarts(it, 5), True, id="restarts"),
+        pytest.param(lambda it: lr_scheduler.PolynomialLR(it, 3), True, id="polynomial"),
+        pytest.param(lr_scheduler.ReduceLROnPlateau, True, id="plateau"),
+        pytest.param(lambda it: lr_scheduler.OneCycleLR(it, max_lr=1.0, total_steps=3), False, id="one-cycle"),
+        pytest.param(lambda it: lr_scheduler.OneCycleLR(it, [1.0, 0.1], total_steps=99), False, id="one-cycle-groups"),
+        pytest.param(lambda it: lr_scheduler.CyclicLR(it, 0.1, 1.0), False, id="cyclic"),
+    ],
+)
+def test_a_schedule_that_overrules_the_rate_is_found_out(
+    make_scheduler: Callable[[Optimizer], Any], is_followed: bool
+) -> None:
+    made: list[Optimizer] = []
+
+    def make_optimizer() -> Optimizer:
+        made.append(groups(0.5, 0.25, momentum=0.9))
+        return made[-1]
+
+    assert rate_is_followed(make_optimizer, make_scheduler) is is_followed
+    assert len(made) == 2

@@ -19,14 +19,6 @@ def test_counts_samples_without_a_weight() -> None:
     assert objective.weight(torch.zeros(7, 2)) == 7.0
 
 
-def test_takes_modules_and_functions_of_torch_for_criteria() -> None:
-    batch = (torch.randn(4, 3), torch.tensor([0, 1, -100, 2]))
-    for loss in (nn.CrossEntropyLoss(), functional.cross_entropy):
-        objective = resolve_objective(loss)
-        assert objective.weight(batch) == 3.0
-        assert objective.terms(nn.Linear(3, 3), batch)["loss"].ndim == 0
-
-
 def test_gives_every_term_its_own_weight() -> None:
     def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         return {"a": model(batch).mean(), "b": model(batch).sum()}
@@ -127,12 +119,6 @@ def test_a_criterion_that_sums_tells_by_itself() -> None:
     )
 
 
-def test_the_users_weight_wins_over_the_criterions() -> None:
-    objective = resolve_objective(nn.CrossEntropyLoss(), weight=lambda batch: 7)
-    assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 7.0
-    assert objective.source == "the workload's weight()"
-
-
 def test_criterion_forces_what_would_be_a_loss() -> None:
     def distance(left: Tensor, right: Tensor) -> Tensor:
         return (left - right).square().mean()
@@ -140,9 +126,3 @@ def test_criterion_forces_what_would_be_a_loss() -> None:
     batch = torch.ones(3, 2), torch.ones(3, 2)
     assert resolve_objective(criterion=distance).terms(nn.Linear(2, 2), batch)["loss"].requires_grad
     assert resolve_objective(distance).criterion is None
-
-
-def test_names_of_terms_must_match() -> None:
-    assert match_weights({"a": 1.0, "b": 2.0}, ["b", "a"]) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(WorkloadError, match="loss has the terms loss, weight has none"):
-        match_weights({}, ["loss"])
