@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import guard_reports
 import pytest
 from guard_reports import CASE
+from small_locks import whole_measurement
 
-from autoaccum.devices.explanation import Category, Holding
+from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.comparing import compare, explain
 from autoaccum.guarding.growth import growths
@@ -51,20 +51,9 @@ def grown(bytes_: int, *, unused: int = 0, dtype: str = "bfloat16", **other: Any
 def ran(*runs_mib: int, **other: Any) -> Measurement:
     """Peaks of runs on a real card."""
     runs = tuple(sorted(mib * MIB for mib in runs_mib))
-    return Measurement(
-        **{
-            **{field.name: getattr(BEFORE, field.name) for field in dataclasses.fields(BEFORE)},
-            "kind": "measured",
-            "peak_bytes": runs[len(runs) // 2],
-            "runs": runs,
-            "held_bytes": None,
-            "least_bytes": None,
-            "phase": "",
-            "categories": {},
-            "holdings": (),
-            **other,
-        }
-    )
+    unknown: dict[str, Any] = {"held_bytes": None, "least_bytes": None, "phase": "", "categories": {}, "holdings": ()}
+    found = {"kind": "measured", "peak_bytes": runs[len(runs) // 2], "runs": runs, **unknown, **other}
+    return dataclasses.replace(BEFORE, **found)
 
 
 def judged(
@@ -268,26 +257,7 @@ def measured(unused_mib: int = 100, **held_mib: int) -> Measurement:
         Holding(category="activations", module=name, kind="Linear", dtype="bfloat16", op="aten.mm", bytes=size * MIB)
         for name, size in held_mib.items()
     )
-    held_bytes = sum(holding.bytes for holding in holdings)
-    categories: Mapping[Category, int] = {"activations": held_bytes, "unused": unused_mib * MIB}
-    return Measurement(
-        kind="predicted",
-        card="NVIDIA GeForce RTX 3090",
-        precision="bf16",
-        optimizer="AdamW",
-        batchnorm="micro",
-        parameters=1000,
-        micro_batches=(32, 32),
-        fits=True,
-        largest=32,
-        capped=False,
-        limit_bytes=24 * 1024 * MIB,
-        peak_bytes=held_bytes + unused_mib * MIB,
-        held_bytes=held_bytes,
-        phase="backward",
-        categories=categories,
-        holdings=holdings,
-    )
+    return whole_measurement(*holdings, unused=unused_mib * MIB)
 
 
 def line(before: Measurement, now: Measurement, more: bool | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_locks import whole_measurement
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
@@ -25,31 +26,7 @@ def row(
 
 
 def measured(*rows: Holding, unused_mib: int = 0, **other: Any) -> Measurement:
-    categories: dict[Category, int] = {}
-    for each in rows:
-        categories[each.category] = categories.get(each.category, 0) + each.bytes
-    held_bytes = sum(categories.values())
-    return Measurement(
-        **{
-            "kind": "predicted",
-            "card": "NVIDIA GeForce RTX 3090",
-            "precision": "bf16",
-            "optimizer": "AdamW",
-            "batchnorm": "micro",
-            "parameters": 1000,
-            "micro_batches": (32, 32),
-            "fits": True,
-            "largest": 32,
-            "capped": False,
-            "limit_bytes": 24 * 1024 * MIB,
-            "peak_bytes": held_bytes + unused_mib * MIB,
-            "held_bytes": held_bytes,
-            "phase": "backward",
-            "categories": {**categories, "unused": unused_mib * MIB},
-            "holdings": rows,
-            **other,
-        }
-    )
+    return whole_measurement(*rows, unused=unused_mib * MIB, **other)
 
 
 def blocks(count: int, **mib: float) -> list[Holding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,23 +24,8 @@ def a_case(workload: str = "train.py", **fields: Any) -> Case:
     return make_case(workload=workload, **fields)
 
 
-def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
-    """Of `holdings`, or of a model of four like blocks; the sums are right."""
-    rows = holdings or (
-        Holding(category="parameters", module="head", kind="Linear", dtype="float32", bytes=100 * MIB),
-        *(
-            Holding(
-                category="activations",
-                module=f"blocks.{number}.mlp.0",
-                kind="Linear",
-                dtype="bfloat16",
-                op="aten.addmm",
-                bytes=300 * MIB,
-            )
-            for number in range(4)
-        ),
-        Holding(category="workspace", bytes=32 * MIB),
-    )
+def whole_measurement(*rows: Holding, unused: int = 10 * MIB, **fields: Any) -> Measurement:
+    """Of what is held in `rows`, each of them told; the sums are right."""
     categories: dict[Category, int] = {}
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.bytes
@@ -56,18 +42,33 @@ def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
         "largest": 32,
         "capped": False,
         "limit_bytes": 22 * GIB,
-        "peak_bytes": held_bytes + 10 * MIB,
+        "peak_bytes": held_bytes + unused,
         "held_bytes": held_bytes,
-        "least_bytes": held_bytes + 2 * MIB,
         "phase": "backward",
+        "categories": {**categories, "unused": unused},
+        "holdings": rows,
+    }
+    return Measurement(**{**known, **fields})
+
+
+def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
+    """As a lock keeps it: of `holdings`, or of a model of four like blocks."""
+    activations = Holding(
+        category="activations", module="", kind="Linear", dtype="bfloat16", op="aten.addmm", bytes=300 * MIB
+    )
+    rows = holdings or (
+        Holding(category="parameters", module="head", kind="Linear", dtype="float32", bytes=100 * MIB),
+        *(dataclasses.replace(activations, module=f"blocks.{number}.mlp.0") for number in range(4)),
+        Holding(category="workspace", bytes=32 * MIB),
+    )
+    known: dict[str, Any] = {
+        "least_bytes": sum(row.bytes for row in rows) + 2 * MIB,
         "op": "aten.mm",
         "module": "head",
-        "categories": {**categories, "unused": 10 * MIB},
-        "holdings": rows,
         "moments": (Moment(phase="forward", held_bytes=MIB, categories={"activations": MIB}),),
         "versions": {"torch": "2.13.0", "autoaccum": "0.1.0"},
     }
-    return fold(Measurement(**{**known, **fields}))
+    return fold(whole_measurement(*rows, **{**known, **fields}))
 
 
 def a_lock(*cases: Case) -> Lock:

@@ -1,0 +1,155 @@
+"""Changes of a sample project: what takes more is caught and told, and what takes the same passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from guarded_project import BASE, REFACTORINGS, REGRESSIONS, Edits, Regression, edited
+from tracing_here import TracerHere
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.comparing import compare
+from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.guarding.measuring import Task, measure_simulated, request_of
+from autoaccum.guarding.records import Growth, Judgement, Measured, Measurement, Tolerance
+from autoaccum.planning.subjects import Subject
+
+CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=32)
+"""Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
+PLANNED = make_case(workload="train.py", gpu="rtx3090", target_batch=256, memory="512MiB")
+Measure = Callable[[Edits], Measured]
+
+
+def measure_here(
+    source: str,
+    folder: Path,
+    files: Mapping[str, str] = MappingProxyType({}),
+    case: Case = CASE,
+    micro_batches: tuple[int, ...] | None = None,
+) -> Measured:
+    """Measure a workload, with `files` beside it, as a guard does, but in this process."""
+    for name, text in {case.workload: source, **files}.items():
+        (folder / name).write_text(text)
+    reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.options.gpu))
+    tracer = partial(TracerHere, TrialSettings(reference=reference, share=request.share), card)
+    if case.micro_batch is not None:
+        micro_batches = request.schedule(request.cap).micro_batches
+    with SimulatedDevice(
+        card, tracer, share=request.share, torch_version=read_torch_release(), memory=case.options.memory
+    ) as device:
+        return measure_simulated(Task(Subject(device, reference), request, micro_batches))
+
+
+def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Measurement:
+    """What a lock keeps of a measurement."""
+    write_lock(folder / "autoaccum.lock", {case: measurement})
+    return read_lock(folder / "autoaccum.lock", "")[case]
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """Measures the sample project as edited; each but once."""
+    known: dict[str, Measured] = {}
+
+    def measured(edits: Edits) -> Measured:
+        source = edited(edits)
+        if source not in known:
+            known[source] = measure_here(source, tmp_path_factory.mktemp("project"))
+        return known[source]
+
+    return measured
+
+
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
+def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Measure, tmp_path: Path) -> None:
+    before, now = measure(regression.start).measurement, measure(regression.edits)
+    for known in (before, as_locked(before, tmp_path)):
+        judgement = compare(CASE, known, now, Tolerance())
+        assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
+        assert judgement.reasons
+        assert any(is_of(regression, growth) for growth in largest(judgement, regression.place)), judgement.explanation
+        assert sentence(regression).search(judgement.explanation), judgement.explanation
+        assert sum(growth.bytes for growth in judgement.growths) == judgement.growth_bytes
+    back = compare(CASE, now.measurement, Measured(measurement=before), Tolerance())
+    assert (back.outcome in ("improved", "within"), back.exit_code) == (True, 0)
+    assert sum(growth.bytes for growth in back.growths) == back.growth_bytes
+
+
+def test_settings_that_are_different_are_told(measure: Measure) -> None:
+    now = measure((('precision = "bf16"', 'precision = "fp32"'),))
+    assert "precision bf16 -> fp32" in compare(CASE, measure(()).measurement, now, Tolerance()).explanation
+
+
+def test_a_tolerance_above_the_growth_lets_it_pass(measure: Measure) -> None:
+    now = measure(((" nn.GELU()", " nn.GELU(approximate='tanh')"), ("4 * WIDTH", "6 * WIDTH")))
+    assert compare(CASE, measure(()).measurement, now, Tolerance()).outcome == "regressed"
+    assert compare(CASE, measure(()).measurement, now, Tolerance(0.5)).outcome == "within"
+
+
+@pytest.mark.parametrize("name", REFACTORINGS)
+def test_what_takes_the_same_passes(name: str, measure: Measure, tmp_path: Path) -> None:
+    better = "improved" if name == "a residual added in place" else "within"  # Held in fewer segments.
+    check_same(measure(REFACTORINGS[name]), as_locked(measure(()).measurement, tmp_path), better)
+
+
+def test_modules_moved_to_another_file_pass(measure: Measure, tmp_path: Path) -> None:
+    head, start, stop = (BASE[: BASE.index(cut)] for cut in ("class Attention", "class Attention", "class Stem"))
+    rest = head + "from guarded_layers import Block\n\n\n" + BASE[len(stop) :]
+    now = measure_here(rest, tmp_path, {"guarded_layers.py": head + stop[len(start) :]})
+    check_same(now, as_locked(measure(()).measurement, tmp_path))
+
+
+def check_same(now: Measured, locked: Measurement, better: str = "within") -> None:
+    judgement = compare(CASE, locked, now, Tolerance())
+    assert judgement.outcome in ("unchanged", "within", better), judgement.explanation
+    assert judgement.exit_code == 0
+    assert now.measurement.held_bytes == locked.held_bytes
+    assert all(
+        growth.category == "unused" for growth in judgement.growths if abs(growth.bytes) > locked.peak_bytes / 1000
+    )
+
+
+def test_a_largest_size_that_fell_is_told_beside_what_grew(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    locked = as_locked(measure_here(BASE, old, case=PLANNED).measurement, tmp_path, PLANNED)
+    wider = edited((("4 * WIDTH", "6 * WIDTH"),))
+    now = measure_here(wider, new, case=PLANNED, micro_batches=locked.micro_batches)
+    largest = now.measurement.largest
+    assert not locked.capped
+    assert max(locked.micro_batches) <= locked.largest < 256
+    assert 0 < largest < locked.largest
+    judgement = compare(PLANNED, locked, now, Tolerance())
+    assert judgement.exit_code == 1
+    assert f"the largest micro-batch that fits fell from {locked.largest} to {largest}" in judgement.reasons
+    assert "activations of blocks.*.mlp" in judgement.explanation
+    assert judgement.explanation.endswith(f"; rtx3090 now holds {largest} instead of {locked.largest}")
+
+
+def largest(judgement: Judgement, count: int) -> list[Growth]:
+    """The growths that are told first."""
+    return [growth for growth in judgement.growths if growth.category != "unused"][:count]
+
+
+def is_of(regression: Regression, growth: Growth) -> bool:
+    """Whether a growth is the one that a regression makes."""
+    category, module, change = regression.told
+    return growth.bytes > 0 and (growth.category, growth.module) == (category, module) and change in growth.change
+
+
+def sentence(regression: Regression) -> re.Pattern[str]:
+    """What an explanation has to say of a regression: for what, of which module, how much, and what is different."""
+    category, module, change = regression.told
+    of = f" of {re.escape(module)}" if module else ""
+    ends = rf" \([^()]*{re.escape(change)}[^()]*\)" if change else ""
+    return re.compile(rf"{category.replace('_', ' ')}{of} \+[0-9.]+ [KMG]iB{ends}")

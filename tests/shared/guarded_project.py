@@ -1,0 +1,582 @@
+"""The sample project of a guard, edits of its source that cost memory, and edits that cost none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from autoaccum.devices.explanation import Category
+
+BASE: Final = '''
+"""A small GPT over spectrograms: a stem, checkpointed blocks, and a head over a vocabulary."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, LENGTH, VOCABULARY, CHANNELS = 256, 4, 128, 1024, 1024
+precision = "bf16"
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        samples, length, _ = x.shape
+        q, k, v = self.qkv(x).view(samples, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(samples, length, WIDTH))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU()
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv1d(16, CHANNELS, 3, padding=1)
+        self.norm = nn.BatchNorm1d(CHANNELS)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv1d(CHANNELS, WIDTH, 1)
+
+    def forward(self, x):
+        return self.conv2(self.relu(self.norm(self.conv1(x)))).transpose(1, 2)
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = Stem()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("positions", torch.ones(LENGTH, WIDTH))
+        self.early = nn.ModuleList([Block()])
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, sound):
+        x = (self.tokens(tokens) + self.stem(sound)) * self.positions
+        for block in self.early:
+            x = checkpoint(block, x, use_reentrant=False)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def model():
+    return GPT()
+
+
+def batch(size):
+    tokens = torch.zeros(size, LENGTH, dtype=torch.long)
+    return tokens, torch.zeros(size, 16, LENGTH), tokens
+
+
+def loss(model, batch):
+    tokens, sound, targets = batch
+    logits = model(tokens, sound)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def optimizer(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+'''
+
+
+Edits = tuple[tuple[str, str], ...]
+
+
+def edited(edits: Edits, source: str = BASE) -> str:
+    """The source with each text replaced, wherever it stands; each has to be there."""
+    for old, new in edits:
+        assert old in source, f"{old!r} is not in the sample project"
+        source = source.replace(old, new)
+    return source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    """An edit that costs memory.
+
+    Attributes:
+        name: Of the test.
+        edits: What is replaced by what.
+        told: What its memory is for, of which module, and a part of what is different about it, as in `Growth`.
+        place: Which of the growths it is at the latest, the largest first; above 1 only where others are as right.
+        start: Edits that were made before.
+    """
+
+    name: str
+    edits: Edits
+    told: tuple[Category, str, str]
+    place: int = 1
+    start: Edits = ()
+
+
+_MODEL = "def model():\n    return GPT()\n"
+_ADAMW = "torch.optim.AdamW(params, lr=1e-3)"
+_FORWARD = "        return self.down(self.act(self.up(x)))\n"
+_RESIDUAL = "        x = x + self.drop(self.attn(self.norm1(x)))\n"
+_HEAD = "        return self.head(self.norm(x))\n"
+_TIED = "        self.head.weight = self.tokens.weight\n"
+_LOSS = "    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())\n"
+_PLAIN = "        for block in self.blocks:\n            x = block(x)\n"
+_LOGITS = "    logits = model(tokens, sound)\n"
+
+_ATTENTION = "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+_BY_HAND = (_ATTENTION, "        y = F.softmax(q @ k.transpose(-2, -1), -1) @ v\n")
+_WRAPPED = (
+    _MODEL,
+    "class Wrapper(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.inner = GPT()\n\n"
+    "    def forward(self, *given):\n"
+    "        return self.inner(*given)\n\n\n"
+    "def model():\n    return Wrapper()\n",
+)
+_LOSS_WITHIN = (
+    ("128, 1024, 1024\n", "128, 4096, 1024\n"),
+    (_TIED, _TIED + "        self.expand, self.shrink = nn.Conv1d(WIDTH, 6144, 1), nn.Conv1d(6144, WIDTH, 1)\n"),
+    ("forward(self, tokens, sound)", "forward(self, tokens, sound, targets)"),
+    (
+        _HEAD,
+        "        wide = self.expand(x.transpose(1, 2))\n"
+        "        hidden = F.relu(wide, inplace=True)\n"
+        "        logits = self.head(self.norm(x + self.shrink(hidden).transpose(1, 2)))\n"
+        "        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())\n",
+    ),
+    (_LOGITS, "    return model(tokens, sound, targets)\n"),
+)
+"""A model that has its loss within, so that its local variables are there when most is held."""
+
+REGRESSIONS: Final = (
+    Regression(
+        name="an activation kept in a list across updates",
+        edits=((_TIED, _TIED + "        self.seen = []\n"), (_HEAD, "        self.seen.append(x.detach())\n" + _HEAD)),
+        told=("parameters", "", "kept from update to update: aten.add in fp32, in the model itself"),
+    ),
+    Regression(
+        name="a model that is wrapped and wider",
+        edits=(_WRAPPED, ("4 * WIDTH", "6 * WIDTH")),
+        told=("activations", "inner.blocks.*.mlp", ""),
+    ),
+    Regression(
+        name="a wider layer in every second block",
+        start=(("[Block(), Block()]", "[Block(), Block(), Block(), Block()]"),),
+        edits=(
+            ("[Block(), Block()]", "[Block(6), Block(), Block(6), Block()]"),
+            (
+                "__init__(self):\n        super().__init__()\n        self.up",
+                "__init__(self, times):\n        super().__init__()\n        self.up",
+            ),
+            (
+                "__init__(self):\n        super().__init__()\n        self.norm1",
+                "__init__(self, times=4):\n        super().__init__()\n        self.norm1",
+            ),
+            ("4 * WIDTH", "times * WIDTH"),
+            ("MLP()", "MLP(times)"),
+        ),
+        told=("activations", "blocks.{0,2}.mlp", ""),
+    ),
+    Regression(
+        name="activations kept in a list within the update",
+        edits=(
+            (
+                "    def forward(self, x):\n" + _RESIDUAL,
+                "    def forward(self, x):\n        self.kept = []\n" + _RESIDUAL,
+            ),
+            (_RESIDUAL, _RESIDUAL + "        self.kept.append(x.float().square())\n"),
+        ),
+        told=("activations", "blocks.*", ""),
+    ),
+    Regression(
+        name="a lost inplace",
+        start=_LOSS_WITHIN,
+        edits=(*_LOSS_WITHIN, ("F.relu(wide, inplace=True)", "F.relu(wide)")),
+        told=("temporaries", "expand", "aten.convolution in bf16"),
+        place=2,  # After its result, which takes as much in place of it.
+    ),
+    Regression(
+        name="an fp32 cast under autocast",
+        edits=((_FORWARD, "        return self.down(self.act(self.up(x).float()))\n"),),
+        told=("activations", "blocks.*.mlp", "bf16 -> fp32"),
+    ),
+    Regression(
+        name="checkpointing removed",
+        edits=(("checkpoint(block, x, use_reentrant=False)", "block(x)"),),
+        told=("activations", "early.0", ""),
+    ),
+    Regression(
+        name="a wider layer",
+        edits=(("4 * WIDTH", "6 * WIDTH"),),
+        told=("activations", "blocks.*.mlp", ""),
+    ),
+    Regression(
+        name="an optimizer with one more state",
+        edits=((_ADAMW, "torch.optim.AdamW(params, lr=1e-3, amsgrad=True)"),),
+        told=("optimizer_state", "", ""),
+    ),
+    Regression(
+        name="momentum",
+        start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"),),
+        edits=((_ADAMW, "torch.optim.SGD(params, lr=1e-3, momentum=0.9)"),),
+        told=("optimizer_state", "", "new"),
+    ),
+    Regression(
+        name="an EMA",
+        edits=(('precision = "bf16"', 'precision = "bf16"\nkeeps = "ema"'),),
+        told=("averages", "", "new"),
+    ),
+    Regression(
+        name="a copy of the blocks kept as a teacher",
+        edits=(
+            (
+                _TIED,
+                _TIED
+                + "        import copy\n        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)\n",
+            ),
+        ),
+        told=("parameters", "teacher.*", "new"),
+    ),
+    Regression(
+        name="a loss on unreduced logits",
+        edits=(
+            (
+                _LOSS,
+                "    likely = F.log_softmax(logits.float(), -1)\n"
+                "    return -(likely * F.one_hot(targets, VOCABULARY)).sum(-1).mean()\n",
+            ),
+        ),
+        told=("activations", "", "aten._to_copy in int64"),
+    ),
+    Regression(
+        name="a graph retained for a gradient penalty",
+        start=(_BY_HAND,),
+        edits=(
+            _BY_HAND,
+            (
+                _LOSS,
+                _LOSS.replace("return", "value =")
+                + "    (slope,) = torch.autograd.grad(value, model.head.weight, create_graph=True)\n"
+                "    return value + slope.square().sum()\n",
+            ),
+        ),
+        told=("activations", "blocks", "aten._to_copy in fp32"),
+    ),
+    Regression(
+        name="a graph retained for another backward",
+        edits=(
+            (_LOSS, _LOSS.replace("return", "value =") + "    value.backward(retain_graph=True)\n    return value\n"),
+        ),
+        told=("temporaries", "early.0", ""),
+        place=2,  # After the workspace of the backward that comes next, at a moment that had none before.
+    ),
+    Regression(
+        name="attention by the math path",
+        edits=(
+            (
+                _ATTENTION,
+                "        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):\n"
+                "            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
+            ),
+        ),
+        told=("activations", "blocks.*.attn", "flash attention -> math"),
+    ),
+    Regression(
+        name="attention that drops in the score matrix by hand",
+        edits=(_BY_HAND,),
+        told=("activations", "blocks.*.attn", "flash attention -> math"),
+    ),
+    Regression(
+        name="a large fp32 buffer",
+        edits=((_TIED, _TIED + '        self.register_buffer("relative", torch.zeros(HEADS, 1024, 1024))\n'),),
+        told=("parameters", "", "in the model itself"),
+    ),
+    Regression(
+        name="positions repeated",
+        edits=(("* self.positions", "* self.positions.repeat(len(tokens), 1, 1)"),),
+        told=("activations", "", "aten.repeat in fp32, in the model itself"),
+    ),
+    Regression(
+        name="outputs kept by the loop",
+        edits=(('precision = "bf16"', 'precision = "bf16"\nkeeps = "outputs"'),),
+        told=("outputs", "head", "new"),
+    ),
+    Regression(
+        name="a GELU by hand",
+        edits=(
+            (
+                _FORWARD,
+                "        h = self.up(x)\n"
+                "        return self.down(0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h * h * h))))\n",
+            ),
+        ),
+        told=("activations", "blocks.*.mlp", "aten.mul in bf16"),
+    ),
+    Regression(
+        name="all hidden states side by side",
+        edits=(
+            (_TIED, _TIED + "        self.mix = nn.Linear(3 * WIDTH, WIDTH)\n"),
+            (_PLAIN, "        states = [x]\n" + _PLAIN + "            states.append(x)\n"),
+            (_HEAD, "        x = self.mix(torch.cat(states, -1))\n" + _HEAD),
+        ),
+        told=("activations", "mix", "new"),
+    ),
+    Regression(
+        name="dropout by hand with a float mask",
+        edits=(
+            (
+                _RESIDUAL,
+                "        y = self.attn(self.norm1(x))\n"
+                "        kept = torch.rand_like(y, dtype=torch.float) > 0.1\n"
+                "        x = x + y * kept.float() / 0.9\n",
+            ),
+        ),
+        told=("activations", "blocks.*", "fp32"),
+    ),
+    Regression(
+        name="weights no longer tied",
+        edits=((_TIED, ""),),
+        told=("optimizer_state", "head", "new"),
+    ),
+    Regression(
+        name="a stem of more channels",
+        edits=(("1024, 1024\n", "1024, 2048\n"),),
+        told=("activations", "stem", ""),
+    ),
+    Regression(
+        name="one more head",
+        edits=(
+            (_TIED, _TIED + "        self.other = nn.Linear(WIDTH, VOCABULARY)\n"),
+            (_HEAD, "        x = self.norm(x)\n        return self.head(x), self.other(x)\n"),
+            (_LOGITS, "    logits, others = model(tokens, sound)\n"),
+            (_LOSS, _LOSS.rstrip() + " + F.cross_entropy(others.flatten(0, 1), targets.flatten())\n"),
+        ),
+        told=("temporaries", "other", "new"),
+        place=2,  # After what their losses make of its outputs.
+    ),
+    Regression(
+        name="hooks that log outputs",
+        edits=(
+            (
+                _MODEL,
+                "def model():\n    made = GPT()\n    made.log = {}\n"
+                "    for name, module in made.named_modules():\n"
+                "        if name.endswith('mlp'):\n"
+                "            module.register_forward_hook(lambda m, i, o, name=name: made.log.update({name: o}))\n"
+                "    return made\n",
+            ),
+        ),
+        told=("activations", "blocks.*.mlp.down", "aten.addmm in bf16"),
+        place=2,  # After the batch of the update before, which is kept by their graph.
+    ),
+    Regression(
+        name="a second forward for a metric",
+        edits=(
+            (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
+        ),
+        told=("temporaries", "blocks.*", ""),
+    ),
+    Regression(
+        name="one-hot targets in fp64",
+        edits=(
+            (
+                _LOSS,
+                "    wanted = F.one_hot(targets, VOCABULARY).double()\n"
+                "    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))\n",
+            ),
+        ),
+        told=("temporaries", "", "aten.mul in fp64, in no module"),
+    ),
+    Regression(
+        name="a gated MLP",
+        edits=(
+            (
+                "        self.act = nn.GELU()\n",
+                "        self.act, self.gate = nn.GELU(), nn.Linear(WIDTH, 4 * WIDTH)\n",
+            ),
+            (_FORWARD, "        return self.down(self.act(self.gate(x)) * self.up(x))\n"),
+        ),
+        told=("activations", "blocks.*.mlp", ""),
+    ),
+    Regression(
+        name="longer sequences",
+        edits=(("4, 128, 1024, 1024\n", "4, 160, 1024, 1024\n"),),
+        told=("activations", "", "throughout the model"),
+    ),
+    Regression(
+        name="fp32 in place of bf16",
+        edits=(('precision = "bf16"', 'precision = "fp32"'),),
+        told=("activations", "blocks", "bf16 -> fp32"),
+    ),
+    Regression(
+        name="one more block",
+        edits=(
+            (
+                "self.blocks = nn.ModuleList([Block(), Block()])",
+                "self.blocks = nn.ModuleList([Block(), Block(), Block()])",
+            ),
+        ),
+        told=("activations", "blocks.2", "new"),
+    ),
+    Regression(
+        name="an update that now decides",
+        start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"), ("4, 128, 1024, 1024\n", "4, 1, 16, 1024\n")),
+        edits=((_ADAMW, _ADAMW), ("4, 128, 1024, 1024\n", "4, 1, 16, 1024\n")),
+        told=("optimizer_state", "", "new"),
+    ),
+)
+
+
+_BATCH = "    tokens, sound, targets = batch\n"
+_MADE = "    return tokens, torch.zeros(size, 16, LENGTH), tokens\n"
+_BLOCK = "        x = x + self.drop(self.attn(self.norm1(x)))\n        return x + self.drop(self.mlp(self.norm2(x)))\n"
+
+REFACTORINGS: Final[Mapping[str, Edits]] = {
+    "modules and classes renamed": (
+        ("self.mlp", "self.feed_forward"),
+        ("self.blocks", "self.layers"),
+        ("self.attn", "self.mixer"),
+        ("MLP(", "FeedForward("),
+    ),
+    "children renamed in another order of the alphabet": (
+        ("self.up", "self.zoom_in"),
+        ("self.act", "self.middle"),
+        ("self.down", "self.back"),
+    ),
+    "arguments by name and in another order": (
+        (
+            "nn.Conv1d(16, CHANNELS, 3, padding=1)",
+            "nn.Conv1d(padding=1, kernel_size=3, out_channels=CHANNELS, in_channels=16)",
+        ),
+        (
+            "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+            "F.scaled_dot_product_attention(is_causal=True, value=v, key=k, query=q)",
+        ),
+        ("nn.Linear(WIDTH, 4 * WIDTH)", "nn.Linear(out_features=4 * WIDTH, in_features=WIDTH)"),
+    ),
+    "comments and docstrings": (
+        ("class MLP(nn.Module):\n", 'class MLP(nn.Module):\n    """Two linear layers."""\n\n'),
+        (_FORWARD, "        # Wide and back.\n" + _FORWARD),
+    ),
+    "functions in place of modules": (("        self.act = nn.GELU()\n", ""), ("self.act(", "F.gelu(")),
+    "a Sequential in place of a forward": (
+        (
+            "        self.up = nn.Linear(WIDTH, 4 * WIDTH)\n        self.act = nn.GELU()\n"
+            "        self.down = nn.Linear(4 * WIDTH, WIDTH)\n",
+            "        self.all = nn.Sequential(\n"
+            "            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)\n"
+            "        )\n",
+        ),
+        (_FORWARD, "        return self.all(x)\n"),
+    ),
+    "a module within another": (
+        ("        self.stem = Stem()\n", "        self.stem = nn.Sequential(Stem(), nn.Identity())\n"),
+    ),
+    "attributes in another order": (
+        (
+            "        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention()\n"
+            "        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()\n",
+            "        self.mlp, self.norm2 = MLP(), nn.LayerNorm(WIDTH)\n"
+            "        self.attn, self.norm1 = Attention(), nn.LayerNorm(WIDTH)\n",
+        ),
+    ),
+    "type hints": (
+        ("    def forward(self, x):\n", "    def forward(self, x: torch.Tensor) -> torch.Tensor:\n"),
+        ("def batch(size):", "def batch(size: int) -> tuple[torch.Tensor, ...]:"),
+    ),
+    "a function extracted": (
+        (
+            "class Block(",
+            "def residual(x, layer, norm, drop):\n    return x + drop(layer(norm(x)))\n\n\nclass Block(",
+        ),
+        (
+            _BLOCK,
+            "        x = residual(x, self.attn, self.norm1, self.drop)\n"
+            "        return residual(x, self.mlp, self.norm2, self.drop)\n",
+        ),
+    ),
+    "an f-string, a print, and training said explicitly": (
+        (_BATCH, _BATCH + '    print(f"{len(tokens)} samples")\n    model.train()\n'),
+    ),
+    "a dataclass as a batch": (
+        (
+            "def model():",
+            "from dataclasses import dataclass\n\n\n@dataclass\nclass Samples:\n    tokens: torch.Tensor\n"
+            "    sound: torch.Tensor\n    targets: torch.Tensor\n\n\ndef model():",
+        ),
+        (_MADE, "    return Samples(tokens, torch.zeros(size, 16, LENGTH), tokens)\n"),
+        (_BATCH, "    tokens, sound, targets = batch.tokens, batch.sound, batch.targets\n"),
+    ),
+    "a dict as a batch": (
+        (_MADE, '    return {"tokens": tokens, "sound": torch.zeros(size, 16, LENGTH), "targets": tokens}\n'),
+        (_BATCH, '    tokens, sound, targets = batch["tokens"], batch["sound"], batch["targets"]\n'),
+    ),
+    "a loss under another name": (
+        ("def loss(model, batch):", "def next_token_loss(model, batch):"),
+        ("def optimizer(", "loss = next_token_loss\n\n\ndef optimizer("),
+    ),
+    "the model as an instance": ((_MODEL, "model = GPT()\n"),),
+    "the model as a class": ((_MODEL, "model = GPT\n"),),
+    "a Workload in place of names": (
+        ('precision = "bf16"\n', ""),
+        (
+            f"def optimizer(params):\n    return {_ADAMW}\n",
+            "from autoaccum import Workload\n\nworkload = Workload(\n    model=model, batch=batch, loss=loss, "
+            f'precision="bf16", optimizer=lambda params: {_ADAMW}\n)\ndel model, batch, loss\n',
+        ),
+    ),
+    "reshape in place of view and flatten": (
+        (".view(samples, length, 3, HEADS", ".reshape(samples, length, 3, HEADS"),
+        ("logits.flatten(0, 1), targets.flatten()", "logits.reshape(-1, VOCABULARY), targets.reshape(-1)"),
+    ),
+    "a property and a base class": (
+        (
+            "class Attention(nn.Module):\n",
+            "class Wide:\n    @property\n    def width(self):\n        return WIDTH\n\n\n"
+            "class Attention(Wide, nn.Module):\n",
+        ),
+        ("reshape(samples, length, WIDTH)", "reshape(samples, length, self.width)"),
+    ),
+    "the optimizer's arguments spelled out": (
+        (_ADAMW, "torch.optim.AdamW(list(params), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.1)"),
+    ),
+    "a loop as a Sequential": (
+        ("self.blocks = nn.ModuleList([Block(), Block()])", "self.blocks = nn.Sequential(Block(), Block())"),
+        ("        for block in self.blocks:\n            x = block(x)\n", "        x = self.blocks(x)\n"),
+    ),
+    "a residual added in place": (
+        ("self.tokens(tokens) + self.stem(sound)", "self.stem(sound).add_(self.tokens(tokens))"),
+    ),
+    "a scalar that is kept": (
+        (_LOSS, _LOSS.replace("    return", "    value =") + "    model.last = value.detach()\n    return value\n"),
+    ),
+}
+"""What changes the sample project's source and not its memory."""
