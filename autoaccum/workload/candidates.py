@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +55,10 @@ def count_candidates(batch: Any, parts: list[Any], likely: str | None = None) ->
     ordered = sorted(shared, key=unlikeliness)
     for countings in (*([_rows] if own else []), _unmarked, _summed_masks, _summed, _entries):
         for path in ordered:
-            for code, count in countings(path, shared[path]):
-                counts = tuple(count(part[path]) for part in of_parts)
+            for code in countings(shared[path]):
+                counts = tuple(_count(code, part[path]) for part in of_parts)
                 if all(value >= 0 for value in counts):
-                    found.append(Candidate(code, counts))
+                    found.append(Candidate(code.replace("@", path), counts))
     shown = (likely or "").replace("...", ":")
     return found[:1] + sorted(found[1:], key=lambda one: one.code not in (likely, shown))
 
@@ -96,80 +94,54 @@ def _sum_of_table(table: Tensor, labels: Tensor) -> float:
     return float(table.detach().double().to(labels.device)[labels[labels >= 0].long()].sum())
 
 
-_Count: TypeAlias = Callable[[Any], float]
+def _count(code: str, leaf: Any) -> float:
+    """What an expression of `@` gives for a leaf, whose floating entries are taken as float64."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        leaf = leaf.double()
+    return float(eval(code.replace("@", "leaf"), {"leaf": leaf}))
 
 
-def _rows(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+def _rows(leaf: Any) -> Iterator[str]:
     """What need not be samples where a workload counts these itself: tokens, boxes, patches."""
     if isinstance(leaf, Tensor):
-        yield f"len({path})", len
+        yield "len(@)"
 
 
-def _unmarked(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+def _unmarked(leaf: Any) -> Iterator[str]:
     if _is_integer(leaf):
-        for code, cut in _cuts(path, leaf):
+        for cut in _cuts(leaf):
             for marker in _markers(leaf):
-                yield f"({code} != {marker}).sum()", partial(_count_unmarked, cut, marker)
+                yield f"({cut} != {marker}).sum()"
 
 
-def _summed_masks(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+def _summed_masks(leaf: Any) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype == torch.bool:
-        for code, cut in _cuts(path, leaf):
-            yield f"{code}.sum()", partial(_sum, cut)
-            yield f"(~{code}).sum()", partial(_sum_inverse, cut)
+        for cut in _cuts(leaf):
+            yield from (f"{cut}.sum()", f"(~{cut}).sum()")
 
 
-def _summed(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
+def _summed(leaf: Any) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_complex():
-        for code, cut in _cuts(path, leaf):
-            yield f"{code}.sum()", partial(_sum, cut)
+        for cut in _cuts(leaf):
+            yield f"{cut}.sum()"
         if leaf.ndim == 1 and _is_integer(leaf):
-            yield f"({path} - 1).sum()", _sum_less_one
+            yield "(@ - 1).sum()"
 
 
-def _entries(path: str, leaf: Any) -> Iterator[tuple[str, _Count]]:
-    if isinstance(leaf, list | tuple) and all(isinstance(entry, int | float) for entry in leaf):
-        yield f"sum({path})", _sum_numbers
-    elif isinstance(leaf, list | tuple) and all(nests.holds_rows(entry) for entry in leaf):
-        yield f"sum(len(x) for x in {path})", _sum_lengths
-        yield f"sum(x.numel() for x in {path})", _sum_elements
+def _entries(leaf: Any) -> Iterator[str]:
+    if not isinstance(leaf, list | tuple):
+        return
+    if all(isinstance(entry, int | float) for entry in leaf):
+        yield "sum(@)"
+    elif all(nests.holds_rows(entry) for entry in leaf):
+        elements = "x.numel()" if all(isinstance(entry, Tensor) for entry in leaf) else "x.size"
+        yield from ("sum(len(x) for x in @)", f"sum({elements} for x in @)")
 
 
-def _count_unmarked(cut: slice, marker: int, leaf: Tensor) -> float:
-    return float((leaf[..., cut] != marker).sum())
-
-
-def _sum(cut: slice, leaf: Tensor) -> float:
-    return float(leaf[..., cut].double().sum())
-
-
-def _sum_inverse(cut: slice, leaf: Tensor) -> float:
-    return float((~leaf[..., cut]).sum())
-
-
-def _sum_less_one(leaf: Tensor) -> float:
-    return float((leaf - 1).sum())
-
-
-def _sum_numbers(leaf: Sequence[float]) -> float:
-    return float(sum(leaf))
-
-
-def _sum_lengths(leaf: Sequence[Any]) -> float:
-    return float(sum(len(entry) for entry in leaf))
-
-
-def _sum_elements(leaf: Sequence[Any]) -> float:
-    return float(sum(math.prod(entry.shape) for entry in leaf))
-
-
-def _cuts(path: str, leaf: Tensor) -> list[tuple[str, slice]]:
+def _cuts(leaf: Tensor) -> list[str]:
     """The leaf as it is, and shifted by one along its last dimension, as language models shift their labels."""
-    cuts = [(path, slice(None))]
-    if leaf.ndim > 1:
-        axes = ":, " if leaf.ndim == 2 else "..., "
-        cuts += [(f"{path}[{axes}1:]", slice(1, None)), (f"{path}[{axes}:-1]", slice(None, -1))]
-    return cuts
+    axes = ":, " if leaf.ndim == 2 else "..., "
+    return ["@", f"@[{axes}1:]", f"@[{axes}:-1]"] if leaf.ndim > 1 else ["@"]
 
 
 def _is_integer(leaf: Any) -> bool:
