@@ -55,9 +55,9 @@ def test_the_workload_file_is_one(tmp_path: Path) -> None:
 
 
 def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> None:
-    head = "import torch\nfrom torch import nn\ndef batch(size): return torch.zeros(size, 4), torch.zeros(size, 3)\n"
+    head = "import torch\nfrom torch import nn\ndef batch(size): return torch.zeros(size, 4), torch.arange(size) % 3\n"
     path = tmp_path / "model.py"
-    lines = "model = nn.Linear(4, 3)\ncriterion = nn.MSELoss()\n"
+    lines = "model = nn.Linear(4, 3)\ncriterion = nn.CrossEntropyLoss()\n"
     path.write_text(f"{head}{lines}{block('keeps =')}", encoding="utf-8")
     workload = load_workload(str(path))
     rehearsal = Rehearsal(workload, 4)
