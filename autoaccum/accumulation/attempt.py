@@ -185,7 +185,7 @@ class Attempt:
         if isinstance(error, UpdateInterrupted) or self._updater.is_interrupted:
             return error
         if is_context_dead(error):
-            self._updater.interrupt()
+            self._updater.is_interrupted = True
             return error
         try:
             try:
@@ -194,7 +194,7 @@ class Attempt:
                 transaction.rollback()
                 return interrupt
         except Exception as second:
-            self._updater.interrupt()
+            self._updater.is_interrupted = True
             interrupted = UpdateInterrupted(
                 f"a step failed, and its state could not be put back ({type(second).__name__}: {second})",
                 hint="load a checkpoint and make a new Accumulator",

@@ -93,7 +93,7 @@ class LossRecord:
 class Backpropagation:
     """Runs parts forward and backward, so that their gradients add up to the effective batch's.
 
-    BatchNorm is PyTorch's own; other modes are classes of their own (`norms.modes`).
+    BatchNorm is PyTorch's own; other modes are classes of their own (`batchnorm_modes`).
 
     Args:
         model: The model; its first parameter tells the device parts are moved to.

@@ -24,7 +24,7 @@ class Coupling:
     Attributes:
         modules: Those whose own computation gives a sample another output beside other samples, in the order of their
             calls.
-        loss: Whether the loss mixes the rows of the model's outputs; None: that could not be told.
+        loss: Whether the loss mixes the rows of the model's outputs, or adds to a sum over them; None: untold.
         reason: Why the experiment could not be made, or not wholly; None: nothing was in its way.
         pairs: Those of the modules that give a table of all samples by all samples.
     """
@@ -55,9 +55,9 @@ class Coupling:
             )
         if self.loss:
             said.append(
-                "the loss mixes the samples of a batch, as contrastive losses and those that balance experts do, and"
-                " sees one micro-batch at a time, so that the gradient is not the full batch's: make it a mean over"
-                " samples"
+                "the loss mixes the samples of a batch, as contrastive losses and those that balance experts do, or"
+                " adds to a sum over them what does not grow with them, as weight decay: the gradient of micro-batches"
+                " is not the full batch's; make it a mean over samples"
             )
         return tuple(said)
 

@@ -48,12 +48,7 @@ class HostDraws:
         self._starts.clear()
 
     def begin(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Put generators to where this part begins.
-
-        Args:
-            index: The part.
-            own: Generators of this run alone, as of a model's copy; equal ones are given for each run.
-        """
+        """Put generators to where this part begins, and `own` ones: of this run alone, as of a model's copy."""
         self.finish()
         self._is_open = True
         generators = [*self._named, *of_host(own)]
@@ -84,6 +79,10 @@ def _put(generators: Sequence[Generator], places: Sequence[Any]) -> None:
     np.random.set_state(places[1])
     for generator, place in zip(generators, places[2:], strict=False):  # Runs without a copy of the model have fewer.
         set_generator_state(generator, place)
+
+
+_CHAIN, _TAKEN = -1, -2
+"""Stand for all parts: one after the other, and whichever is taken."""
 
 
 class DrawMismatch(Exception):  # noqa: N818 -- no error of a command: whoever compares goes on without chance
@@ -199,10 +198,6 @@ def _shapes(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for value in values]
 
 
-_CHAIN, _TAKEN = -1, -2
-"""Stand for all parts: one after the other, and whichever is taken."""
-
-
 class Draws:
     """Records what the parts of one accumulated run draw, and gives it to other runs.
 
@@ -212,6 +207,8 @@ class Draws:
     Not joined are indices whose range grows with the batch (a permutation of the samples, random negatives): a part's
     would point at other rows of the whole batch. Shapes cannot tell (B*T, ...) from (T*B, ...), nor what packed
     sequences hold: runs that differ under joined draws and agree under `calm` differ by their draws alone.
+
+    A run that is given draws raises DrawMismatch when it draws otherwise than was recorded.
 
     Args:
         sizes: The samples of each part.
@@ -259,12 +256,7 @@ class Draws:
         return all(made in (0, len(self._tracks.get(index, ()))) for index, made in self._drawn.items())
 
     def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Draws belong to this part from now on; those of an earlier attempt at it are forgotten.
-
-        Args:
-            index: The part.
-            own: Generators of the run's own; see `HostDraws`.
-        """
+        """Draws belong to this part from now on; those of an earlier attempt at it are forgotten."""
         self._finish()
         self._host.begin(index, own)
         self._part = index
@@ -292,11 +284,7 @@ class Draws:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Around the full run; where its update draws, call `end_part` before.
-
-        Raises:
-            DrawMismatch: When the full run draws otherwise than the parts did, or shapes tell no samples.
-        """
+        """Around the full run; where its update draws, call `end_part` before."""
         self._shared, self._unsure = {}, {}
         with self._giving(self._give_joined, self._count_joined):
             self.begin_part(0)
@@ -314,24 +302,16 @@ class Draws:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Around a run that takes the parts in their order, and does not tell where each begins; `end_part` does.
-
-        Raises:
-            DrawMismatch: When it draws otherwise than they did.
-        """
+        """Around a run that takes the parts in their order, and does not tell where each begins; `end_part` does."""
         chain = [draw for index in self._indices for draw in self._given(index)]
         self._tracks[_CHAIN] = chain
-        with self._giving(self._give_chained, lambda: len(chain)):
+        with self._giving(lambda call: self._give_recorded(self._part, call), lambda: len(chain)):
             self.begin_part(_CHAIN)
             yield
 
     @contextmanager
     def as_taken(self) -> Iterator[None]:
-        """Around a run that tells by `take` which part comes next, in any order; one that is run again draws the same.
-
-        Raises:
-            DrawMismatch: When a part draws otherwise than it did.
-        """
+        """Around a run that tells by `take` which part comes next; one that is run again draws the same."""
         self._taken, self._drawn = None, {}
         self._tracks[_TAKEN] = []
         with self._giving(self._give_taken, self._count_taken):
@@ -345,11 +325,7 @@ class Draws:
 
     @contextmanager
     def of_part(self, index: int) -> Iterator[None]:
-        """Around a run of one part alone, likewise.
-
-        Raises:
-            DrawMismatch: When the part draws otherwise than it did.
-        """
+        """Around a run of one part alone, likewise."""
         with self._giving(self._give_own, self._count_own):
             self.begin_part(index)
             yield
@@ -412,9 +388,6 @@ class Draws:
     def _give_own(self, call: RandomCall) -> None:
         is_shared = self._part is not None and self._made in self._shared
         self._give_recorded(self._first if is_shared else self._part, call)
-
-    def _give_chained(self, call: RandomCall) -> None:
-        self._give_recorded(self._part, call)
 
     def _give_taken(self, call: RandomCall) -> None:
         if self._part is None:

@@ -40,7 +40,7 @@ def choose_scaler(
 def rewind_scaler(scaler: GradScaler, state: dict[str, Any]) -> None:
     """Bring `scaler` back to `state`, its `state_dict` from before the step.
 
-    `load_state_dict` leaves it "already unscaled" (facts 7); `update` with a new scale begins a new iteration.
+    `load_state_dict` leaves it "already unscaled"; `update` with a new scale begins a new iteration.
     """
     try:
         scaler.update(new_scale=float(state["scale"]))
@@ -54,7 +54,7 @@ def rewind_scaler(scaler: GradScaler, state: dict[str, Any]) -> None:
 class GradientBuffers:
     """Sums of micro-gradients, in float32 where the parameters are of half precision, unless `wide` is False.
 
-    Adding many small gradients in bf16 rounds them away: 1,024 of them end 3 % off (facts 7). While the buffers are
+    Adding many small gradients in bf16 rounds them away: 1,024 of them end 3 % off. While the buffers are
     entered, each gradient moves out of `.grad` as soon as autograd has put it there. A gradient is multiplied by
     `share` on its way, in the buffer's precision, so that no share is rounded to half precision.
 

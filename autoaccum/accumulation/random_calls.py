@@ -8,7 +8,6 @@ taken as they were recorded.
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -261,10 +260,6 @@ def _bernoulli(arguments: Mapping[str, Any]) -> Any:
     return probability > 0 if isinstance(probability, Tensor) else float(probability > 0)
 
 
-def _normal(arguments: Mapping[str, Any]) -> Any:
-    return arguments.get("mean", 0.0)
-
-
 def _lowest(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("low", arguments.get("from", 0))
 
@@ -279,13 +274,9 @@ def _chosen(arguments: Mapping[str, Any]) -> Tensor:
 
 _NEUTRAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.bernoulli": _bernoulli,
-    "aten.binomial": lambda arguments: (arguments["count"] * arguments["prob"]).round(),
-    "aten.cauchy": lambda arguments: arguments["median"],
     "aten.exponential": lambda arguments: 1 / arguments["lambd"],
-    "aten.geometric": lambda arguments: 1.0,
-    "aten.log_normal": lambda arguments: math.exp(arguments["mean"]),
     "aten.multinomial": _chosen,
-    "aten.normal": _normal,
+    "aten.normal": lambda arguments: arguments.get("mean", 0.0),
     "aten.poisson": lambda arguments: arguments["self"].round(),
     "aten.rand": lambda arguments: 0.5,
     "aten.rand_like": lambda arguments: 0.5,
@@ -297,5 +288,4 @@ _NEUTRAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.randperm": lambda arguments: torch.arange(arguments["n"]),
     "aten.uniform": lambda arguments: (arguments["from"] + arguments["to"]) / 2,
     "aten._standard_gamma": lambda arguments: arguments["self"],
-    "aten._sample_dirichlet": lambda arguments: arguments["self"] / arguments["self"].sum(-1, keepdim=True),
 }

@@ -3,7 +3,7 @@
 A checkpointed block keeps what goes into it, and what it computes anew for its backward dies with that (Chen et al.,
 "Training Deep Nets with Sublinear Memory Cost", 2016; `torch/utils/checkpoint.py`, `use_reentrant=False`). Random
 numbers are drawn again as they were. What a block changes beside its output it changes twice: a BatchNorm in it updates
-its running statistics twice for each micro-batch (in PyTorch's own mode: see `norms.modes`), though its gradient
+its running statistics twice for each micro-batch (in PyTorch's own mode: see `batchnorm_modes`), though its gradient
 stays what it was.
 """
 

@@ -182,7 +182,7 @@ class Transaction:
 
     Covers buffers (mutated or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler;
     from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
-    else. State that a model keeps in Python attributes is not covered: see `state_warning`.
+    else. State that a model keeps in Python attributes is not covered: see `ForwardWatch`.
 
     Args:
         modules: Every module of the model, and of the criterion.

@@ -103,6 +103,9 @@ class Updater:
     The first update is guarded by a host copy of parameters and optimizer state, and its temporaries are recorded;
     later ones allocate those and free them first, so that `optimizer.step()` finds its memory. The guard returns
     when the parameters with gradients, the parameter groups, or the amount of optimizer state change.
+
+    Attributes:
+        is_interrupted: Whether half an update was made: the state is no longer known, later updates are refused.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: GradScaler | None, scheduler: LRScheduler | None) -> None:
@@ -111,7 +114,7 @@ class Updater:
         self._scheduler = scheduler
         self._seen: Any = None
         self._temporaries: list[Block] = []
-        self._interrupted = False
+        self.is_interrupted = False
 
     def check(self) -> None:
         """Refuse to go on with half an update.
@@ -119,20 +122,11 @@ class Updater:
         Raises:
             UpdateInterrupted: An unguarded update failed before.
         """
-        if self._interrupted:
+        if self.is_interrupted:
             raise UpdateInterrupted(
                 "an earlier update was interrupted half-way, the parameters are neither the old nor the new ones",
                 hint="load a checkpoint and make a new Accumulator",
             )
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether half an update was made."""
-        return self._interrupted
-
-    def interrupt(self) -> None:
-        """Refuse every later update: the state is no longer known."""
-        self._interrupted = True
 
     def run(self, transaction: Transaction) -> bool:
         """Update once; False when the scaler found gradients that are not finite and skipped the update.
@@ -149,7 +143,7 @@ class Updater:
             updated = self._step(transaction.scale)
             transaction.commit()
         except BaseException as error:
-            self.interrupt()
+            self.is_interrupted = True
             if isinstance(error, Exception):
                 raise UpdateInterrupted(
                     f"{type(error).__name__} within the update, which was not guarded: the parameters are neither the"

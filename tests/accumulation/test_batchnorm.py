@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS
+from autoaccum.accumulation.batchnorm_modes import Moments
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
-from autoaccum.accumulation.running_statistics import Moments
 from autoaccum.errors import UsageError
 from autoaccum.options import MODES
 

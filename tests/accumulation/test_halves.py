@@ -166,6 +166,17 @@ def test_what_python_draws_for_each_sample_is_not_judged() -> None:
     assert found.reason == "it draws from Python's or NumPy's generator once for each sample"
 
 
+def test_a_summed_loss_with_weight_decay_is_told_as_what_it_is() -> None:
+    def summed(model: nn.Module, batch: Any) -> Tensor:
+        decay = sum(parameter.square().sum() for parameter in model.parameters())
+        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
+
+    (said,) = look((small.mlp, summed, small.rows)).warnings()
+    assert "or adds to a sum over them what does not grow with them, as weight decay" in said
+    assert said.endswith("make it a mean over samples")
+    assert look((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
+
+
 def test_one_part_has_no_others() -> None:
     assert find_coupling(small.mlp(), resolve_objective(small.mean_square), small.rows(4), (4,)).reason
 

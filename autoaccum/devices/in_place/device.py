@@ -36,21 +36,14 @@ _LEAST_TOLD_BYTES = MIB
 class InPlaceDevice:
     """Trials in this process: of live objects, which are put back after each, or of a Workload made in code.
 
-    *Where*: live objects are tried on their own device; the models of a Workload are built anew for each trial, on
-    the CPU or a card.
-
     *What is put back*, and proved by hash after every trial: see `LiveState`. The copy is made in host memory before
-    each trial (`describe()["host_copy_bytes"]`) and freed after it; it does not count against a budget. One that does
-    not fit is refused before anything is touched. Ctrl-C ends a trial; everything is put back first.
+    each trial and does not count against a budget; one that does not fit is refused before anything is touched.
+    Ctrl-C ends a trial; everything is put back first.
 
-    *What the budget means* is the same as on the other devices: all that training takes, live objects included, so
-    `limit_bytes` and `peak_bytes` of a plan can be compared. On the CPU that is what the live objects hold
-    (`held_bytes`) and what a trial adds to this process, told by its peak. The soft RLIMIT_DATA is lowered during a
-    trial, some way above the budget, and set again afterwards (see `InPlaceHostMeter` for why). As in the children of
-    other devices, malloc gives back what is freed at once, until `close` (`tight_heap`);
-    training outside of trials may hold more than its peak, since glibc then keeps some. On a card it is all that
-    PyTorch's allocator in this process holds there, other tensors of yours included; its cached blocks are released
-    first. `.grad` that is there counts, and stays where it is.
+    *What the budget means* is the same as on the other devices: all that training takes, live objects and their
+    `.grad` included. On the CPU that is what the live objects hold and what a trial adds to this process, told by its
+    peak (see `InPlaceHostMeter`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
+    is all that PyTorch's allocator in this process holds there, other tensors of yours included.
 
     *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
     `batch`, `loss` and `optimizer` do outside of the model (draw from an iterator, print, count) happens.

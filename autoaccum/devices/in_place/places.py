@@ -73,7 +73,6 @@ def _chosen(variable: str) -> int | None:
 
 
 _SHOWN = 4
-_TQDM = "TMonitor"
 
 
 def check_single_thread() -> None:
@@ -89,12 +88,9 @@ def check_single_thread() -> None:
         return
     named = ", ".join(f"{thread.name} ({type(thread).__name__})" for thread in others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    way = "end them first"
-    if any(type(thread).__name__ == _TQDM for thread in others):
-        way = "set tqdm.tqdm.monitor_interval = 0 before the first bar"
     raise UsageError(
         f"other Python threads run in this process and would share a trial's limit on memory: {named}{more}",
-        hint=f"{way}, or plan through a file, whose trials have processes of their own: autoaccum plan model.py",
+        hint="end them first, or plan through a file, whose trials run elsewhere: autoaccum plan model.py",
     )
 
 
@@ -113,11 +109,8 @@ class InPlaceHostMeter:
     is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
     is a large tensor that is refused, which PyTorch answers with an exception.
 
-    A limit counts from what the process holds when a trial begins: what earlier trials left in pieces is not taken
-    off, and counts again where it is used again. What the first job left for good (modules, compiled kernels) is
-    taken off, since a fresh process would need it as well.
-
-    VmHWM, the kernel's statistic of this process, is reset for each trial: others who read it see that.
+    A limit counts from what the process holds when a trial begins, without what the first job left for good (modules,
+    compiled kernels), which a fresh process would need as well. VmHWM, the kernel's statistic, is reset for each trial.
 
     Args:
         held_bytes: What the live objects take of the budget already.
@@ -185,16 +178,13 @@ class InPlaceHostMeter:
         return kept
 
 
-_PIECES = (
-    "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
-    " one; plan through a file for exact ceilings"
-)
-
-
 class HostPlace:
     """The host's memory; see `InPlaceHostMeter`."""
 
-    weakness = _PIECES
+    weakness = (
+        "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
+        " one; plan through a file for exact ceilings"
+    )
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
@@ -202,11 +192,7 @@ class HostPlace:
         self.meter = InPlaceHostMeter(live.held_bytes)
 
     def check(self) -> None:
-        """Refuse to limit what others would feel: other Python threads would run out of memory, too.
-
-        Raises:
-            UsageError: There are some.
-        """
+        """See `check_single_thread`."""
         check_single_thread()
 
     def measuring(self) -> AbstractContextManager[None]:

@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shortages import ShortageAt
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.changes import state_digest
@@ -22,37 +22,6 @@ from autoaccum.devices.in_place import device as device_module
 from autoaccum.devices.rehearsal import Rehearsal
 
 STRIDE = 3
-
-
-class ShortageAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an out-of-memory error at the `number`-th storage that an operator creates, once."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.left, self.fired = number, False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.fired:
-            return out
-        known = {id(tensor.untyped_storage()) for tensor in tensors_of((args, list((kwargs or {}).values())))}
-        for tensor in tensors_of(out):
-            if id(tensor.untyped_storage()) not in known:
-                self.left -= 1
-                if self.left < 0:
-                    self.fired = True
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
-        return out
-
-
-def tensors_of(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor) and node.layout is torch.strided:
-        yield node
-    elif isinstance(node, list | tuple):
-        for child in node:
-            yield from tensors_of(child)
 
 
 class Model(nn.Module):
@@ -155,20 +124,6 @@ def test_a_shortage_in_each_phase(phase: str, live_device: Any, pairs: Any) -> N
     assert model.calls == 0
 
 
-class Reading(Tensor):
-    """A loss that cannot be read."""
-
-    @staticmethod
-    def __new__(cls: Any, value: Tensor) -> Any:
-        return value.as_subclass(cls)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist or getattr(func, "__name__", "") == "stack":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
 SCRIPT = """
 import json, sys
 import torch
@@ -256,3 +211,17 @@ def test_real_shortages() -> None:
     assert all(one["same"] and one["limit"] for one in found)
     assert all("DefaultCPUAllocator" in one["message"] for one in found[1:])
     assert all(one["peak"] < 700 * 2**20 for one in found)
+
+
+class Reading(Tensor):
+    """A loss that cannot be read."""
+
+    @staticmethod
+    def __new__(cls: Any, value: Tensor) -> Any:
+        return value.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist or getattr(func, "__name__", "") == "stack":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

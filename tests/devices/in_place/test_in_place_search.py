@@ -1,7 +1,8 @@
-"""The search over trials in place, under a real limit: it ends, on a size that ran, with everything put back."""
+"""Trials in place in processes of their own: a search under a real limit, and a heap that gives back what is freed."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="trials on the CPU need Linux")
+from autoaccum.units import MIB
 
-SCRIPT = """
+linux = pytest.mark.skipif(sys.platform != "linux", reason="trials on the CPU need Linux")
+
+SEARCH = """
 import json
 import torch
 from torch import nn
@@ -44,10 +47,11 @@ print(json.dumps({
 """
 
 
+@linux
 def test_a_search_ends_on_a_size_that_ran() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SEARCH], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -61,3 +65,47 @@ def test_a_search_ends_on_a_size_that_ran() -> None:
     assert 8 < found["largest_fit"] < 200
     assert all(peak <= found["limit"] for peak in ran.values())
     assert len(found["trials"]) < 16
+
+
+GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+glibc = pytest.mark.skipif(not GLIBC, reason="only glibc has these thresholds")
+
+SCRIPT = """
+import json
+import numpy as np
+from autoaccum.devices.in_place.places import tight_heap, trim_heap
+from autoaccum.devices.host_meter import read_process_memory
+from autoaccum.units import MIB
+
+def left():
+    # What freeing every other one of 64 blocks leaves resident.
+    trim_heap()
+    before = read_process_memory().anonymous_bytes
+    blocks = [np.ones(MIB, dtype=np.uint8) for _ in range(64)]
+    kept = blocks[::2]
+    del blocks
+    return read_process_memory().anonymous_bytes - before - 32 * MIB
+
+with tight_heap():
+    within = left()
+print(json.dumps([within, left()]))
+"""
+
+
+@glibc
+@pytest.mark.parametrize("threshold", [None, 65536])
+def test_what_is_freed_is_given_back_at_once(threshold: int | None) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    if threshold is not None:
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(threshold)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    within, afterwards = json.loads(done.stdout)
+    assert within < 4 * MIB
+    if threshold is None:
+        assert afterwards > 24 * MIB  # As in any process that has freed large blocks.
+    else:
+        assert afterwards < 4 * MIB

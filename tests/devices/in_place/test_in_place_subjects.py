@@ -1,26 +1,29 @@
-"""Live objects, and what their functions reach: what is refused before anything is touched."""
+"""Live objects: what is refused, what they hold, their batches of any size, and plans that measure more."""
 
 from __future__ import annotations
 
 import functools
-import threading
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import autoaccum
 from autoaccum.devices.host_memory import HostMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
 from autoaccum.devices.in_place.keeper import LiveBytes, check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.places import check_single_thread
+from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.units import GIB, KIB, MIB, MemorySize
+from autoaccum.workload.batches import batch_size
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
 
-TEACHER = nn.Linear(2, 2)
 CROSS_ENTROPY = resolve_objective(nn.CrossEntropyLoss())
 
 
@@ -40,19 +43,9 @@ def tried(model: nn.Module, device: str = "auto") -> InPlaceDevice:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no module": (UsageError, lambda: live(3), "model is a int"),
-    "lazy": (UsageError, lambda: live(nn.LazyLinear(2)), "not initialised yet"),
     "meta": (UsageError, lambda: tried(nn.Linear(2, 2, device="meta")), "the model is on meta, where no trial"),
     "two places": (UsageError, lambda: tried(two_places()), "the model is on cpu and meta, trials measure one device"),
     "wrapped": (UsageError, lambda: live(nn.DataParallel(nn.Linear(2, 2))), "wrapped in DataParallel"),
-    "other optimizer": (
-        UsageError,
-        lambda: live(nn.Linear(2, 2), optimizer=torch.optim.SGD(TEACHER.parameters())),
-        "the SGD holds no parameter of the model",
-    ),
-    "unknown optimizer": (WorkloadError, lambda: live(nn.Linear(2, 2), optimizer="adamq"), "no optimizer 'adamq'"),
-    "closure": (WorkloadError, lambda: live(nn.Linear(2, 2), optimizer="lbfgs"), "LBFGS needs a closure"),
-    "batch": (WorkloadError, lambda: live(nn.Linear(2, 2), batch=3), "nothing with a batch dimension"),
-    "call": (WorkloadError, lambda: live(nn.Linear(2, 2), batch=lambda: 3), "cannot be called with 1 argument"),
     "elsewhere": (
         UsageError,
         lambda: tried(nn.Linear(2, 2), "cuda:0"),
@@ -105,19 +98,6 @@ def test_live_bytes_are_counted_before_anything_is_copied() -> None:
     assert count_live_bytes({"": model}, None, is_live=False).held_bytes == 0
 
 
-@pytest.mark.filterwarnings("ignore:Sparse ")
-def test_a_sparse_buffer_is_counted_and_comes_back() -> None:
-    for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
-        model: Any = nn.Linear(2, 2, bias=False)
-        model.register_buffer("graph", make(torch.eye(8)))
-        indices_bytes = (9 + 8) * 8 if make is torch.Tensor.to_sparse_csr else 2 * 8 * 8
-        counted = count_live_bytes({"": model}, None, is_live=True)
-        assert counted.copy_bytes == 16 + indices_bytes + 8 * 4
-        assert counted.held_bytes >= counted.copy_bytes  # torch makes some indices larger than they are.
-        InPlaceDevice(live(model), share=4).inspect()
-        assert torch.equal(model.graph.to_dense(), torch.eye(8))
-
-
 def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     big = LiveBytes(copy_bytes=28 * GIB, guard_bytes=14 * GIB, held_bytes=28 * GIB, gradient_bytes=0)
     host = HostMemory(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
@@ -168,45 +148,12 @@ def test_a_live_model_keeps_its_mode_and_one_at_rest_is_told() -> None:
         assert model.training is training
 
 
-def test_what_the_model_holds_counts_as_it_does_in_a_child() -> None:
-    model = nn.Linear(1024, 1024, bias=False)
-    subject = live(model, batch=(torch.ones(4, 1024), torch.zeros(4, dtype=torch.long)), optimizer="sgd")
-    trial = InPlaceDevice(subject, share=4, memory=MemorySize(bytes=64 * MIB)).trial((2, 2))
-    peak = trial.peak_reserved_bytes
-    assert trial.outcome == "ok", trial.message
-    assert peak is not None
-    assert peak >= 2 * 4 * MIB  # The weights and their gradients.
-
-
-def test_inference_mode_is_refused() -> None:
-    made = InPlaceDevice(live(nn.Linear(2, 2)), share=4)
-    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
-        made.inspect()
-
-
 def test_an_inspection_that_runs_out_of_memory_is_a_clear_no() -> None:
     def greedy(size: int) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
     with pytest.raises(DoesNotFitError, match="an update from a small batch of model ran out of memory"):
         InPlaceDevice(live(nn.Linear(2, 2), batch=greedy), share=4).inspect()
-
-
-class TMonitor(threading.Thread):
-    """Called as tqdm's is."""
-
-
-def test_tqdm_s_thread_is_told_how_to_be_rid_of() -> None:
-    stop = threading.Event()
-    monitor = TMonitor(target=stop.wait, daemon=True)
-    monitor.start()
-    try:
-        with pytest.raises(UsageError, match=r"tqdm\.tqdm\.monitor_interval = 0 before the first bar, or plan through"):
-            check_single_thread()
-    finally:
-        stop.set()
-        monitor.join()
-    check_single_thread()
 
 
 def test_a_workload_trains_its_own_copy_and_the_shared_criterion_comes_back() -> None:
@@ -234,3 +181,180 @@ def test_a_card_that_cannot_be_started_is_told(place: str) -> None:
         pytest.raises(NotMeasuredError, match=r"CUDA does not start on cuda:\d \(.+\): nvidia-smi"),
     ):
         device.inspect()
+
+
+def wide() -> tuple[nn.Module, Any]:
+    model = nn.Linear(16, 4096)
+    return model, lambda size: (torch.randn(size, 16), torch.randint(0, 4096, (size,)))
+
+
+def plan_wide(**asked: Any) -> autoaccum.Plan:
+    model, batch = wide()
+    return autoaccum.plan(
+        model=model,
+        batch=batch,
+        loss=nn.CrossEntropyLoss(),
+        target_batch=64,
+        memory=MemorySize(bytes=48 * MIB),
+        **asked,
+    )
+
+
+def test_live_objects_are_planned_along_with_it() -> None:
+    plan = plan_wide(keeps="ema", evaluation_batch=8, evaluate=lambda model, batch: model(batch[0]))
+    assert (plan.workload["keeps"], plan.workload["evaluation_batch"]) == (("ema",), 8)
+    assert plan.workload["worst_of"] is None
+
+
+def test_an_evaluation_too_large_is_told_as_such() -> None:
+    with pytest.raises(DoesNotFitError, match="the evaluation does not fit: .* take a smaller evaluation_batch"):
+        plan_wide(evaluation_batch=4096)
+
+
+def test_an_evaluation_needs_its_size() -> None:
+    with pytest.raises(UsageError, match="evaluate is given without evaluation_batch: say how many"):
+        plan_wide(evaluate=lambda model, batch: None)
+    with pytest.raises(WorkloadError, match="cannot be called with 2 arguments"):
+        plan_wide(evaluate=lambda model: None, evaluation_batch=4)
+
+
+def test_live_objects_have_no_longest_samples() -> None:
+    with pytest.raises(UsageError, match="worst_of is 10, and live objects have no dataset"):
+        plan_wide(worst_of=10)
+
+
+def test_a_workload_in_code_has() -> None:
+    workload = autoaccum.Workload(
+        model=lambda: nn.Linear(5, 3),
+        loss=lambda model, batch: model(batch).mean(),
+        dataset=[torch.zeros(length, 5) for length in (2, 4, 3)],
+        collate=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+    )
+    with pytest.raises(WorkloadError, match="defines no 'batch'"):
+        autoaccum.plan(workload, target_batch=4)
+    plan = autoaccum.plan(workload, target_batch=4, worst_of=3, memory="256MiB")
+    assert plan.workload["worst_of"] == 3
+
+
+@dataclass
+class Record:
+    ids: Tensor
+    name: str
+
+
+def test_a_sample_is_repeated_and_cut() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    batches = make_batches((x, y))
+    inputs, targets = batches(7)
+    assert torch.equal(inputs, x[torch.arange(7) % 3])
+    assert torch.equal(targets, torch.arange(7) % 3)
+    assert batch_size(batches(2)) == 2
+    assert batch_size(batches(3)) == 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.ones(3, 2),
+        [torch.ones(3, 2), torch.zeros(3)],
+        {"ids": torch.ones(3, 4, dtype=torch.long), "scale": 2.0, "shape": (224, 224)},
+        Record(torch.ones(3, 2), "x"),
+        (np.ones((3, 2)), torch.zeros(3)),
+        {"image": [torch.ones(2), torch.ones(3), torch.ones(4)], "label": torch.zeros(3)},
+        (torch.ones(3, 2), ["a", "b", "c"]),
+    ],
+    ids=["tensor", "list", "dict", "dataclass", "array", "ragged", "strings"],
+)
+def test_every_form_has_the_size_asked_for(sample: Any, size: int) -> None:
+    made = make_batches(sample)(size)
+    assert type(made) is type(sample)
+    assert batch_size(made) == size
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("form", ["tensor", "samples"])
+def test_batches_have_memory_of_their_own(form: str, size: int) -> None:
+    parts = [torch.ones(4) for _ in range(3)]
+    sample: Any = torch.ones(3, 4) if form == "tensor" else {"image": parts, "label": torch.zeros(3)}
+    made = make_batches(sample)(size)
+    tensors = [made] if form == "tensor" else made["image"]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(addresses) == len(tensors)
+    theirs = [sample] if form == "tensor" else parts
+    assert not addresses & {tensor.untyped_storage().data_ptr() for tensor in theirs}
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(float(part.sum()) == 4 for part in parts)
+
+
+def test_lambdas_and_closures_work() -> None:
+    data = torch.arange(10)
+    assert torch.equal(make_batches(lambda n: data[:n])(3), torch.arange(3))
+
+    class Maker:
+        def make(self, size: int) -> Tensor:
+            return data[-size:]
+
+    assert batch_size(make_batches(Maker().make)(4)) == 4
+
+
+def test_what_the_function_raises_is_the_user_s() -> None:
+    def failing(size: int) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(WorkloadError, match=r"batch\(5\) raised KeyError: 'labels'") as caught:
+        make_batches(failing)(5)
+    assert "in failing" in str(caught.value.user_traceback)
+    assert "autoaccum" not in str(caught.value.user_traceback)
+
+
+def test_another_size_is_refused_with_the_way_out() -> None:
+    data = torch.arange(10)
+    with pytest.raises(WorkloadError, match=r"batch\(64\) returned 10 samples: return as many as asked, or give one"):
+        make_batches(lambda n: data[:n])(64)
+
+
+def test_an_exhausted_iterator_is_told() -> None:
+    loader = iter(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
+    batches = make_batches(lambda size: next(loader))
+    batches(2)
+    batches(2)
+    with pytest.raises(WorkloadError, match=r"batch\(2\) raised StopIteration: its iterator has no more") as caught:
+        batches(2)
+    assert "next(loader)" in str(caught.value.user_traceback)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (DataLoader(TensorDataset(torch.ones(4))), r"batch is a DataLoader: give one batch of it: next\(iter\(loader"),
+        (iter([1, 2]), "batch is a list_iterator"),
+        (torch.ones(0, 3), "the sample batch is empty"),
+        (3, "nothing with a batch dimension"),
+        ((torch.ones(2), torch.ones(3)), "has 3 rows"),
+    ],
+    ids=["loader", "iterator", "empty", "number", "uneven"],
+)
+def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        make_batches(batch)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_no_gradient_reaches_a_sample_that_requires_one(size: int) -> None:
+    """As of a gradient penalty: what depends on the inputs' gradient still finds inputs that require it."""
+    inputs, scale = torch.ones(3, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    make = make_batches((inputs, torch.ones(3, 2) * scale))
+    for _ in range(2):
+        batch = make(size)
+        assert all(tensor.requires_grad and tensor.is_leaf for tensor in batch)
+        torch.autograd.backward([tensor.sum() for tensor in batch])
+    assert inputs.grad is None
+    assert scale.grad is None
+
+
+def test_inference_mode_is_refused() -> None:
+    made = InPlaceDevice(live(nn.Linear(2, 2)), share=4)
+    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
+        made.inspect()

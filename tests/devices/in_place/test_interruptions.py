@@ -42,19 +42,6 @@ def test_a_signal_strikes_at_once_within_a_window() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_that_goes_on_leaves_the_window_open() -> None:
-    calls = []
-    before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
-    try:
-        with Interruptions() as interruptions, interruptions.window():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            assert len(calls) == 2
-            assert not interruptions.ended(ValueError())
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_a_signal_that_is_only_noted_leaves_a_shortage_an_outcome(live_device: Any, pairs: Any) -> None:
     """As of a scheduler that announces the end of a job (SIGUSR1), whose handler sets a flag."""
     noted: list[int] = []
@@ -109,48 +96,6 @@ def test_ctrl_c_puts_everything_back_and_goes_on(where: str, real: bool, live_de
         assert state_digest(model, optimizer) == before
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert torch.is_grad_enabled()
-
-
-class TooLongError(Exception):
-    pass
-
-
-def give_up(*_: Any) -> None:
-    raise TooLongError
-
-
-def test_an_alarm_ends_a_trial_and_waits_while_everything_is_put_back(
-    live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    strikes_in_loss = [True]
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if strikes_in_loss[0]:
-            signal.raise_signal(signal.SIGALRM)
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    device = live_device(model, pairs, loss, optimizer=optimizer)
-    assert device.limit_bytes
-    before, restore = state_digest(model, optimizer), LiveState.restore
-    handler = signal.signal(signal.SIGALRM, give_up)
-    try:
-        with pytest.raises(TooLongError):
-            device.trial((2, 2))
-        assert state_digest(model, optimizer) == before
-        strikes_in_loss[0] = False
-
-        def strike(self: LiveState) -> None:
-            signal.raise_signal(signal.SIGALRM)
-            restore(self)
-
-        monkeypatch.setattr(LiveState, "restore", strike)
-        with pytest.raises(TooLongError):
-            device.trial((2, 2))
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-    assert state_digest(model, optimizer) == before
 
 
 def test_ctrl_c_while_everything_is_put_back_waits(
