@@ -28,16 +28,8 @@ from autoaccum.training.trainee import Trainee
 class Loop:
     """A training, with all that changes while it goes on.
 
-    Args:
-        request: What is asked for.
-        subject: Where it is from.
-        trainee: What is trained.
-        source: Gives the windows.
-        choice: Its micro-batch.
-        folder: Where checkpoints go; None: nowhere.
-        run: What must be the same when it is resumed.
-        stopping: Whether it was asked to stop.
-        teller: Told of every event; a callback may end training through it.
+    The arguments are what `fitting.train` has made of a request; `run` is what must be the same when it is resumed,
+    and without a `folder` nothing is kept.
 
     Attributes:
         progress: How far it is; training goes on from where it stands.

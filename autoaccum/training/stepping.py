@@ -33,10 +33,9 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 class Stepper(StepObserver):
     """Makes one update from each window.
 
+    Without a `clip_norm` in the request the norm is measured all the same, for the log.
+
     Args:
-        request: What is asked for; without a `clip_norm` the norm is measured all the same, for the log.
-        trainee: What is trained.
-        choice: The micro-batch to begin with.
         progress: How far it is; counts what is skipped.
         check: Called as each phase of a step begins; what it raises rolls the step back.
         tell: Told of shortages, raises of the ceiling and skipped windows.

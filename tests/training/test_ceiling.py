@@ -37,15 +37,6 @@ def test_it_stays_between_one_and_what_was_planned(planned: int, patience: int, 
     assert all(1 <= largest <= planned for _, largest in run(Ceiling(planned, patience=patience), limits))
 
 
-@given(SIZES, st.integers(1, 9), LIMITS)
-def test_it_is_back_at_the_planned_size_after_enough_calm(planned: int, patience: int, limits: list[int]) -> None:
-    ceiling = Ceiling(planned, patience=patience)
-    run(ceiling, limits)
-    calm = run(ceiling, [planned] * (64 + 6) * patience)
-    assert calm[-1] == (0, planned)
-    assert sum(retries for retries, _ in calm) == 0
-
-
 @settings(max_examples=30)
 @given(SIZES, st.data())
 def test_a_smaller_limit_that_stays_costs_few_retries(planned: int, data: st.DataObject) -> None:
@@ -82,10 +73,3 @@ def test_it_goes_on_from_its_state_as_if_never_stopped(planned: int, before: lis
     other.restore(json.loads(json.dumps(ceiling.state())))
     assert other.state() == ceiling.state()
     assert run(other, after) == run(ceiling, after)
-
-
-def test_a_state_of_a_larger_plan_is_bounded_by_the_plan_of_now() -> None:
-    ceiling, smaller = Ceiling(256, patience=2), Ceiling(64)
-    run(ceiling, [200] * 3)
-    smaller.restore(ceiling.state())
-    assert smaller.largest == 64

@@ -2,8 +2,6 @@
 
 import random
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -253,19 +251,3 @@ def test_a_failure_keeps_nothing_alive() -> None:
     model = Watched()
     reason(evaluation(), model)
     assert [made() for made in model.made] == [None]
-
-
-def test_what_can_be_left_is_only_the_passes() -> None:
-    entered = []
-
-    @contextmanager
-    def interruptible() -> Iterator[None]:
-        entered.append(True)
-        yield
-        raise SystemExit(143)
-
-    model = net()
-    with pytest.raises(SystemExit):
-        evaluation(interruptible=interruptible).run(model, 0)
-    assert entered == [True]
-    assert model.training

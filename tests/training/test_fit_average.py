@@ -172,18 +172,13 @@ class Widths(nn.Module):
 WIDTHS: list[int] = []
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_it_is_planned_for_the_longest_of_as_many_samples_as_asked(live: bool) -> None:
-    WIDTHS.clear()
+def test_it_is_planned_for_the_longest_of_as_many_samples_as_asked() -> None:
     asked: dict[str, Any] = {"keeps": None, "ema_decay": None, "micro_batch": None, "steps": 1, "worst_of": 1000}
     workload = Workload(model=Widths, loss=loss, dataset=Rows(), collate=collate)
-    given = {"data": Rows(), "loss": loss, "collate": collate} if live else {}
-    result = fit(Widths() if live else workload, **asked | given)
+    result = fit(workload, **asked)
     assert result.plan is not None
     assert max(WIDTHS) == 64
-    assert result.plan.workload["worst_of"] == (None if live else 1000)
-    (said,) = fit(Widths() if live else workload, **asked | given | {"micro_batch": 3}).warnings
-    assert said == "worst_of is not used: the micro-batch is known without planning"
+    assert result.plan.workload["worst_of"] == 1000
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

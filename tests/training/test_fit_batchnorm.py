@@ -12,7 +12,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.accumulation.observers import AccumulationWarning
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.options import MODES
 from autoaccum.units import MIB, MemorySize
 
@@ -79,13 +79,3 @@ def test_a_plan_s_settings_are_taken_where_its_workload_names_none() -> None:
     changed = dataclasses.replace(workload, digest="of other files")
     with pytest.raises(UsageError, match="the plan is for bf16, BatchNorm frozen; here is fp32, BatchNorm micro"):
         fit(changed, **planned)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    for subject, options in (
-        (model(), {"data": DATA, "loss": nn.CrossEntropyLoss()}),
-        (autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss()), {}),
-    ):
-        with pytest.raises(AutoaccumError, match="there is no batchnorm mode 'exact'") as caught:
-            fit(subject, batchnorm="exact", **options)
-        assert caught.value.exit_code == 2

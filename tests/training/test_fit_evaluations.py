@@ -48,13 +48,6 @@ def test_it_is_asked_after_every_update_and_no_epoch_is_evaluated_besides() -> N
     assert asked == [8, 16, 20, 28, 36, 40]
 
 
-@pytest.mark.parametrize("is_due", [True, False])
-def test_a_callback_that_ends_it_at_an_update_is_followed_by_one_evaluation(is_due: bool) -> None:
-    ending = lambda event: isinstance(event, Updated) and event.samples >= 20  # noqa: E731
-    told = run(lambda samples: is_due and samples >= 20, ending)
-    assert told == [8, 16, 20, "evaluated"]
-
-
 def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
         if isinstance(event, Updated) and event.update == 2:

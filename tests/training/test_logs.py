@@ -70,17 +70,6 @@ def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> No
     assert [line["update"] for line in lines(tmp_path)] == [1]
 
 
-def test_what_is_no_line_of_ours_ends_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Logs(tmp_path, 0, 0, never) as logs:
-        logs.hear(updated(1))
-        with path.open("ab") as file:
-            file.write(b'\xff\n[1]\n{"update": "x"}\n')
-        logs.hear(updated(2))
-    with Logs(tmp_path, 2, 2, never):
-        assert path.read_bytes().count(b"\n") == 5
-
-
 FULL = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])

@@ -279,15 +279,3 @@ def test_a_schedule_that_is_set_anew_goes_on_and_is_told() -> None:
     (told,) = moved(whole.trainee(), other.trainee(), capture_settings(Training("groups", "cosine").trainee()))
     assert told.startswith("the schedule goes on as it was kept: T_max of it")
     assert other.scheduler.T_max == 10
-
-
-class Stubborn(schedules.ConstantLR):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise KeyError("factor")
-
-
-def test_a_scheduler_that_takes_nothing_back_is_named() -> None:
-    training = Training()
-    training.scheduler = Stubborn(training.optimizer)
-    with pytest.raises(UsageError, match=r"the scheduler cannot take its state back \('factor'\)"):
-        moved(training.trainee(), training.trainee())

@@ -26,7 +26,7 @@ from small_data import (
     windows_of,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 import autoaccum
 from autoaccum.errors import DataWorkerError
@@ -54,12 +54,6 @@ class Trap(Dataset[Tensor]):
                 time.sleep(120)
             os.kill(os.getpid(), signal.Signals[self.how])
         return torch.tensor([index])
-
-
-class TrapStream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        trap = Trap("SIGKILL")
-        return (trap[index] for index in range(40))
 
 
 def run_out(source: Source) -> None:
@@ -206,15 +200,6 @@ def test_a_lack_of_shared_memory_is_told() -> None:
     with pytest.raises(DataWorkerError, match=r"failed \(.*torch_.*\): most likely memory, /dev/shm or open files"):
         source.next_window()
     source.close()
-
-
-def test_a_worker_of_a_stream_that_dies_is_told() -> None:
-    for data, workers in ((TrapStream(), 1), (ordered(TrapStream()), 0)):
-        source = opened(data, 8, workers=workers)
-        source.start_epoch(0)
-        with pytest.raises(DataWorkerError, match="a process that reads data failed"):
-            run_out(source)
-        source.close()
 
 
 def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
