@@ -10,7 +10,7 @@ from autoaccum.errors import UsageError
 from autoaccum.workload.names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
-"""A batch, as `workload.forms` describes it."""
+"""A batch, as `workload.recipes` describes it."""
 
 _DIVISORS = ("nothing", "weight", "samples", "targets", "class weights")
 _PRECISIONS = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
