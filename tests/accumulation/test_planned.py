@@ -162,13 +162,6 @@ def test_the_reduction_is_the_plan_s_where_nothing_else_tells() -> None:
         accumulator(plan, model, loss=squares, weight=len)
 
 
-def test_a_weight_that_was_left_out_is_noticed() -> None:
-    plan = plan_of(criterion=None, loss=squares, weight=lambda batch: len(batch[0]))
-    with pytest.raises(UsageError, match=r"for a loss divided by the workload's weight\(\); here is a loss divided by"):
-        accumulator(plan, loss=squares)
-    accumulator(plan, loss=squares, weight=lambda batch: len(batch[0]))
-
-
 def test_a_criterion_s_function_is_its_module() -> None:
     accumulator(plan_of(), loss=nn.functional.cross_entropy)
     with pytest.raises(UsageError, match=r"divided by targets != -100; here is a loss divided by targets != 0"):

@@ -219,27 +219,3 @@ def test_an_error_in_the_scheduler_undoes_the_guarded_update(restless: Any) -> N
         accumulator.step(BATCH)
     assert state_digest(model, made) == before
     assert scheduler.last_epoch == epoch
-
-
-def test_a_scheduler_of_the_users_own_is_undone_too(restless: Any) -> None:
-    class Counting:
-        """Counts, and fails before its count is of use."""
-
-        def __init__(self) -> None:
-            self.count = 0
-            self.seen: list[int] = []
-
-        def step(self) -> None:
-            self.count += 1
-            self.seen.append(self.count)
-            raise ValueError("too far")
-
-    model, scheduler = restless().double(), Counting()
-    made: Any = scheduler
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, criterion=nn.CrossEntropyLoss(), micro_batch=3, scheduler=made)
-    before = state_digest(model, optimizer)
-    with pytest.raises(ValueError, match="too far"):
-        accumulator.step(BATCH)
-    assert state_digest(model, optimizer) == before
-    assert (scheduler.count, scheduler.seen) == (0, [])

@@ -18,7 +18,6 @@ from autoaccum.errors import DoesNotFitError, UpdateInterrupted
 CERTAIN = "CUDA error: out of memory"
 UNCERTAIN = "could not create a primitive"
 CRITERION = nn.MSELoss()
-PLAIN_GRAD: Any = torch.Tensor.grad
 
 
 class Limited(nn.Module):
@@ -202,43 +201,6 @@ def test_an_interruption_within_an_unguarded_update_passes_and_stops_for_good() 
     handle.remove()
     with pytest.raises(UpdateInterrupted):
         accumulator.step(batch_of(16))
-
-
-@pytest.mark.parametrize("updates_before", [0, 1])
-def test_an_interruption_right_after_the_update_leaves_the_update_made(updates_before: int) -> None:
-    class Slow(nn.Parameter):
-        """Raises when its gradient is dropped after an update."""
-
-        interrupts = False
-
-        @property
-        def grad(self) -> Any:
-            return PLAIN_GRAD.__get__(self)
-
-        @grad.setter
-        def grad(self, value: Any) -> None:
-            if value is None and self.interrupts and self.grad is not None:
-                raise KeyboardInterrupt
-            PLAIN_GRAD.__set__(self, value)
-
-    model, twin = (Limited(50, KeyboardInterrupt).eval() for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    slow = Slow(model.layer.weight.detach().clone())
-    model.layer.weight = slow
-    pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in (model, twin)]
-    accumulators = [Accumulator(net, optimizer, CRITERION, micro_batch=4) for net, optimizer in pairs]
-    batch = batch_of(8)
-    for _ in range(updates_before):
-        for accumulator in accumulators:
-            accumulator.step(batch)
-    slow.interrupts = True
-    with pytest.raises(KeyboardInterrupt):
-        accumulators[0].step(batch)
-    slow.interrupts = False
-    accumulators[1].step(batch)
-    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert accumulators[0].step(batch).updated
 
 
 def test_a_dead_context_is_not_touched_again() -> None:
