@@ -16,9 +16,11 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.breakdown import Ledger, break_down
+from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.jobs import SimulatedChild
 from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.options import Options
 
@@ -62,6 +64,13 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
 
     yield load
     children[-1].close()
+
+
+@pytest.fixture
+def mode() -> Iterator[CardMode]:
+    """A simulated RTX 3090, in this process."""
+    with simulate(find_card("rtx3090")) as mode:
+        yield mode
 
 
 @dataclasses.dataclass(frozen=True)

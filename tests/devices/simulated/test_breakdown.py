@@ -30,10 +30,8 @@ from autoaccum.devices.simulated.breakdown import (
     purposes,
 )
 from autoaccum.devices.simulated.card_mode import CardMode
-from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.explaining import draw_timeline
 from autoaccum.devices.simulated.replays import Demand
-from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.units import MIB
 
@@ -509,12 +507,6 @@ class Seen:
 
     def see(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
         self.dtypes.append(dtype)
-
-
-@pytest.fixture
-def mode() -> Any:
-    with simulate(find_card("rtx3090")) as mode:
-        yield mode
 
 
 def test_the_first_tensor_of_a_storage_tells_its_dtype(mode: CardMode) -> None:

@@ -86,32 +86,18 @@ def test_every_spelling_finds_its_card_or_names_it_among_those_that_share_it(car
     ("text", "name"),
     [
         ("4090", "rtx4090"),
-        ("rtx4090", "rtx4090"),
-        ("RTX 4090", "rtx4090"),
-        ("GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("rtx-3090-24gb", "rtx3090"),
         ("A100 80GB", "a100-80gb"),
-        ("a100-80gb", "a100-80gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-        ("h100", "h100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
         ("H100 80G", "h100"),
-        ("T4", "t4"),
         ("colab", "t4"),
-        ("l40s", "l40s"),
         ("3080 10g", "rtx3080-10gb"),
         ("NVIDIA GeForce RTX 3080 12 GB", "rtx3080-12gb"),
         ("4070 ti super", "rtx4070-ti-super"),
         ("RTX 4060 Ti 16GB", "rtx4060-ti-16gb"),
         ("4060 mobile", "rtx4060-laptop"),
-        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop"),
         ("A6000", "rtx-a6000"),
-        ("RTX 6000 Ada Generation", "rtx6000-ada"),
         ("Quadro RTX 6000", "quadro-rtx-6000"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb-1g.5gb"),
         ("a100-3g.20gb", "a100-40gb-3g.20gb"),
         ("h100-mig-1g.10gb", "h100-1g.10gb"),
     ],
@@ -225,16 +211,6 @@ def test_the_rule_gives_what_was_reported(title: str) -> None:
     assert (seen.start_bytes, seen.measured, ruled.measured) == (reported, True, False)
     assert source in seen.source
     assert abs(ruled.start_bytes - reported) <= ruled.band_bytes - seen.band_bytes
-
-
-@pytest.mark.parametrize(
-    ("name", "mib"), [("t4", 80), ("v100-16gb", 320), ("a100-80gb", 432), ("h100", 528), ("rtx5090", 510)]
-)
-def test_two_kib_for_each_resident_thread(name: str, mib: int) -> None:
-    outside = context_bytes(find_card(name))
-    assert outside.start_bytes == mib * MIB
-    assert outside.bytes == (mib + mib / 4) * MIB
-    assert outside.band_bytes == (mib / 8 + min(64, mib / 2) + mib / 8) * MIB
 
 
 def test_the_band_covers_modules_that_load_late() -> None:

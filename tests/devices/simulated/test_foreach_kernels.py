@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from made_up_card import make_card, on_card
+from made_up_card import on_card
 from torch import Tensor, nn
 
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
 
-CARD = make_card()
 SHAPES = ((300, 40), (7,), (1000,))
 BYTES = 4 * (300 * 40 + 7 + 1000)
 LARGEST = 4 * 300 * 40
@@ -39,38 +38,23 @@ def extra_bytes(recorder: Recorder, run: Callable[[], Any]) -> int:
     return peak
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (torch.optim.AdamW, BYTES),
-        (torch.optim.Adam, BYTES),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), BYTES),
-        (lambda p: torch.optim.AdamW(p, fused=True), 0),
-        (lambda p: torch.optim.Adam(p, fused=True), 0),
-        (lambda p: torch.optim.AdamW(p, foreach=False), 2 * LARGEST),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), BYTES),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 0),
-        (torch.optim.RMSprop, BYTES),
-        (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), 2 * BYTES),
-        (torch.optim.Adagrad, 2 * BYTES),
-    ],
-    ids=[
-        "AdamW",
-        "Adam",
-        "AdamW-amsgrad",
-        "AdamW-fused",
-        "Adam-fused",
-        "AdamW-single",
-        "SGD",
-        "SGD-decay",
-        "SGD-fused",
-        "RMSprop",
-        "RMSprop-decay",
-        "Adagrad",
-    ],
-)
-def test_temporaries_of_a_step(build: Callable[[Any], torch.optim.Optimizer], expected: int) -> None:
+TEMPORARIES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
+    "AdamW": (torch.optim.AdamW, BYTES),
+    "AdamW-amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), BYTES),
+    "AdamW-fused": (lambda p: torch.optim.AdamW(p, fused=True), 0),
+    "AdamW-single": (lambda p: torch.optim.AdamW(p, foreach=False), 2 * LARGEST),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
+    "SGD-decay": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), BYTES),
+    "SGD-fused": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 0),
+    "RMSprop": (torch.optim.RMSprop, BYTES),
+    "RMSprop-decay": (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), 2 * BYTES),
+    "Adagrad": (torch.optim.Adagrad, 2 * BYTES),
+}
+
+
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_temporaries_of_a_step(name: str) -> None:
+    build, expected = TEMPORARIES[name]
     with on_card() as recorder:
         optimizer = build(parameters())
         optimizer.step()

@@ -21,12 +21,6 @@ from autoaccum.devices.simulated.values import UnknownValue
 IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
 
 
-@pytest.fixture
-def mode() -> Iterator[CardMode]:
-    with simulate(find_card("rtx3090")) as mode:
-        yield mode
-
-
 def written(ids: Tensor) -> Tensor:
     copy = ids.clone()
     row = copy[0]

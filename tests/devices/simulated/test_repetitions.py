@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,15 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.card_mode import CardMode
-from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.repetitions import Repetitions
-from autoaccum.devices.simulated.simulation import simulate
-
-
-@pytest.fixture
-def mode() -> Iterator[CardMode]:
-    with simulate(find_card("rtx3090")) as mode:
-        yield mode
 
 
 def attended(x: Tensor) -> list[Tensor]:

@@ -10,10 +10,11 @@ from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
 from autoaccum.devices.simulated.kernels.rnn_meta import Cell, band_percent, reserve_bytes
 from autoaccum.devices.simulated.replay import replay
-from autoaccum.devices.simulated.replays import Weigher
+from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Scratch
 
 CARD = make_card()
@@ -62,7 +63,7 @@ def test_band_of_the_reserve_lives_as_long() -> None:
         torch.autograd.backward(out.sum())
         assert abs(recorder.events.index(~band) - recorder.events.index(~tensor)) == 1
         trace = recorder.trace([BATCH])
-        demand = Weigher(CARD, (2, 13)).weigh(trace)
+        demand = Replays(CARD, AllocatorSettings(), (2, 13)).weigh(trace)
         assert demand.band_bytes >= reserve // 4
         assert "recurrent_reserve" in demand.guessed
         assert demand.sizes[band] == 0

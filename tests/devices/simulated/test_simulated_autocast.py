@@ -32,12 +32,6 @@ HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter in inference mode
 
 
-@pytest.fixture
-def card() -> Iterator[CardMode]:
-    with simulate(CARD) as mode:
-        yield mode
-
-
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is cast, in order: (shape, from, to), and the first operator that is no cast."""
 
@@ -313,44 +307,44 @@ def test_weights_are_kept_as_on_the_cpu(scenario: Scenario) -> None:
 # Memory
 
 
-def kept_bytes(card: CardMode) -> int:
+def kept_bytes(mode: CardMode) -> int:
     gc.collect()
-    return card.recorder.alive_bytes
+    return mode.recorder.alive_bytes
 
 
-def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(card: CardMode) -> None:
+def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(mode: CardMode) -> None:
     x, w = made(64, 512), made(512, 512, grad=True)
-    before = kept_bytes(card)
+    before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):
         with torch.autocast("cuda", BF16):
             F.linear(x, w)
             F.linear(x, w)
-        assert kept_bytes(card) - before == 2 * 512 * 512
-    assert kept_bytes(card) == before
+        assert kept_bytes(mode) - before == 2 * 512 * 512
+    assert kept_bytes(mode) == before
 
 
-def test_what_a_backward_pass_needs_outlives_autocast(card: CardMode) -> None:
+def test_what_a_backward_pass_needs_outlives_autocast(mode: CardMode) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
-    before = kept_bytes(card)
+    before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):
         out = F.linear(x, w)
-    assert kept_bytes(card) - before == 2 * (64 * 512 + 512 * 512 + 64 * 512)  # input, weight, output
+    assert kept_bytes(mode) - before == 2 * (64 * 512 + 512 * 512 + 64 * 512)  # input, weight, output
     backward(out)
     del out
-    assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)
+    assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)
     assert w.grad is not None
     assert (w.grad.dtype, w.grad.device.type) == (FP32, "cuda")
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_a_checkpoint_within_a_backward_pass_within_autocast_keeps_no_weight(card: CardMode, reentrant: bool) -> None:
+def test_a_checkpoint_within_a_backward_pass_within_autocast_keeps_no_weight(mode: CardMode, reentrant: bool) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
-    before = kept_bytes(card)
+    before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):
         out = checkpoint(lambda y: F.linear(y, w).relu(), x, use_reentrant=reentrant)
         backward(out)
         del out
-        assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)  # gradients
+        assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)  # gradients
         F.linear(x, w)
-        assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512) + 2 * 512 * 512 + 2 * 64 * 512
-    assert kept_bytes(card) - before == 4 * (64 * 512 + 512 * 512)
+        assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512) + 2 * 512 * 512 + 2 * 64 * 512
+    assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,12 +20,6 @@ from autoaccum.devices.simulated.patches import Numbering, replaced
 from autoaccum.devices.simulated.simulation import OWN_KERNELS, simulate
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 from autoaccum.errors import UsageError
-
-
-@pytest.fixture
-def mode() -> Iterator[CardMode]:
-    with simulate(find_card("rtx3090")) as mode:
-        yield mode
 
 
 @pytest.mark.usefixtures("mode")
