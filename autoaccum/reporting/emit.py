@@ -13,7 +13,7 @@ from typing import Any
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.emitted_step import LONGEST_LINE, Step, function_lines, refused_form, type_of, whole_names
+from autoaccum.reporting.emitted_step import LONGEST_LINE, Step, function_lines, refused_form, type_of
 from autoaccum.reporting.plan_table import describe_companions
 from autoaccum.units import format_bytes
 
@@ -53,7 +53,7 @@ def check_emittable(
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
     if recipe is not None:
-        whole_names(Step(precision, accumulates=True, recipe=recipe).form)
+        Step(precision, accumulates=True, recipe=recipe)
 
 
 def module_name(path: str) -> str:
@@ -84,22 +84,15 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         module: What `module_name` gives for its file, for the example in its docstring.
 
     Raises:
-        UsageError: The plan is for several ranks or a mode of BatchNorm that cannot be written, comes from a version of
-            autoaccum that did not record how the loss is weighted, or its batch or criterion cannot be written in a
-            line of PyTorch.
+        UsageError: The plan is for several ranks or a mode of BatchNorm that cannot be written, or its batch or
+            criterion cannot be written in a line of PyTorch.
     """
     batchnorm = str(plan.workload.get("batchnorm") or "micro")
     check_emittable(world_size=plan.world_size, batchnorm=batchnorm)
-    recipe = plan.workload.get("recipe")
-    if not isinstance(recipe, Mapping) or not recipe:
-        raise UsageError(
-            "the plan does not record how its loss is weighted: an older autoaccum made it",
-            hint="plan again with `autoaccum plan`",
-        )
     step = Step(
         str(plan.workload.get("precision", "fp32")),
         accumulates=plan.iter_size > 1,
-        recipe=recipe,
+        recipe=plan.workload["recipe"],
         freezes=batchnorm == "frozen",
         accumulate_in=str(plan.workload.get("accumulate_in") or "fp32"),
         multiple_of=plan.multiple_of,
@@ -121,8 +114,6 @@ def _docstring(plan: Plan, step: Step, module: str) -> Iterator[str]:
     yield ""
     if step.precision == "fp16":
         yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'
-    if step.divisor == "class weights":
-        yield "    criterion.to(device)  # its class weights are used on the model's device"
     short = "" if plan.target_batch == 1 else "; the last one may be short"
     if plan.multiple_of > 1:
         short = f"; a short last one has a multiple of {plan.multiple_of}, or leave it out by drop_last=True"
@@ -180,18 +171,11 @@ def _arguments(plan: Plan, step: Step) -> Iterator[str]:
 def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     """Lines of a docstring: nothing in them ends it or escapes."""
     harmless = "".join(c if c.isprintable() else " " for c in text).replace("\\", "/").replace('"', "'")
-    return textwrap.wrap(
-        harmless,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=later,
-        break_on_hyphens=False,
-    )
+    return textwrap.wrap(harmless, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
 def _imports(step: Step) -> Iterator[str]:
-    takes_callable = step.takes_weight or (not step.own and step.divisor != "class weights")
-    names = ["Callable"] * takes_callable + ["Mapping"] * step.has_terms
+    names = ["Callable"] * (step.takes_weight or not step.own) + ["Mapping"] * step.has_terms
     yield "import math"
     if names:
         yield f"from collections.abc import {', '.join(names)}"
@@ -211,11 +195,8 @@ def _constants(plan: Plan, step: Step) -> Iterator[str]:
     yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
     if plan.multiple_of > 1:
         yield f"MULTIPLE_OF = {plan.multiple_of}  # every micro-batch is one, as every batch has to be"
-    if step.counts_targets:
+    if step.divisor == "targets":
         yield f"IGNORE_INDEX = {step.recipe['ignore_index']}  # of the criterion: its mean is over the other targets"
     if step.freezes:
         yield "BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)"
-    if names := whole_names(step.form):
-        listed = ", ".join(f'"{name}"' for name in names)
-        yield f"WHOLE = {{{listed}}}  # of the whole batch, not cut"
     yield f"Batch = {type_of(step.form)}"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autoaccum.errors import UsageError
-from autoaccum.workload.names import is_plain_name
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 """A batch, as `workload.recipes` describes it."""
 
-_DIVISORS = ("nothing", "weight", "samples", "targets", "class weights")
 _PRECISIONS = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
-_AGAIN = "plan again with `autoaccum plan`"
+
 _FEW = 3
 """So many tensors in a tuple are written out; more of them by a comprehension."""
 
@@ -32,7 +30,7 @@ def refused_form() -> UsageError:
 
 @dataclass(frozen=True)
 class Step:
-    """What one plan's training step is made of.
+    """The parts of one plan's training step.
 
     Attributes:
         precision: `fp32`, `bf16` or `fp16`.
@@ -43,7 +41,7 @@ class Step:
         multiple_of: Of which the parts are multiples.
 
     Raises:
-        UsageError: The recipe is missing, or what it records cannot be emitted.
+        UsageError: The recipe records what cannot be emitted.
     """
 
     precision: str
@@ -54,14 +52,10 @@ class Step:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        known = self.divisor in _DIVISORS and self.precision in _PRECISIONS
-        if not known or (self.counts_targets and not isinstance(self.recipe.get("ignore_index"), int)):
-            raise UsageError("the plan does not record how its loss is divided", hint=_AGAIN)
-        if self.divisor == "class weights" and not self.recipe.get("is_module"):
+        if self.divisor == "class weights":
             raise UsageError(
-                "the criterion's class weights are bound to a function or within a compiled module, where the emitted "
-                "file could not read them",
-                hint="give a plain module, such as nn.CrossEntropyLoss(weight=...)",
+                "the criterion's mean is over class weights, which --emit does not write down",
+                hint="write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator",
             )
         if misweighted := self.recipe.get("misweighted"):
             raise UsageError(
@@ -85,10 +79,6 @@ class Step:
         kinds = _check_form(self.form)
         if self.call is None and not self.own and "mapping" in kinds:
             raise refused_form()  # A loss may look at attributes, which a dict has not.
-        if self.call is not None and not (isinstance(self.form, Mapping) and len(_entries(self.form)) == 2):
-            raise refused_form()
-        if "tensor" not in kinds:
-            raise UsageError("nothing in the batch has the samples as its length", hint=_AGAIN)
 
     @property
     def divisor(self) -> str:
@@ -129,12 +119,7 @@ class Step:
     @property
     def weighs(self) -> bool:
         """Whether weights are counted, and may be zero."""
-        return self.divisor in ("weight", "targets", "class weights")
-
-    @property
-    def counts_targets(self) -> bool:
-        """Whether weights are those of the targets that are not ignored."""
-        return self.divisor in ("targets", "class weights")
+        return self.divisor in ("weight", "targets")
 
     @property
     def is_half(self) -> bool:
@@ -153,7 +138,7 @@ class Step:
 def type_of(form: Form) -> str:
     """The type annotation of a batch of this form."""
     if isinstance(form, str):
-        return "Tensor" if form in ("tensor", "scalar") else "Any"
+        return "Tensor"
     kind, inner = next(iter(form)), list(map(type_of, _entries(form).values()))
     common = inner[0] if len(set(inner)) == 1 else "Any"
     if kind == "tuple":
@@ -161,67 +146,32 @@ def type_of(form: Form) -> str:
     return {"list": f"list[{common}]", "dict": f"dict[str, {common}]"}.get(kind, "Any")
 
 
-def whole_names(form: Form) -> list[str]:
-    """Names in dicts of what is of the whole batch, and is not cut.
-
-    Raises:
-        UsageError: One of them is cut in another dict.
-    """
-    named: dict[str, set[bool]] = {}
-    for content in _dicts(form):
-        for name, leaf in content.items():
-            named.setdefault(name, set()).add(leaf == "tensor")
-    if any(len(cut) > 1 for cut in named.values()):
-        raise refused_form()
-    return sorted(name for name, cut in named.items() if cut == {False})
-
-
 def _entries(form: Mapping[str, Any]) -> Mapping[Any, Form]:
-    """What a container holds, by key or index."""
-    kind, content = next(iter(form.items()), ("", None))
-    if kind in ("dict", "mapping") and isinstance(content, Mapping) and all(map(is_plain_name, content)) and content:
-        return content
-    if kind in ("tuple", "list") and isinstance(content, Sequence) and not isinstance(content, str) and content:
-        return dict(enumerate(content))
-    raise refused_form()
+    """The forms in a container, by key or index."""
+    ((_, content),) = form.items()
+    return content if isinstance(content, Mapping) else dict(enumerate(content))
 
 
-def _check_form(form: Any) -> set[str]:
-    """The kinds of containers and leaves; what is not of tensors in tuples, lists and dicts, or deep, is refused."""
+def _check_form(form: Form) -> set[str]:
+    """The kinds of containers; all but tensors in tuples, lists and dicts is refused, and dicts of anything else."""
     if isinstance(form, str):
-        if form not in ("tensor", "scalar", "value"):
+        if form != "tensor":
             raise refused_form()
-        return {form}
-    if not isinstance(form, Mapping):
+        return set()
+    kind, entries = next(iter(form)), _entries(form).values()
+    if kind in ("dict", "mapping") and not all(isinstance(inner, str) for inner in entries):
         raise refused_form()
-    entries = _entries(form).values()
-    if next(iter(form)) in ("dict", "mapping") and not all(isinstance(inner, str) for inner in entries):
-        raise refused_form()
-    return {next(iter(form)), *(kind for inner in entries for kind in _check_form(inner))}
-
-
-def _dicts(form: Form) -> Iterator[Mapping[str, Form]]:
-    if isinstance(form, Mapping):
-        if next(iter(form)) in ("dict", "mapping"):
-            yield _entries(form)
-        for inner in _entries(form).values():
-            yield from _dicts(inner)
+    return {kind, *(found for inner in entries for found in _check_form(inner))}
 
 
 def _changed(form: Form, name: str, *, cut: bool) -> str:
     """Code for the batch `name`, cut to its samples `a:b`, or else moved to `device`; of other mappings a dict."""
     if isinstance(form, str):
-        if form == "value" or (cut and form == "scalar"):
-            return name
         return f"{name}[a:b]" if cut else f"{name}.to(device)"
-    kind, entries = next(iter(form)), _entries(form)
+    kind = next(iter(form))
     if kind in ("dict", "mapping"):
-        value = "v[a:b]" if cut else "v.to(device)"
-        if cut and set(entries.values()) != {"tensor"}:
-            value = "v if k in WHOLE else v[a:b]"
-        elif not cut and "value" in entries.values():
-            value = "v.to(device) if isinstance(v, Tensor) else v"
-        return f"{{k: {value} for k, v in {name}.items()}}"
+        return f"{{k: {_changed('tensor', 'v', cut=cut)} for k, v in {name}.items()}}"
+    entries = _entries(form)
     if len(entries) > _FEW and set(map(str, entries.values())) == {"tensor"}:
         each = f"{_changed('tensor', 'v', cut=cut)} for v in {name}"
         return f"[{each}]" if kind == "list" else f"tuple({each})"
@@ -229,13 +179,12 @@ def _changed(form: Form, name: str, *, cut: bool) -> str:
     return f"[{inner}]" if kind == "list" else f"({inner}{',' * (len(entries) == 1)})"
 
 
-def _rows_in(form: Form, name: str) -> str | None:
-    """Code for something in the batch `name` that has the samples as its length."""
+def _rows_in(form: Form, name: str) -> str:
+    """Code for the first tensor in the batch `name`, whose length is the number of samples."""
     if isinstance(form, str):
-        return name if form == "tensor" else None
-    step = '["{0}"]' if next(iter(form)) in ("dict", "mapping") else "[{0}]"
-    found = (_rows_in(entry, name + step.format(key)) for key, entry in _entries(form).items())
-    return next((one for one in found if one), None)
+        return name
+    key, inner = next(iter(_entries(form).items()))
+    return _rows_in(inner, f'{name}["{key}"]' if next(iter(form)) in ("dict", "mapping") else f"{name}[{key}]")
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
@@ -286,7 +235,7 @@ def _signature(step: Step) -> Iterator[str]:
         returned = "Mapping[str, Tensor]" if step.has_terms else "Tensor"
         yield f"    loss: Callable[[nn.Module, Batch], {returned}],"
     elif not step.own:
-        yield f"    criterion: {'nn.Module' if step.divisor == 'class weights' else 'Callable[..., Tensor]'},"
+        yield "    criterion: Callable[..., Tensor],"
     yield "    batch: Batch,"
     yield "    *,"
     if step.takes_weight:
@@ -425,13 +374,6 @@ if not any(totals.values()):
 _COUNTS = {
     "weight": "weights = [float(weight(part)) for part in parts]\n",
     "targets": "weights = [int((part[1] != IGNORE_INDEX).sum()) for part in parts]\n",
-    "class weights": """\
-class_weights = criterion.get_buffer("weight").double().cpu()
-weights: list[float] = []
-for part in parts:
-    kept = part[1][part[1] != IGNORE_INDEX].cpu()
-    weights.append(float(class_weights[kept].sum()))
-""",
 }
 
 _TOTAL = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError
@@ -33,7 +31,6 @@ FORMS: dict[str, Any] = {
     "single": {"tuple": ["tensor"]},
     "five": {"list": ["tensor"] * 5},
     "dict": LABELS,
-    "values": {"dict": {"ids": "tensor", "scale": "scalar", "n": "value"}},
     "nested": {"tuple": [{"dict": {"input_ids": "tensor", "attention_mask": "tensor"}}, "tensor"]},
 }
 
@@ -59,14 +56,13 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     """A name and the text of every kind of file there is."""
     for name, form in FORMS.items():
         yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, call=None, divisor="samples"))
-    inputs = {"tuple": [{"mapping": {"x": "tensor", "name": "value"}}, "tensor"]}
+    inputs = {"tuple": [{"mapping": {"x": "tensor", "mask": "tensor"}}, "tensor"]}
     for name, form in (("pair", FORMS["pair"]), ("nested", FORMS["nested"]), ("mapping", inputs)):
         yield f"criterion {name}", emit_wrapper(with_recipe(plan, divisor="samples", batch=form))
     for precision, half in (("fp32", []), ("bf16", []), ("fp16", []), ("fp32", ["float16"]), ("bf16", ["bfloat16"])):
         called = f"{precision} {'half' if half else ''}"
-        for divisor in ("nothing", "weight", "samples", "targets", "class weights"):
-            text = emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half, is_module=True))
-            yield f"{divisor} {called}", text
+        for divisor in ("nothing", "weight", "samples", "targets"):
+            yield f"{divisor} {called}", emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half))
         for divisor, weights in (("nothing", []), ("samples", []), ("weight", []), ("weight", ["a", "b"])):
             recipe: dict[str, Any] = {
                 "divisor": divisor,
@@ -164,23 +160,15 @@ def test_a_name_to_import(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("my step.py", "the emitted my step.py cannot be imported under that name: take a name such as my_step.py"),
-        ("class.py", "the emitted class.py cannot be imported under that name: take a name such as train_step.py"),
-        ("step", "the emitted step cannot be imported under that name: take a name such as step.py"),
-        ("step.txt", "the emitted step.txt cannot be imported under that name: take a name such as step.py"),
-        ("torch.py", "the emitted torch.py would hide the module torch: take a name such as train_step.py"),
+        ("my step.py", "cannot be imported under that name: take a name such as my_step.py"),
+        ("class.py", "cannot be imported under that name: take a name such as train_step.py"),
+        ("step.txt", "cannot be imported under that name: take a name such as step.py"),
+        ("torch.py", "would hide the module torch: take a name such as train_step.py"),
     ],
 )
 def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=says):
         module_name(path)
-    assert str(caught.value) == says
-
-
-def test_a_plan_that_was_kept_gives_the_same_file(a_plan: Plan) -> None:
-    for form in FORMS.values():
-        plan = with_recipe(a_plan, batch=form, call=None, divisor="samples")
-        assert emit_wrapper(Plan.from_json(plan.to_json())) == emit_wrapper(plan)
 
 
 def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
@@ -200,61 +188,24 @@ def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan:
         emit_wrapper(running)
 
 
-def test_refuses_a_plan_that_does_not_say_enough(a_plan: Plan) -> None:
-    old = {key: value for key, value in a_plan.workload.items() if key != "recipe"}
-    with pytest.raises(UsageError, match="an older autoaccum made it: plan again with `autoaccum plan`"):
-        emit_wrapper(dataclasses.replace(a_plan, workload=old))
-    broken: dict[str, Any]
-    for broken in (
-        {"divisor": "moons"},
-        {"batch": "value"},
-        {"divisor": "targets", "ignore_index": "0) or evil("},
-    ):
-        recipe: dict[str, Any] = {"call": None, "divisor": "samples", **broken}
-        with pytest.raises(UsageError, match="plan again"):
-            emit_wrapper(with_recipe(a_plan, **recipe))
-
-
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
+        ({"batch": "value", "call": None}, "cannot be cut and moved in a line"),
         ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {"samples": {"list": [{"samples": "tensor"}]}}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {"dict": ["x"]}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {"dict": {'x"]; evil(); ["': "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": "tensor", "call": "one"}, "cannot be cut and moved in a line"),
-        (
-            {"batch": {"dict": {f"{'x' * 80}{i}": "value" for i in "ab"} | {"x": "tensor"}}, "call": None},
-            "cannot be cut",
-        ),
-        ({"batch": {"dataclass": {"x": "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
+        ({"batch": {"dict": {"x": "tensor", "scale": "scalar"}}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": {"mapping": {"x": "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": {"dict": {"x": LABELS}}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {"tuple": ["tensor", {"samples": "tensor"}]}, "call": None}, "cannot be cut and moved in a line"),
-        ({"batch": {"tuple": [LABELS, {"dict": {"x": "scalar"}}]}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": "own", "call": None}, r"split\(batch, sizes\), which --emit does not write down"),
         ({"call": "triple"}, r"takes more than outputs and targets.*: write loss\(model, batch\)"),
-        (
-            {"divisor": "class weights", "is_module": False},
-            r"give a plain module, such as nn\.CrossEntropyLoss\(weight",
-        ),
+        ({"divisor": "class weights"}, r"mean is over class weights.*: write loss\(model, batch\) and weight\(batch\)"),
         ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, and the loss is one number"),
+        ({"misweighted": "by tokens"}, "would weigh its parts wrongly: by tokens"),
     ],
 )
 def test_refuses_what_cannot_be_written_down(a_plan: Plan, recipe: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         emit_wrapper(with_recipe(a_plan, **{"divisor": "samples", **recipe}))
-
-
-def test_a_function_with_class_weights_is_refused(make_plan_of: Any) -> None:
-    def criterion(outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
-        return F.cross_entropy(outputs, targets, weight=weight)
-
-    bound = functools.partial(F.cross_entropy, weight=torch.ones(3))
-    with pytest.raises(UsageError, match="class weights are bound to a function or within a compiled module"):
-        emit_wrapper(make_plan_of(workload(criterion=bound), 18, 6))
-    assert "share = len" in emit_wrapper(make_plan_of(workload(criterion=criterion), 18, 6))
 
 
 FILE = """

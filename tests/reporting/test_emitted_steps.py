@@ -54,7 +54,7 @@ def real(size: int) -> tuple[Tensor, Tensor]:
 
 
 def as_dict(size: int) -> dict[str, Any]:
-    return {"x": x_of(size), "y": labels(size), "scale": torch.tensor(0.5), "kind": "dog"}
+    return {"x": x_of(size), "y": labels(size)}
 
 
 def token_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -71,9 +71,6 @@ class Own(nn.Module):
         return (outputs - targets).abs().sqrt().mean()
 
 
-CLASS_WEIGHTS = torch.tensor([0.2, 0.9, 1.7], dtype=torch.float64)
-
-
 CASES: dict[str, dict[str, Any]] = {
     "elements": {"batch": real, "criterion": nn.MSELoss()},
     "elements summed": {"batch": real, "criterion": nn.L1Loss(reduction="sum")},
@@ -87,18 +84,14 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": lambda n: (x_of(n), labels(n, 1)),
         "criterion": functools.partial(F.cross_entropy, ignore_index=1),
     },
-    "class weights": {
-        "batch": lambda n: (x_of(n), labels(n)),
-        "criterion": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
-    },
     "probabilities": {
         "batch": lambda n: (x_of(n), torch.softmax(real(n)[1], 1)),
-        "criterion": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+        "criterion": nn.CrossEntropyLoss(),
     },
     "an own criterion": {"batch": real, "criterion": Own()},
     "several inputs": {"batch": lambda n: ((x_of(n), x_of(n)), labels(n)), "criterion": nn.CrossEntropyLoss()},
     "named inputs": {"batch": lambda n: [{"x": x_of(n), "mask": x_of(n)}, labels(n)], "criterion": F.cross_entropy},
-    "samples": {"batch": as_dict, "loss": lambda model, batch: model(batch["x"]).square().mean() * batch["scale"]},
+    "samples": {"batch": as_dict, "loss": lambda model, batch: model(batch["x"]).square().mean()},
     "a sum": {"batch": as_dict, "loss": lambda m, b: m(b["x"]).square().sum(), "reduction": "sum"},
     "a weight": {"batch": as_dict, "loss": token_loss, "weight": lambda batch: (batch["y"] != -100).sum()},
     "terms": {
@@ -217,7 +210,7 @@ def test_the_plan_s_numbers_are_its_constants(emit: Any) -> None:
     assert [len(x) for x, _ in parts] == [86, 85, 85]
 
 
-@pytest.mark.parametrize("case", ["targets", "class weights", "a weight", "terms", "terms of targets"])
+@pytest.mark.parametrize("case", ["targets", "a weight", "terms", "terms of targets"])
 def test_a_part_without_weight_is_left_out_and_nothing_is_no_update(case: str, emit: Any) -> None:
     work = workload(case)
     module = emit(work, target=6, ceiling=2)
@@ -261,7 +254,7 @@ def test_clips_once_what_the_optimizer_holds(emit: Any, clip_norm: float) -> Non
 
 
 def test_trains_as_a_loop_over_full_batches_does(emit: Any) -> None:
-    work = workload("class weights")
+    work = workload("targets")
     module = emit(work)
     model = work.build_model()
     other = copy.deepcopy(model)
