@@ -144,8 +144,9 @@ def _how_equal(found: Verification) -> str:
     pairs = [(one.error, one.tolerance) for one in every if one.quantity == "gradients"]
     error, tolerance = (max(figures) for figures in zip(*pairs, strict=True))
     rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
+    precision = {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
     batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
-    return f"to {_error(error)} of the largest gradient entry ({batch}, {_precision(found)}{rough})"
+    return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"
 
 
 def _urgency(difference: Difference) -> tuple[int, float]:
@@ -159,8 +160,6 @@ def _where(difference: Difference) -> str:
 
 
 def _of(difference: Difference) -> str:
-    if not math.isfinite(difference.error):
-        return ""
     return {
         "loss": " of the loss",
         "gradients": " of the largest entry",
@@ -177,10 +176,6 @@ def _error(error: float) -> str:
 
 def _tolerance(tolerance: float) -> str:
     return "exact" if tolerance == 0 else f"{tolerance:.1e}"
-
-
-def _precision(found: Verification) -> str:
-    return {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
 
 
 class VerificationProgress(Progress):

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from itertools import permutations
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from autoaccum.accumulation.coupling import Coupling, listed, modules
 from autoaccum.accumulation.halves import find_coupling
-from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.factors import LARGER, Decomposition, find_factors
 from autoaccum.verification.fixture import BESIDE
-from autoaccum.verification.host_generators import calmed
 from autoaccum.verification.inquiry import Inquiry
 from autoaccum.verification.records import Cause
 from autoaccum.verification.runs import Runs
-from autoaccum.verification.updates import Change, Run
-from autoaccum.workload.candidates import find_leaves
-from autoaccum.workload.experiments import map_tensors
+from autoaccum.verification.updates import Change
 from autoaccum.workload.nests import OwnBatch
 
 KEPT_STATE = (
@@ -29,18 +23,6 @@ KEPT_STATE = (
     " each part"
 )
 """The way out where `has_kept_state`."""
-
-_SHARE, _ROUNDING = 1e-5, 1e-12
-"""Of the largest change, and of the loss: what a sum over samples is off by rounding, in float64."""
-
-_MOST_LEAVES = 6
-
-_TAKE_BEFORE = (
-    "take what is of the whole batch (a mean, a spread, the counts of classes) where the batch is made, before it is"
-    " cut, and give it along with each sample; what depends on the weights, as a load-balancing term does, is not exact"
-    " in parts, and a larger micro-batch comes nearer; terms that divide by counts of their own want a dict from loss"
-    " and from weight(batch)"
-)
 
 
 def look_for_coupling(inquiry: Inquiry) -> Coupling:
@@ -111,19 +93,6 @@ def _pairs_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     return Cause(kind="coupled model", found=found, change=change, where=names, proved=proved)
 
 
-def balancing_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
-    """The balancing loss of a mixture of experts (`accumulation.routers`)."""
-    found = (
-        "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
-        f" micro-batch at once{': without it, both are the same' if proved else ''}"
-    )
-    change = (
-        "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most"
-        f" training does; {LARGER}"
-    )
-    return Cause(kind="coupled loss", found=found, change=change, where=names, proved=proved)
-
-
 def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
     """Draws that differ in meaning between a part and the whole batch."""
     found = (
@@ -184,34 +153,30 @@ def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Ca
 def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
     """The cause where no weights at all make the full batch's gradient of its parts'; None where that cannot be told.
 
-    No module was seen to couple samples; `change` puts BatchNorm, state and random draws out of the way.
+    So it is with a mixup in the loss, which mixes samples before the model sees them.
+    `change` puts BatchNorm, state and random draws out of the way.
     """
     try:
         cuts = [Decomposition(cut, change, inquiry.rounding) for cut in inquiry.cuts]
     except AutoaccumError:
         return None
     found = [find_factors(cut.gradient, cut.gradients) for cut in cuts]
-    if not any(one is not None and one.residual > inquiry.rounding for one in found):
+    is_whole = any(one is not None and one.residual > inquiry.rounding for one in found)
+    if not is_whole or len(cuts[0].whole.terms) > 1:  # Each term may have weights of its own.
         return None
-    seen, first = _seen_of_leaves(inquiry, change)
-    if len(cuts[0].whole.terms) > 1 and not seen:
-        return None  # Each term may have weights of its own.
-    told = (
-        "no weights make the full batch's gradient of its parts', and no row of a module's outputs was seen to depend"
-        f" on others: the loss, or what forward computes beside such rows, takes the batch as a whole{seen}"
-    )
-    return Cause(kind="coupled loss", found=told, change=first + _TAKE_BEFORE, where=("the loss",))
+    return _loss_cause(inquiry)
 
 
 def _loss_cause(inquiry: Inquiry) -> Cause:
-    """A loss that was seen to mix samples."""
-    seen, first = _seen_of_leaves(inquiry, Change(rest=frozenset(inquiry.batchnorms)))
+    """A loss, or what it does with the batch before the model, that mixes samples."""
     found = (
-        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch): those of a part"
-        f" know nothing of the others{seen}"
+        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch, the balancing"
+        " of experts, outputs of shape (n, 1) beside targets of shape (n,)): those of a part know nothing of the others"
     )
+    first = "see first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
-        f"{first}no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
+        f"{first if isinstance(inquiry.runs.batch, OwnBatch) else ''}give what is compared the same shape; otherwise"
+        " no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
         f" and given along with each sample; of outputs, {LARGER}"
     )
     return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))
@@ -234,77 +199,3 @@ def _broadcast_cause(inquiry: Inquiry) -> Cause | None:
     )
     change = "give both the same shape, as by .squeeze(-1) of the outputs"
     return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))
-
-
-def _seen_of_leaves(inquiry: Inquiry, change: Change) -> tuple[str, str]:
-    """What was seen of tensors of the batch whose rows interact in the loss, and what to try first."""
-    moves = _Moves(inquiry, change)
-    names = list(moves.leaves)[:_MOST_LEAVES]
-    coupled = [name for name in names if moves.interact(name, name)]
-    held = None if coupled else next((pair for pair in permutations(names, 2) if moves.interact(*pair)), None)
-    if isinstance(inquiry.runs.batch, OwnBatch):
-        return "", "see first that split(batch, sizes) returns each sample once, in order; if it does, "
-    if coupled:
-        return f"; rows of {listed(coupled)} count otherwise when those of other samples are moved", ""
-    if held is None:
-        return "", ""
-    first = "give what is compared the same shape, where (n, 1) and (n,) are broadcast; otherwise "
-    return f"; {held[0]} of a sample is held against {held[1]} of others", first
-
-
-class _Moves:
-    """Runs the loss of the batch with rows of the first half, of the second, or of both, put elsewhere."""
-
-    def __init__(self, inquiry: Inquiry, change: Change) -> None:
-        self._runs, self._change = inquiry.runs, change
-        self._is_exact = inquiry.runs.fixture.precision == "fp64"
-        self._half = sum(inquiry.runs.sizes) // 2
-        total = sum(inquiry.runs.sizes)
-        found = {code: leaf for code, leaf in find_leaves(self._runs.batch) if isinstance(leaf, Tensor)}
-        self.leaves = {code: leaf for code, leaf in found.items() if leaf.shape[0] == total and not leaf.is_sparse}
-        self._still = self._run({})
-
-    def interact(self, first: str, second: str) -> bool:
-        """Whether moving the first half's rows of one and the second half's of another is more than both alone."""
-        if self._still is None or not self._is_exact:
-            return False
-        one = self._run({first: self._moved(first, first_half=True)})
-        other = self._run({second: self._moved(second, first_half=False)})
-        if one is None or other is None:
-            return False
-        both = {first: self._moved(first, first_half=True)}
-        both[second] = self._moved(second, first_half=False, of=both.get(second))
-        together = self._run(both)
-        return together is not None and any(_is_more(self._still, one, other, together))
-
-    def _moved(self, name: str, *, first_half: bool, of: Tensor | None = None) -> Tensor:
-        """Rows of one half taken, or drawn near, to those of the other."""
-        leaf = self.leaves[name]
-        moved = (leaf if of is None else of).clone()
-        half = slice(0, self._half) if first_half else slice(self._half, None)
-        others = leaf.roll(self._half, 0)[half]
-        mixed = 0.3 * leaf[half] + 0.7 * others if leaf.is_floating_point() else others
-        moved[half] = mixed.to(leaf.dtype)
-        return moved
-
-    def _run(self, moves: Mapping[str, Tensor]) -> Mapping[str, float] | None:
-        exchanged = {id(self.leaves[name]): tensor for name, tensor in moves.items()}
-        batch = map_tensors(self._runs.batch, lambda tensor: exchanged.get(id(tensor), tensor).clone())
-        run = Run(self._runs.fixture, self._change)
-        seed_everything()
-        try:
-            with run.running("the loss"), torch.no_grad(), calmed():
-                terms = run.terms(batch)
-        except Exception:  # Outside of the range that the loss takes.
-            return None
-        values = {name: float(term) for name, term in terms.items()}
-        return values if all(map(math.isfinite, values.values())) else None
-
-
-def _is_more(
-    still: Mapping[str, float], one: Mapping[str, float], other: Mapping[str, float], both: Mapping[str, float]
-) -> Iterator[bool]:
-    for name, value in still.items():
-        apart = abs(both[name] - one[name] - other[name] + value)
-        moved = max(abs(one[name] - value), abs(other[name] - value))
-        yield apart > _SHARE * moved + _ROUNDING * max(abs(value), abs(both[name]))

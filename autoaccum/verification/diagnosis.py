@@ -7,11 +7,9 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from autoaccum.accumulation.cautions import balancing_factors
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.coupling_causes import (
-    balancing_cause,
     batchnorm_cause,
     coupling_causes,
     draw_cause,
@@ -37,7 +35,7 @@ _COARSE = 1e-2
 class _Suspect(NamedTuple):
     """One thing that may be put out of the way, and the modules, attributes or buffers it lies in."""
 
-    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model"]
     where: tuple[str, ...] = ()
 
     def added(self, change: Change) -> Change:
@@ -48,8 +46,6 @@ class _Suspect(NamedTuple):
             return replace(change, unhooked=True)
         if self.kind == "randomness":
             return replace(change, calm=True)
-        if self.kind == "balancing loss":
-            return replace(change, unbalanced=True)
         return replace(change, rest=change.rest | frozenset(self.where))
 
 
@@ -102,7 +98,6 @@ def _find_suspects(inquiry: Inquiry) -> list[_Suspect]:
     runs = inquiry.runs
     found = [
         _Suspect("batchnorm", inquiry.batchnorms),
-        _Suspect("balancing loss", balancing_factors(inquiry.model)),
         _Suspect("state", inquiry.state),
         _Suspect("hook", inquiry.hooked),
         _Suspect("randomness", runs.draw_sites if runs.mismatch is None else ()),
@@ -162,7 +157,7 @@ def _cause(inquiry: Inquiry, one: _Suspect, found: _Found) -> Cause:
         return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "state":
         return replace(state_cause(inquiry, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
-    make = {"coupled model": module_cause, "balancing loss": balancing_cause, "hook": hook_cause}
+    make = {"coupled model": module_cause, "hook": hook_cause}
     return make.get(one.kind, draw_cause)(one.where, proved=proved)
 
 
@@ -198,13 +193,9 @@ def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
     differing = inquiry.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
     tried = listed([*(one.kind for one in _find_suspects(inquiry)), "weights"])
-    seen = "; no module of the model was seen to mix samples, nor what the loss does with its outputs"
     return Cause(
         kind="unknown",
-        found=(
-            f"{why}; tried: {tried}{seen if coupling.loss is False and not coupling.modules else ''}"
-            f"{f' ({coupling.reason})' if coupling.reason else ''}"
-        ),
+        found=f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}",
         change=f"look at {listed(where)} first: {_FIRST}" if where else _FIRST,
         where=where,
     )

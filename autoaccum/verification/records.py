@@ -15,6 +15,8 @@ from autoaccum.records import RecordError, freeze, read_record, to_plain
 
 SCHEMA = 1
 
+Method = Literal["accumulator", "accumulate"]
+Window = Literal["whole", "last"]
 Quantity = Literal["loss", "gradients", "buffers", "update"]
 CauseKind = Literal[
     "batchnorm",
@@ -68,8 +70,8 @@ class Comparison:
         differences: Of each quantity.
     """
 
-    method: Literal["accumulator", "accumulate"]
-    window: Literal["whole", "last"]
+    method: Method
+    window: Window
     micro_batches: tuple[int, ...]
     differences: tuple[Difference, ...]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-from torch.optim import Optimizer
+from typing import Any
 
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import read_count
@@ -16,13 +14,11 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.subjects import choose_way
-from autoaccum.verification.fixture import Precision
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import check_optimizer
 from autoaccum.workload.samples import adapt, replace_given
 from autoaccum.workload.spec import Workload, no_batch
 
-_MOST_SAMPLES = 100_000
 _SAMPLES_LOOKED_AT = 4
 """In a dataset, for each of the batch."""
 
@@ -40,14 +36,12 @@ class VerifyRequest:
     options: Options = field(default_factory=lambda: Options(device="cpu"))
     accumulate: Any = None
     target_batch: int = 16
-    micro_batch: int | None = None
+    micro_batch: Any = None
     on_event: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         target = read_count(self.target_batch, "target_batch")
         micro = -(-target // 4) if self.micro_batch is None else read_count(self.micro_batch, "micro_batch")
-        if target > _MOST_SAMPLES:
-            raise UsageError(f"the target batch is beyond {_MOST_SAMPLES:,}", hint="16 samples show the same")
         if micro >= target:
             raise UsageError(
                 f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
@@ -61,26 +55,6 @@ class VerifyRequest:
         if self.on_event is not None and not callable(self.on_event):
             raise UsageError(f"on_event is {self.on_event!r}", hint="give a function of one argument")
 
-    @property
-    def chosen(self) -> Precision:
-        """The precision it begins with: float64, which may give way to float32, where none is given."""
-        return cast("Precision", self.options.precision or "fp64")
-
-    @property
-    def largest_part(self) -> int:
-        """The micro-batch as it was given; a quarter of the target otherwise."""
-        assert self.micro_batch is not None
-        return self.micro_batch
-
-
-def whole_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """The parts of a whole window, as the Accumulator cuts it.
-
-    >>> whole_window(16, 6)
-    (6, 5, 5)
-    """
-    return tuple(split_evenly(target, micro, multiple_of))
-
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
     """The parts of a shorter window, as at the end of an epoch, uneven where that is possible.
@@ -93,7 +67,7 @@ def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...
     if multiple_of > 1:
         counted = last_window(target // multiple_of, micro // multiple_of)
         return None if counted is None else tuple(part * multiple_of for part in counted)
-    cut = [whole_window(samples, micro) for samples in range(min(2 * micro, target) - 1, micro, -1)]
+    cut = [tuple(split_evenly(samples, micro)) for samples in range(min(2 * micro, target) - 1, micro, -1)]
     if micro == 1 and target > 2:
         return (1, 1)
     return next((parts for parts in cut if len(set(parts)) > 1), cut[0] if cut else None)
@@ -109,25 +83,8 @@ def loaded_window(samples: int, micro: int) -> tuple[int, ...]:
     return (micro,) * whole + ((left,) if left else ())
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is verified.
-
-    Attributes:
-        workload: As it is asked for.
-        optimizer: A live optimizer of its very model; None where there is none.
-        tried: Everything of the caller's that its runs can reach.
-        reference: What the record calls it.
-    """
-
-    workload: Workload
-    optimizer: Optimizer | None
-    tried: Tried
-    reference: str
-
-
-def find_subject(request: VerifyRequest) -> Subject:
-    """The subject of a request.
+def find_subject(request: VerifyRequest) -> tuple[Tried, str]:
+    """The workload of a request with all of the caller's that its runs can reach, and the name for the record.
 
     Raises:
         UsageError: Not exactly one of the ways to give it, or an argument that does not go with it.
@@ -149,7 +106,7 @@ def find_subject(request: VerifyRequest) -> Subject:
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
         raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
-    return Subject(workload, tried.optimizer, dataclasses.replace(tried, workload=workload), reference)
+    return dataclasses.replace(tried, workload=workload), reference
 
 
 def _looked_at(workload: Any, request: VerifyRequest) -> int | None:

@@ -18,7 +18,6 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.cautions import leave_out_balancing
 from autoaccum.accumulation.changes import OwnAttributes
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver, StepPhase
@@ -72,7 +71,6 @@ class Change:
         weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
             number each, or pairs of a term and its number.
         unhooked: Hooks on parameters' gradients are left out.
-        unbalanced: The loss that balances experts is left out.
         summed: Losses of parts are added up, not averaged.
     """
 
@@ -82,7 +80,6 @@ class Change:
     weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
     summed: bool = False
     unhooked: bool = False
-    unbalanced: bool = False
 
 
 UNCHANGED = Change()
@@ -106,8 +103,6 @@ class Run:
         if fixture.workload.batchnorm == "frozen":
             for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
-        if change.unbalanced:
-            leave_out_balancing(model)
         if change.unhooked:
             for parameter in model.parameters():
                 for hooks in tensor_hooks(parameter):
@@ -316,7 +311,7 @@ class _Watch(StepObserver):
 
 
 class MicroBatches(list[Any]):
-    """A list, however a loop goes through it; of lists that it makes itself, what the model is given tells (`called`).
+    """A list that tells what is taken in turn or by index; however else a loop goes, what the model is given tells.
 
     Args:
         parts: The micro-batches.
@@ -343,22 +338,8 @@ class MicroBatches(list[Any]):
             yield self[index]
             index += 1
 
-    def __reversed__(self) -> Iterator[Any]:
-        for index in range(len(self) - 1, -1, -1):
-            yield self[index]
-
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            made = MicroBatches(super().__getitem__(index), self._take)
-            made._indices, made._owners, made._parts = self._indices, self._owners, self._parts
-            return made
-        return self._taken(super().__getitem__(index))
-
-    def pop(self, index: Any = -1) -> Any:
-        """As a list's."""
-        return self._taken(super().pop(index))
-
-    def _taken(self, part: Any) -> Any:
+        part = super().__getitem__(index)
         if id(part) in self._indices:
             self._take(self._indices[id(part)])
         return part

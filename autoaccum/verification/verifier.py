@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.randomness import RandomState
-from autoaccum.accumulation.schedule import check_multiple
+from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
@@ -27,16 +28,13 @@ from autoaccum.verification.coupling_causes import KEPT_STATE, has_kept_state
 from autoaccum.verification.diagnosis import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.inquiry import find_notes
-from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Verification
-from autoaccum.verification.request import Subject, VerifyRequest, last_window, loaded_window, whole_window
+from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Method, Verification, Window
+from autoaccum.verification.request import VerifyRequest, last_window, loaded_window
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.samples import take_small_batch
-
-Method = Literal["accumulator", "accumulate"]
-Window = Literal["whole", "last"]
 
 _NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
 _LEAST_SCALE = 2.0**-10
@@ -49,16 +47,16 @@ _ONE_VALUE = "more than 1 value per channel"
 class Verifier:
     """Makes one verification of what a request asks for."""
 
-    def __init__(self, request: VerifyRequest, subject: Subject) -> None:
-        self._request, self._subject = request, subject
+    def __init__(self, request: VerifyRequest, subject: Tried, reference: str) -> None:
+        self._request, self._subject, self._reference = request, subject, reference
         self._comparisons: list[Comparison] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
-        self._precision: Precision = request.chosen
+        self._precision = cast("Precision", request.options.precision or "fp64")  # Which may give way to float32.
         self._double: Fixture | None = None
         self._each = subject.workload.multiple_of or 1
         check_multiple(request.target_batch, self._each, "the target batch")
-        self._micro_batch = max(request.largest_part // self._each, 1) * self._each
+        self._micro_batch = max(request.micro_batch // self._each, 1) * self._each
         if self._micro_batch == request.target_batch:
             raise UsageError(
                 f"micro-batches are to be multiples of {self._each}, and there are {self._each} samples",
@@ -71,7 +69,7 @@ class Verifier:
         seed_everything()
         self._batch = self._take_batch(target)
         self._random = RandomState()
-        runs = self._whole_runs(whole_window(target, micro, each))
+        runs = self._whole_runs(tuple(split_evenly(target, micro, each)))
         self._tell(Begun(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device)))
         if self._subject.workload.accumulate_in == "parameters":
             unseen = ' (not in float64, which is verified: precision="fp32" keeps their dtypes)'
@@ -248,7 +246,7 @@ class Verifier:
             causes=tuple(self._causes),
             notes=tuple(self._notes),
             workload={
-                "reference": self._subject.reference,
+                "reference": self._reference,
                 "digest": workload.digest,
                 **self._describe(runs),
                 "loss": name_loss(workload),

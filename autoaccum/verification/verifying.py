@@ -98,16 +98,16 @@ def verify(
 
 
 def _verify(request: VerifyRequest, began: float) -> Verification:
-    subject = find_subject(request)
+    tried, reference = find_subject(request)
     from_file = isinstance(request.workload, (str, os.PathLike))
 
     def work(interruptions: Interruptions) -> Verification:
         with warnings.catch_warnings(), _within_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
             with interruptions.window():
-                return _run(Verifier(request, subject), began)
+                return _run(Verifier(request, tried, reference), began)
 
-    return StateKeeper(subject.tried, at_once=True).run(work)
+    return StateKeeper(tried, at_once=True).run(work)
 
 
 @contextmanager

@@ -43,15 +43,6 @@ def test_sources_are_told_where_they_are_asked_for() -> None:
     assert "memory:" not in drawn("l40")
 
 
-def test_other_names_are_told() -> None:
-    assert "also: colab, colab-t4" in drawn("t4", sources=True)
-
-
-def test_a_pipe_gets_no_colours() -> None:
-    assert "\x1b" not in drawn("t4")
-    assert "\x1b" in drawn("t4", force_terminal=True)
-
-
 def test_a_record_is_json() -> None:
     for card in all_cards():
         record = json.loads(json.dumps(card_record(card)))

@@ -37,13 +37,6 @@ def test_a_result_that_cannot_be_written_is_an_error_and_progress_is_not() -> No
     console.print("progress")
 
 
-def test_forced_colours_make_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    console = make_console(file=io.StringIO())
-    assert console.is_terminal
-    assert not console.can_redraw
-
-
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     file = io.StringIO()

@@ -203,13 +203,6 @@ def even(make_plan_of: Any) -> ModuleType:
     return module
 
 
-def test_the_plan_s_numbers_are_its_constants(emit: Any) -> None:
-    module = emit(workload("targets, another ignored"), target=256, ceiling=100)
-    assert (module.MICRO_BATCH, module.IGNORE_INDEX) == (86, 2)
-    parts = module.cut((torch.arange(256), torch.arange(256)))
-    assert [len(x) for x, _ in parts] == [86, 85, 85]
-
-
 @pytest.mark.parametrize("case", ["targets", "a weight", "terms", "terms of targets"])
 def test_a_part_without_weight_is_left_out_and_nothing_is_no_update(case: str, emit: Any) -> None:
     work = workload(case)

@@ -87,18 +87,6 @@ def test_no_line_is_longer_than_the_console_or_ends_in_spaces(width: int) -> Non
     assert all(len(line) <= max(width, 67) and line == line.rstrip() for line in lines)
 
 
-def test_a_measured_peak_stands_beside() -> None:
-    assert "86 + 85: 10.0 GiB (predicted); measured: 9.0 GiB\n" in draw(measured=9 * GIB)
-
-
-def test_what_is_empty_is_left_out() -> None:
-    text = draw(replace(EXPLANATION, modules=(), changes=(), module="", op=""))
-    assert "the peak stands in backward, at what is there from the start\n" in text
-    assert "per sample" not in text
-    assert "least budget" not in text
-    assert text.endswith("on top\n")
-
-
 def test_odd_names_neither_break_the_table_nor_command_the_terminal() -> None:
     odd = "a\tname\nof\x1b[31m \u202ekind"
     shares = [replace(EXPLANATION.modules[0], name=odd, kind=odd), *EXPLANATION.modules[1:]]

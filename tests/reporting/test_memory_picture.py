@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from pictured_plans import account, extremes, plan, trial, usual
+from pictured_plans import extremes, plan, trial, usual
 
 from autoaccum.devices.explanation import Account
 from autoaccum.planning.records import Plan
@@ -161,25 +160,7 @@ def test_every_colour_is_seen_on_both_panels(case: Case) -> None:
         assert f'[style*="stroke: {light}"] {{ stroke: {DARK[role]} !important }}' in style
 
 
-def test_no_colour_stands_for_two_things() -> None:
-    assert len(set(LIGHT.values())) == len(set(DARK.values())) == len(LIGHT)
-    assert LIGHT.keys() == DARK.keys()
-
-
 # --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_png_is_opaque_and_twice_as_fine_as_a_screen() -> None:
-    png = draw_memory(*usual(), "png")
-    pixels = matplotlib.image.imread(io.BytesIO(png))
-    assert pixels.shape[1] == 1800
-    assert pixels[..., 3].min() == 1.0
-
-
-@pytest.mark.parametrize("form", ["svg", "png"])
-def test_the_same_plan_gives_the_same_bytes(form: str) -> None:
-    planned, known = usual()
-    assert draw_memory(planned, known, form) == draw_memory(planned, known, form)  # type: ignore[arg-type]
 
 
 def test_another_process_gives_the_same_bytes() -> None:
@@ -218,8 +199,3 @@ def test_an_svg_is_small_and_dated_by_nobody() -> None:
     svg = draw_memory(*usual(), "svg")
     assert len(svg) < 120_000
     assert b"dc:date" not in svg
-
-
-def test_an_account_of_nothing_at_all_is_drawn() -> None:
-    planned, _ = usual()
-    assert texts(draw_memory(planned, account({"parameters": lambda at: 1}, unused=0), "svg"))

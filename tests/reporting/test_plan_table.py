@@ -175,12 +175,6 @@ def test_nothing_is_lost_on_a_narrow_terminal() -> None:
     assert shlex.split(command) == [*COMMAND, "-o", "plan.json"]
 
 
-def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[" not in draw(make_plan())
-    assert "\x1b[" in draw(make_plan(), color=True)
-
-
 def test_what_others_named_stays_on_its_line() -> None:
     odd = make_plan(
         notes=("a\nnote\x1b[31m",),
@@ -206,19 +200,6 @@ def test_what_others_named_stays_on_its_line() -> None:
 def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
     line = accumulator_line(replace(make_plan(), workload=workload))
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
-
-
-def test_a_mode_of_batchnorm_is_shown_where_it_is_not_pytorch_s_own() -> None:
-    assert "batchnorm" not in draw(replace(make_plan(), workload={"batchnorm": "micro"}), verbose=True)
-    shown = draw(replace(make_plan(), workload={"batchnorm": "frozen"}), verbose=True)
-    assert "frozen: normalises by its running statistics" in shown
-
-
-def test_the_line_that_trains_loads_a_kept_plan_and_names_a_criterion() -> None:
-    workload = {"weight": "the workload's weight()", "precision": "bf16", "loss": "criterion"}
-    line = accumulator_line(replace(make_plan(), workload=workload), Path("my plan.json"))
-    options = "criterion=criterion, plan=autoaccum.Plan.load('my plan.json'), weight=weight"
-    assert line == f"autoaccum.Accumulator(model, optimizer, {options}).step(batch)"
 
 
 def test_the_line_that_trains_is_python() -> None:

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Inspection, Outcome, Trial
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.planning.events import (
-    ExplanationStarted,
     Inspected,
     Loading,
     Scheduled,
@@ -17,7 +16,7 @@ from autoaccum.planning.events import (
     TrialStarted,
 )
 from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.progress import PlanProgress, trial_line
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.units import GIB, MIB
 
 INSPECTION = Inspection(
@@ -112,17 +111,6 @@ def test_a_size_that_is_tried_again_says_why() -> None:
     assert second.endswith("  in backward  once more, in a fresh process")
 
 
-def test_a_trial_that_took_too_long_is_no_riddle() -> None:
-    line = trial_line(Trial(parts=(8, 8), outcome="error", seconds=60.0, timed_out=True)).plain
-    assert line == "          8  error            -    60.0 s  took too long"
-
-
-def test_a_schedule_that_was_proved_already_is_not_announced() -> None:
-    file = io.StringIO()
-    PlanProgress(make_console(file=file)).tell(Scheduled(make_schedule(64, 64), 64))
-    assert file.getvalue() == ""
-
-
 def test_quiet_passes_on_only_what_the_workload_prints() -> None:
     assert draw(quiet=True) == "printed in trial 1\nprinted in trial 2\n"
 
@@ -134,15 +122,6 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
     assert "trial 3: micro-batch 43 + 42 ..." in text
     assert text.endswith("\x1b[?25h") or text.rstrip().endswith("1.0 s"), "the cursor is shown again"
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
-
-
-def test_a_terminal_shows_that_memory_is_looked_into() -> None:
-    file = Terminal()
-    with PlanProgress(make_console(file=file, width=60, force_terminal=True, color_system=None)) as progress:
-        progress.tell(ExplanationStarted())
-    text = file.getvalue()
-    assert "finding out where the memory goes ..." in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
 def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
@@ -157,9 +136,3 @@ def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         run()
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
-
-
-@pytest.mark.parametrize("outcome", ["ok", "tight", "oom", "error"])
-def test_outcomes_have_colours(outcome: Outcome) -> None:
-    trial = Trial(parts=(1, 1), outcome=outcome)
-    assert trial_line(trial).spans

@@ -53,14 +53,6 @@ def test_copies_are_alike_and_apart() -> None:
     assert torch.equal(next(fixture.fresh().model.parameters()), next(other.model.parameters()))
 
 
-def test_other_precisions_keep_the_parameters_dtype() -> None:
-    assert next(Fixture(make(), precision="bf16").fresh().model.parameters()).dtype == torch.float32
-
-
-def test_a_model_at_rest_is_taken_as_it_is_trained() -> None:
-    assert Fixture(make(Tied().eval())).fresh().model.training
-
-
 def test_a_live_optimizer_is_copied_with_its_state() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)

@@ -118,23 +118,6 @@ def test_each_part_can_begin_afresh() -> None:
     assert distance(made.full(fresh), made.accumulated(fresh)) < 1e-14
 
 
-def test_modules_can_be_put_to_rest() -> None:
-    made = runs(make(model=lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))))
-    assert distance(made.full(), made.accumulated()) > 1e-3
-    rest = Change(rest=frozenset({"1"}))
-    assert distance(made.full(rest), made.accumulated(rest)) < 1e-14
-    assert torch.equal(made.full(rest).buffers["1.running_mean"], torch.zeros(5, dtype=torch.float64))
-
-
-def test_noise_for_all_samples_is_the_same_for_all_parts() -> None:
-    def loss(model: nn.Module, pair: Any) -> Tensor:
-        return F.cross_entropy(model(pair[0] + torch.randn(4)), pair[1])
-
-    made = runs(make(criterion=None, loss=loss))
-    assert distance(made.full(), made.accumulated()) < 1e-14
-    assert len(made.shared_draws) == 1
-
-
 def test_draws_that_cannot_be_joined_are_held() -> None:
     def mixing(model: nn.Module, pair: Any) -> Tensor:
         order = torch.randperm(len(pair[0]))
@@ -254,16 +237,6 @@ def test_other_precisions_are_run_as_they_train(precision: Any, bound: float) ->
     assert gradient.dtype == torch.float32
 
 
-def test_what_the_users_code_raises_is_theirs() -> None:
-    def failing(model: nn.Module, pair: Any) -> Tensor:
-        raise KeyError("labels")
-
-    with pytest.raises(WorkloadError, match="raised KeyError: 'labels'") as caught:
-        runs(make(criterion=None, loss=failing)).full()
-    assert caught.value.user_traceback is not None
-    assert "failing" in caught.value.user_traceback
-
-
 def test_a_loop_may_scale_its_loss() -> None:
     def scaling(model: nn.Module, micro_batches: list[Any]) -> None:
         scaler = torch.amp.GradScaler("cpu")
@@ -274,18 +247,6 @@ def test_a_loop_may_scale_its_loss() -> None:
 
     made = runs(make(accumulate=scaling))
     assert distance(made.full(), made.own()) < 1e-14
-
-
-def test_hooks_on_gradients_see_each_part_and_can_be_left_out() -> None:
-    def hooked() -> nn.Module:
-        model = Net()
-        model.first.weight.register_hook(lambda one: one.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
-        return model
-
-    made = runs(make(model=hooked))
-    assert distance(made.full(), made.accumulated()) > 1e-4
-    bare = Change(unhooked=True)
-    assert distance(made.full(bare), made.accumulated(bare)) < 1e-14
 
 
 def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
