@@ -20,7 +20,7 @@ _CODE_INTERRUPTED = 130
 _OUTPUTS = ("as_json", "output", "plot", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
-    *("sampler", "pruner", "plan", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
+    *("sampler", "pruner", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
 )
 """What a training has no use for, or is told anyway."""
 
@@ -34,13 +34,9 @@ _OF_THE_STUDY = (
     "--trials", type=count, default=30, show_default=True, metavar="N", help="Of the study in all, earlier ones too."
 )
 @click.option(
-    "--learning-rate",
-    metavar="LOW..HIGH",
-    help="The range to search: 1e-4..1e-1.  [default: the workload's own / 100 to x 100]",
+    "--learning-rate", metavar="LOW..HIGH", help="Such as 1e-4..1e-1.  [default: the workload's own / 100 to x 100]"
 )
-@click.option(
-    "--budget-samples", type=count, metavar="N", help="How long each trial trains.  [default: once over the data]"
-)
+@click.option("--budget-samples", type=count, metavar="N", help="Of each trial.  [default: once over the data]")
 @click.option("--budget-seconds", type=seconds, metavar="SECONDS", help="Likewise, by time.")
 @click.option(
     "--confirm",
@@ -51,21 +47,14 @@ _OF_THE_STUDY = (
     help="How many of the best are repeated with two other seeds each.",
 )
 @click.option(
-    "--storage",
-    metavar="FILE|URL",
-    help="Where Optuna keeps the study: a file of SQLite, a .journal, or a URL.  [default: tune.db]",
+    "--storage", metavar="FILE|URL", help="Of the study: a file of SQLite, a .journal, or a URL.  [default: tune.db]"
 )
 @click.option("--study", metavar="NAME", help="Its name in there.  [default: the workload's]")
 @click.option("--seed", type=natural, default=0, show_default=True, metavar="N", help="Of the sampler and all trials.")
 @click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="Optuna's, draws the settings.")
 @click.option(
-    "--pruner",
-    default="halving",
-    show_default=True,
-    metavar="halving|none",
-    help="Optuna's, ends trials that are behind: by successive halving, or not at all.",
+    "--pruner", default="halving", show_default=True, metavar="halving|none", help="Optuna's, ends trials early."
 )
-@click.option("--plan", metavar="FILE", help="Whose ceiling counts.  [default: the study's, or it is planned first]")
 @options(
     "device",
     "memory",
@@ -81,12 +70,7 @@ _OF_THE_STUDY = (
     trial_limit="When a trial is given up.",
 )
 @click.option(
-    "--heartbeat",
-    type=count,
-    default=20,
-    show_default=True,
-    metavar="SECONDS",
-    help="Between signs of life, by which Optuna knows of a trial whose process died; not in a journal.",
+    "--heartbeat", type=count, default=20, show_default=True, metavar="SECONDS", help="Between a trial's signs of life."
 )
 @click.option("--plot", metavar="FOLDER", help="Draw what was found: four pictures as .svg.")
 @click.option("--json", "as_json", is_flag=True, help="What was found as JSON on stdout, and nothing else there.")
@@ -99,10 +83,8 @@ def command(
     """Search the learning rate, and on request the effective batch, that WORKLOAD trains best with.
 
     WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Each trial trains in a process of its
-    own, and is judged by its loss on held-out data. With exact accumulation the micro-batch changes speed and memory,
-    not the gradient: samples per second are measured once over micro-batches, and no trial is spent on them unless
-    the model couples the samples of a micro-batch. The study is Optuna's: the same command goes on with it, and may
-    run several times at once.
+    own, and is judged by its loss on held-out data. The micro-batch is timed, and searched only where it changes the
+    training. The study is Optuna's: the same command goes on with it, and may run several times at once.
 
     Exit code: 0 a best setting was found, 1 no trial came to the end of its budget with a finite loss, or not even one
     sample fits, 2 bad usage or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143
@@ -125,20 +107,17 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
     """Refuse now what could not be written later.
 
     Raises:
-        UsageError: A file is there or cannot be written, one is the workload or the study, or what is needed for it is
-            not installed.
+        UsageError: A file is there or cannot be written, or is the workload or the study; or matplotlib is missing.
     """
     from autoaccum.planning.files import check_output
     from autoaccum.reporting.pictures.formats import picture_format
     from autoaccum.tuning.study import file_of, read_address
 
     study = file_of(read_address(storage))
-    for option, file in (("-o", output), ("--plot", plot)):
-        if file is not None:
-            check_apart(option, file, workload)
-            if study is not None and Path(file).resolve() == Path(study).resolve():
-                raise UsageError(f"{option} names the study itself, {file}", hint="choose another name")
     if output is not None:
+        check_apart("-o", output, workload)
+        if study is not None and Path(output).resolve() == Path(study).resolve():
+            raise UsageError(f"-o names the study itself, {output}", hint="choose another name")
         check_output(output, force=force, way_out="for the record on stdout, use --json")
     if plot is None:
         return
@@ -146,8 +125,6 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
     folder = Path(plot)
     if folder.exists() and (not folder.is_dir() or (any(folder.glob("*.svg")) and not force)):
         raise UsageError(f"{plot} is there already", hint="choose another folder, or overwrite its pictures by --force")
-    if not folder.parent.is_dir():
-        raise UsageError(f"there is no folder {folder.parent} for {plot}", hint="create it first")
 
 
 def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
@@ -185,15 +162,10 @@ def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, 
 
 def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
     from autoaccum.planning.files import write_bytes
-    from autoaccum.reporting.pictures.formats import cannot_draw
+    from autoaccum.reporting.pictures.tuning import draw_tuning
 
-    try:
-        from autoaccum.reporting.pictures.tuning import draw_tuning
-
-        drawn = draw_tuning(tuning, click.get_current_context().params["storage"])
-    except ImportError as error:  # Matplotlib loads parts of itself when it needs them.
-        raise cannot_draw(error) from error
-    folder.mkdir(exist_ok=True)
+    drawn = draw_tuning(tuning, click.get_current_context().params["storage"])
+    folder.mkdir(parents=True, exist_ok=True)
     for file, content in drawn.items():
         write_bytes(folder / file, content, force=force)
 
@@ -213,7 +185,6 @@ def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
         found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept]
     more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)
     found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
-    found["look at the study (pip install optuna-dashboard)"] = ["optuna-dashboard", tuning.storage_url]
     return found
 
 

@@ -344,7 +344,6 @@ class SpareChild:
     Args:
         on_output: Gets each line it prints; None: it goes to stderr.
         checkout: As in `start_child`.
-        start: Starts it, given `on_output`; None: `start_child` does.
 
     Raises:
         UsageError, NotMeasuredError: As `start_child`.
@@ -354,11 +353,9 @@ class SpareChild:
         self,
         on_output: Callable[[str], None] | None = None,
         checkout: Checkout | None = None,
-        *,
-        start: Callable[[Callable[[str], None] | None], ChildProcess] | None = None,
     ) -> None:
         self._started_in = _surroundings()
-        self._process = start_child(on_output, checkout=checkout) if start is None else start(on_output)
+        self._process = start_child(on_output, checkout=checkout)
 
     @property
     def pid(self) -> int:

@@ -15,13 +15,10 @@ from autoaccum.reporting.tune_table import (
     row_cells,
     setting_words,
     space_words,
-    speed_cells,
 )
-from autoaccum.tuning import events
-from autoaccum.tuning.records import Row, Space
+from autoaccum.tuning.records import Noted, Reported, Row, SearchBegan, Space, StudyOpened, TrialBegan, TrialEnded
 
 _TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"
-_SPEED = "{:>11}  {:>9}  {:>11}  {}"
 
 
 class TuneProgress(PlanProgress):
@@ -34,7 +31,8 @@ class TuneProgress(PlanProgress):
 
     _space: Space
     _finished = _trials = 0
-    _running = _heading = ""
+    _running = ""
+    _headed = False
 
     def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
         super().__init__(console, quiet=quiet, outlives_console=True)
@@ -42,31 +40,28 @@ class TuneProgress(PlanProgress):
     def tell(self, event: Any) -> None:
         """Draw one event."""
         match event:
-            case events.StudyOpened():
+            case StudyOpened():
                 self._open(event)
-            case events.SpeedMeasured(speed):
-                self._head(_SPEED.format("micro-batch", "iter_size", "samples/s", "").rstrip())
-                self.say(_SPEED.format(*speed_cells(speed)))
-            case events.SearchBegan(space, throughput, remembered):
+            case SearchBegan(space, throughput, remembered):
                 self._space = space
                 how = "was measured for this study before" if remembered else "is measured once for a study"
                 self.say(f"throughput {how}: knee at {throughput.knee}, fastest is {throughput.fastest}")
                 self.say(f"searching {space_words(space)}")
-            case events.TrialBegan(number, setting):
+            case TrialBegan(number, setting):
                 again = "" if event.confirms is None else f", trial {event.confirms} again with seed {event.seed}"
                 done = f"{self._finished} of {self._trials} are done"
                 self._running = f"trial {number}{again}, {done}: {setting_words(setting, self._space)}"
                 self.show(f"{self._running} ...")
-            case events.Reported(_, percent, loss):
+            case Reported(_, percent, loss):
                 self.show(f"{self._running}, loss {format_loss(loss)} after {percent} % ...")
-            case events.TrialEnded(row):
+            case TrialEnded(row):
                 self._end_run(row)
-            case events.Noted(text):
+            case Noted(text):
                 self.warn(text)
             case _:
                 super().tell(event)
 
-    def _open(self, event: events.StudyOpened) -> None:
+    def _open(self, event: StudyOpened) -> None:
         facts, self._finished, self._trials = event.facts, event.finished, event.trials
         schedule = f" with {facts.schedule}" if facts.schedule else ""
         self.say(
@@ -80,12 +75,9 @@ class TuneProgress(PlanProgress):
     def _end_run(self, row: Row) -> None:
         if row.confirms is None and not row.lost:
             self._finished += 1
-        self._head(_TRIAL.format("trial", "outcome", "loss", "time", "with"))
+        if not self._headed:
+            self._headed = True
+            self.say(_TRIAL.format("trial", "outcome", "loss", "time", "with"), "dim")
         line = Text(_TRIAL.format(*row_cells(row, self._space)))
         line.stylize(STYLES[row.state], 7, 20)
         self.say(line)
-
-    def _head(self, heading: str) -> None:
-        if heading != self._heading:
-            self._heading = heading
-            self.say(heading, "dim")

@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.records import to_plain
 from autoaccum.reporting.plain_text import near_path, one_line
-from autoaccum.reporting.rows import path_value, print_rows
+from autoaccum.reporting.rows import make_table, path_value, print_rows
 from autoaccum.reporting.training_progress import format_seconds
 from autoaccum.tuning.records import Row, Setting, Space, Speed, Standing, State, Tuning
 from autoaccum.units import percent
@@ -33,7 +33,6 @@ STYLES: dict[State, str] = {
     "waiting": "cyan",
 }
 """By state, the best ending first."""
-_SECONDS_SHOWN = 100
 NOTHING = "no trial came to the end of its budget with a finite loss"
 _MOST_TRIALS = 15
 _ORDER = tuple(STYLES)
@@ -41,20 +40,20 @@ _ORDER = tuple(STYLES)
 
 def tuning_record(tuning: Tuning) -> dict[str, Any]:
     """Return what a study has found as plain values: records by the names of their fields, its plan as a plan file."""
-    record: dict[str, Any] = to_plain(dataclasses.replace(tuning, plan=None))
     plan = None if tuning.plan is None else json.loads(tuning.plan.to_json())
-    return {"schema": record.pop("schema"), **record, "plan": plan}
+    return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
 
 
 def row_cells(row: Row, space: Space) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
-    outcome = "interrupted" if row.lost else row.state.replace("_", " ")
-    took = "-"
-    if row.seconds is not None:
-        took = f"{row.seconds:.1f} s" if row.seconds < _SECONDS_SHOWN else format_seconds(row.seconds)
+    took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
     about = [] if row.setting is None else [setting_words(row.setting, space)]
-    return str(row.number), outcome, format_loss(loss), took, "; ".join([*about, *_remarks(row)])
+    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join([*about, *_remarks(row)])
+
+
+def _outcome(row: Row) -> str:
+    return "interrupted" if row.lost else row.state.replace("_", " ")
 
 
 def _remarks(row: Row) -> Iterator[str]:
@@ -75,7 +74,7 @@ def _remarks(row: Row) -> Iterator[str]:
 def setting_words(setting: Setting, space: Space) -> str:
     """Say what a trial trains with, as far as trials differ by it."""
     words = [f"learning rate {setting.learning_rate:.3g}"]
-    if not space.target_batches.single:
+    if len(space.target_batches.sizes) > 1:
         words.append(f"effective batch {setting.target_batch}")
     if space.coupled is not None:
         words.append(f"micro-batch {setting.micro_batch}")
@@ -93,46 +92,30 @@ def space_words(space: Space) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss; a dash where there is none.
-
-    >>> format_loss(0.43125678), format_loss(123456.0), format_loss(None)
-    ('0.4313', '1.235e+05', '-')
-    """
+    """Format a loss; a dash where there is none."""
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.4g}"
 
 
-def speed_cells(speed: Speed) -> tuple[str, str, str, str]:
-    """Return a micro-batch, its `iter_size`, its samples per second, and how sure they are."""
-    size, parts = str(speed.micro_batch), str(speed.iter_size)
+def _speed_words(speed: Speed) -> tuple[str, str]:
+    """Say how many samples per second, and how sure that is."""
     if speed.state == "out_of_memory":
-        return size, parts, "-", "out of memory"
+        return "-", "out of memory"
     if speed.samples_per_second is None:
-        return size, parts, "-", "not measured: the next larger are far from the best"
+        return "-", "not measured: the next larger are far from the best"
     known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
     rate, low, high = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
-    return size, parts, rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
+    return rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
 
 
 def counted(number: int, word: str) -> str:
-    """Count things.
-
-    >>> counted(1, "trial"), counted(30, "trial")
-    ('1 trial', '30 trials')
-    """
+    """Count things: 1 trial, 30 trials."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def print_tuning(
     console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
 ) -> None:
-    """Draw what a study has found, and the exact next commands.
-
-    Args:
-        console: Where to.
-        tuning: What it has found.
-        commands: Words of commands by what they do, as a phrase.
-        written: Files by what they hold, as a phrase.
-    """
+    """Draw what a study has found, which files were `written`, and the exact next `commands`, by a phrase each."""
     print_rows(console, _rows(tuning))
     for table in (_trials(tuning), _speeds(tuning)):
         console.print()
@@ -198,19 +181,20 @@ def _micro_batch_words(tuning: Tuning) -> str:
 
 
 def _trial_words(tuning: Tuning) -> str:
-    searched, repeated = Counter[str](), Counter[str]()
-    for row in sorted(tuning.rows, key=_rank):
-        (searched if row.confirms is None else repeated)[row_cells(row, tuning.space)[1]] += 1
-    words, again = (
-        ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) for counts in (searched, repeated)
-    )
-    words = f"{words or 'none'}; runs of the best with other seeds: {again}" if again else words or "none"
+    rows = sorted(tuning.rows, key=_rank)
+    words = _outcomes(row for row in rows if row.confirms is None) or "none"
+    again = _outcomes(row for row in rows if row.confirms is not None)
+    words += f"; runs of the best with other seeds: {again}" if again else ""
     return words if tuning.ended is None else f"{words}; ended early: {tuning.ended}"
+
+
+def _outcomes(rows: Iterable[Row]) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in Counter(map(_outcome, rows)).items())
 
 
 def _trials(tuning: Tuning) -> Table:
     """List the trials of the search, best first; of many only the first."""
-    table = _make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
+    table = make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
     means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
     rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
     for row in rows[:_MOST_TRIALS]:
@@ -236,17 +220,10 @@ def _speeds(tuning: Tuning) -> Table:
     """List samples per second over micro-batches, the knee marked."""
     known = tuning.throughput
     where = f"in updates of {known.target_batch} on {known.device}"
-    table = _make_table(">micro-batch", ">iter_size", ">samples/s", where)
+    table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
     for speed in known.speeds:
-        *cells, words = speed_cells(speed)
+        rate, words = _speed_words(speed)
+        cells = (str(speed.micro_batch), str(speed.iter_size), rate)
         marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
         table.add_row(*cells, ", ".join([*marks, words]), style="bold green" if "knee" in marks else "")
-    return table
-
-
-def _make_table(*columns: str) -> Table:
-    """Make a plain table; a column whose name begins with > is aligned to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return table

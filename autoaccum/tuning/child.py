@@ -7,10 +7,8 @@ tells its loss, and waits for whether to go on. Nothing is measured here, so mal
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.lifeline import Lifeline
@@ -21,12 +19,6 @@ from autoaccum.tuning.records import Budget, Setting
 if TYPE_CHECKING:
     from autoaccum.tuning.training import UpdateTimer
     from autoaccum.workload.spec import Workload
-
-
-def main(arguments: list[str]) -> None:
-    """Answer requests until the parent closes its end of the pipe."""
-    child = Child(Lifeline(arguments))
-    child.run()
 
 
 class Child:
@@ -45,9 +37,6 @@ class Child:
         """Answer until nobody asks any more: `{"failure": ...}` where something was raised."""
         jobs = {"load": self._load, "describe": self._describe, "update": self._update, "train": self._train}
         for request in self._lifeline:
-            if request["job"] == "prepare":
-                _prepare(request)
-                continue
             try:
                 reply = jobs[request["job"]](request)
             except BaseException as error:
@@ -96,18 +85,5 @@ class Child:
         return {"outcome": dataclasses.asdict(train_setting(self._workload, setting, budget, go_on=go_on, **asked))}
 
 
-def _prepare(request: Mapping[str, Any]) -> None:
-    """Import what every training needs, before there is a workload; what goes wrong here goes wrong again later."""
-    look_where(request)
-    with suppress(Exception):
-        import torch
-
-        from autoaccum.tuning import training
-
-        del training
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    gc.freeze()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    Child(Lifeline(sys.argv[1:])).run()

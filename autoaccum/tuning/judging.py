@@ -78,17 +78,14 @@ def find_noise(standings: Iterable[Standing]) -> float | None:
     return _NOISE_DEVIATIONS * math.sqrt(2 * pooled)
 
 
-def cautions(standings: Sequence[Standing], rates: RateSpan) -> list[str]:
-    """Say what a person should know before they take the first of `standings`, found within `rates`."""
-    if not standings:
-        return []
-    rate = standings[0].setting.learning_rate
+def find_caution(rate: float, rates: RateSpan) -> str | None:
+    """Say that the best rate lies near an end of the range, where it does."""
     said = "the best learning rate lies near the end of the range: search"
     if rate < rates.low * _NEAR_FACTOR < rates.high:
-        return [f"{said} below {rates.low:.3g}, too"]
+        return f"{said} below {rates.low:.3g}, too"
     if rate > rates.high / _NEAR_FACTOR > rates.low:
-        return [f"{said} above {rates.high:.3g}, too"]
-    return []
+        return f"{said} above {rates.high:.3g}, too"
+    return None
 
 
 def find_coupling(plan: Plan, facts: Facts) -> tuple[str | None, str | None]:

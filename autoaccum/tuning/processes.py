@@ -6,21 +6,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
-from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.process import SPARE_BYTES, ChildDied, ChildProcess, SpareChild, where_to_import
+from autoaccum.devices.process import ChildDied, ChildProcess, where_to_import
 from autoaccum.devices.recording import Failure, failure_error
 from autoaccum.devices.worker import death_error
-from autoaccum.errors import NotMeasuredError, WorkloadError
-from autoaccum.planning.device_choice import card_index, check_device
+from autoaccum.errors import WorkloadError
+from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.records import Budget, Ending, Facts, Outcome, Setting
 from autoaccum.tuning.request import TuneRequest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LEAVE_SECONDS = 5.0
 """A child that is done may leave by itself, so that what the workload registered at exit runs."""
@@ -32,10 +27,10 @@ _MODULE = "autoaccum.tuning.child"
 
 
 class Processes:
-    """Starts children, asks them, and ends them; the next one imports PyTorch while a training runs.
+    """Starts children, asks them, and ends them.
 
     Args:
-        request: What the study is asked to do.
+        request: Of the study.
         on_output: Gets each line the workload prints; None: it goes to stderr.
 
     Raises:
@@ -45,18 +40,7 @@ class Processes:
     def __init__(self, request: TuneRequest, on_output: Callable[[str], None] | None = None) -> None:
         check_device(request.options.device)
         self.request, self._on_output = request, on_output
-        self._spare: SpareChild | None = None
         self._digest: str | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.end()
 
     def describe(self) -> Facts:
         """Load the workload in a child, and build what it trains.
@@ -105,12 +89,7 @@ class Processes:
     ) -> Outcome:
         """Train in a fresh process, which is gone afterwards; what goes wrong in it is an `Outcome`.
 
-        Args:
-            setting: What to train with.
-            budget: How long.
-            seed: Of weights, order, and all that is drawn.
-            evaluation_batch: The micro-batch of every evaluation.
-            go_on: Told of a milestone and the loss there; whether the training shall go on.
+        At each milestone `go_on` is told the percent of the budget and the loss, and says whether to go on.
 
         Raises:
             NotMeasuredError: No process can be started.
@@ -119,7 +98,7 @@ class Processes:
         limit = self.request.options.trial_limit or math.inf
         deadline = time.monotonic() + limit
         order = {"setting": dataclasses.asdict(setting), "budget": dataclasses.asdict(budget), "seed": seed}
-        process = self._take()
+        process = self._start()
 
         def ask(request: Mapping[str, Any]) -> dict[str, Any]:
             return process.ask(request, max(0.0, deadline - time.monotonic()))
@@ -128,7 +107,6 @@ class Processes:
             reply = ask(self._loading())
             if "failure" not in reply:
                 self.check_unchanged(reply["digest"])
-                self._keep_spare()
                 asked = {"evaluation_batch": evaluation_batch, **self._asked()}
                 reply = ask({"job": "train", "doing": "training", **order, **asked})
             while "percent" in reply:
@@ -161,7 +139,7 @@ class Processes:
     @contextmanager
     def _loaded(self) -> Iterator[ChildProcess]:
         """Within, a child has loaded the workload."""
-        process = self._take()
+        process = self._start()
         try:
             self.check_unchanged(_ask(process, self._loading(), self._limit_seconds())["digest"])
             yield process
@@ -179,28 +157,12 @@ class Processes:
     def _asked(self) -> dict[str, Any]:
         return {"device": self.request.options.device, "target_batch": self.request.target_batch.high}
 
-    def _take(self) -> ChildProcess:
-        spare, self._spare = self._spare, None
-        process = None if spare is None else spare.take()
-        return _start(self._on_output) if process is None else process
-
-    def _keep_spare(self) -> None:
-        """Start the next child now, unless the host's memory is short; it is no loss when none can be."""
-        memory = read_host_memory()
-        needed = memory.total_bytes // 2 if card_index(self.request.options.device) is None else 0
-        if self._spare is None and memory.free_bytes - needed >= SPARE_BYTES:
-            with suppress(NotMeasuredError):
-                self._spare = SpareChild(self._on_output, start=_start)
+    def _start(self) -> ChildProcess:
+        return ChildProcess(_MODULE, on_output=self._on_output, measured=False)
 
 
 def _ask(process: ChildProcess, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-    """Ask before any trial, where a failure ends the study.
-
-    Raises:
-        WorkloadError: The workload cannot be used.
-        DoesNotFitError: It runs the machine out of memory.
-        NotMeasuredError: The process died.
-    """
+    """Ask before any trial, where a failure ends the study."""
     try:
         reply = process.ask(request, limit_seconds)
     except ChildDied as death:
@@ -208,10 +170,3 @@ def _ask(process: ChildProcess, request: Mapping[str, Any], limit_seconds: float
     if "failure" in reply:
         raise failure_error(Failure(**reply["failure"]), "the machine")
     return reply
-
-
-def _start(on_output: Callable[[str], None] | None = None) -> ChildProcess:
-    """Start a child and have it import what all of them need; does not wait for that."""
-    process = ChildProcess(_MODULE, on_output=on_output, measured=False)
-    process.tell({"job": "prepare", **where_to_import()})
-    return process

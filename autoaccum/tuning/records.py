@@ -1,8 +1,8 @@
-"""What a study searches and what it came to, as frozen records of plain values."""
+"""What a study searches, what it tells while it goes on, and what it came to, as frozen records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any, Literal
@@ -19,13 +19,7 @@ State = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "ru
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one trial trains with.
-
-    Attributes:
-        learning_rate: Of the first parameter group; the others keep their ratio to it.
-        target_batch: Samples per update.
-        micro_batch: The most samples at once; at most the target batch.
-    """
+    """The learning rate of one trial (other groups keep their ratio to the first), and its batches in samples."""
 
     learning_rate: float
     target_batch: int
@@ -50,9 +44,6 @@ class RateSpan:
     low: float
     high: float
 
-    def __contains__(self, rate: float) -> bool:
-        return self.low <= rate <= self.high
-
 
 @dataclass(frozen=True)
 class BatchSpan:
@@ -64,11 +55,6 @@ class BatchSpan:
 
     low: int
     high: int
-
-    @property
-    def single(self) -> bool:
-        """Return whether there is nothing to search."""
-        return self.low == self.high
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -89,8 +75,6 @@ class Space:
     """What settings are drawn from.
 
     Attributes:
-        learning_rates: Searched by their logarithm.
-        target_batches: Of which `sizes` are searched.
         micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
         micro_batch: What uncoupled trials run with.
         coupled: Why the micro-batch changes the training, as a clause; None where it changes speed and memory only.
@@ -107,18 +91,17 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a study has to know of a workload, as a child process has found it.
+    """What a child process has found of a workload.
 
     Attributes:
         digest: Over its source files.
         parameters: How many numbers train.
-        learning_rate: Of the optimizer's first parameter group: the workload's own.
-        schedule: The class of the schedule; None when there is none.
-        has_batch: Whether it defines `batch(size)`.
-        training_samples: To train on, without what is held out; None where the data does not tell.
+        learning_rate: The workload's own, of the first parameter group.
+        schedule: Its class.
+        training_samples: Without what is held out; None where the data does not tell.
         held_out: What losses are measured on, as a phrase.
-        card: The card's name; None on the CPU.
-        batchnorms: Names of its BatchNorm modules, unless they are frozen.
+        card: Its name; None on the CPU.
+        batchnorms: Names of its BatchNorm modules.
     """
 
     name: str
@@ -146,11 +129,10 @@ class Outcome:
         state: `diverged`: a loss or a gradient was not finite. `out_of_memory`: not even smaller micro-batches would
             do. `failed`: by the user's code, or its process died.
         loss: On held-out data at the end; None unless complete or pruned.
-        seconds: Of training, without evaluations and starts; None where it was not told.
+        seconds: Of training, without evaluations and starts.
         shortages: How often an update was repeated in smaller micro-batches because memory ran out.
-        reason: Why it ended, as a sentence without a full stop; None where it is complete or pruned.
+        reason: Why it ended early, as a sentence without a full stop.
         user_traceback: The user's own frames, where their code failed.
-        warnings: What went wrong without ending it.
     """
 
     state: Ending
@@ -169,15 +151,13 @@ class Row:
     """One trial of a study.
 
     Attributes:
-        number: Optuna's, from 0.
-        state: As of `Outcome`; or `running`, or `waiting` in Optuna's queue.
-        setting: What it trains with; None while that is not drawn.
+        setting: None while it is not drawn.
         losses: At the milestones: percent of the budget, and the loss there.
-        repeats: The trial whose parameters it takes up again, since that one's process died; None: of none.
+        repeats: The trial whose parameters it takes up again, since that one's process died.
         confirms: The trial whose setting it repeats with another seed; None: it is of the search.
-        own: Whether it is the workload's own setting.
-        worker: Who ran it, as `host:pid`; None where nobody did.
-        lost: Whether it was interrupted, or its process died: it does not count.
+        own: It has the workload's own setting.
+        worker: `host:pid`.
+        lost: It was interrupted, or its process died: it does not count.
     """
 
     number: int
@@ -202,9 +182,8 @@ class Speed:
     """Updates with one micro-batch size, timed.
 
     Attributes:
-        iter_size: Micro-batches per update.
         state: `slower`: not measured, since the next larger ones were far from the best.
-        samples_per_second: Median over updates, between the quartiles `low` and `high`; None unless measured.
+        samples_per_second: Median over updates, between the quartiles `low` and `high`.
         updates: How many were timed.
     """
 
@@ -219,14 +198,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Samples per second over micro-batches, measured once for a study.
-
-    Attributes:
-        target_batch: Samples per update, in which they were measured.
-        speeds: By ascending micro-batch.
-        fastest: The micro-batch with the highest median.
-        knee: The smallest within 2 % of that.
-    """
+    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest."""
 
     target_batch: int
     device: str
@@ -240,9 +212,8 @@ class Standing:
     """A setting with all its runs.
 
     Attributes:
-        trial: The trial of the search it comes from.
-        losses: Of every complete run, the trial's own first.
-        failed: Runs that diverged, ran out of memory or failed.
+        losses: Of every complete run, the one of its `trial` first.
+        failed: How many diverged, ran out of memory or failed.
         mean: Of the losses; None where a run failed.
         spread: Standard deviation of the losses; None with less than two.
     """
@@ -262,23 +233,17 @@ class Tuning:
     Attributes:
         study: Its name.
         storage: Where it is kept, without a password.
-        storage_url: The same, as Optuna's commands and its dashboard are given it.
         workload: Its facts.
-        held_out: What the loss was measured on, as a phrase.
-        rows: All trials.
         standings: The settings that can win, best first.
         best: The first of them; None where no trial is complete.
         own: The standing of the workload's own learning rate; None where it was not run to the end.
         noise: Differences of loss up to this one may be chance; None where nothing was repeated.
         plan: For the best setting, with its learning rate; None where there is none.
-        ended: Why the search ended before its trials were all run, as a clause; None when it did not.
-        seconds: What this call took.
-        warnings: What a person should know, as sentences.
+        ended: Why the search ended before its trials were all run, as a clause.
     """
 
     study: str
     storage: str
-    storage_url: str
     workload: Mapping[str, Any]
     space: Space
     budget: Budget
@@ -297,3 +262,60 @@ class Tuning:
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     schema: int = 2
+
+
+@dataclass(frozen=True)
+class StudyOpened:
+    """The workload was described, and the study is there: its name, its storage, and the trials finished already."""
+
+    facts: Facts
+    name: str
+    storage: str
+    finished: int
+    trials: int
+
+
+@dataclass(frozen=True)
+class SearchBegan:
+    """Trials come next; `remembered` is whether the throughput was measured before."""
+
+    space: Space
+    throughput: Throughput
+    remembered: bool
+
+
+@dataclass(frozen=True)
+class TrialBegan:
+    """A trial trains from now on; `confirms` as in `Row`."""
+
+    number: int
+    setting: Setting
+    seed: int
+    confirms: int | None = None
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A trial's loss on held-out data at a milestone."""
+
+    number: int
+    percent: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class TrialEnded:
+    """A trial is finished, and kept."""
+
+    row: Row
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A warning, as a sentence."""
+
+    text: str
+
+
+Listener = Callable[[Any], Any]
+"""Given every event, and the planner's while it plans."""

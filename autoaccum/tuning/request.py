@@ -1,21 +1,18 @@
-"""What a study is asked to do: everything `autoaccum.tune` is given, checked before anything starts."""
+"""What `autoaccum.tune` is asked for, checked before anything starts."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoaccum.checks import check_word, read_count, read_seconds
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.tuning.records import BatchSpan, Budget, RateSpan
-
-if TYPE_CHECKING:
-    from autoaccum.planning.records import Plan
 
 SAMPLERS, PRUNERS = ("tpe", "random"), ("halving", "none")
 _LEAST = {"trials": 1, "confirm": 0, "seed": 0, "heartbeat": 1}
@@ -45,7 +42,6 @@ class TuneRequest:
     sampler: str = "tpe"
     pruner: str = "halving"
     heartbeat: int = 20
-    plan: Plan | str | Path | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reference, (str, os.PathLike)):
@@ -76,37 +72,27 @@ class TuneRequest:
 def read_rates(given: Any) -> RateSpan | None:
     """Read learning rates: `1e-4..1e-1`, or two numbers.
 
-    >>> read_rates("1e-4..0.1"), read_rates((0.001, 1))
-    (RateSpan(low=0.0001, high=0.1), RateSpan(low=0.001, high=1.0))
-
     Raises:
         UsageError: They are no range of numbers above 0.
     """
     if given is None:
         return None
-    try:
+    with suppress(TypeError, ValueError):
         low, high = map(float, given.split("..") if isinstance(given, str) else given)
-    except (TypeError, ValueError):
-        raise UsageError(f"the learning rate is {given!r}", hint=_RATES) from None
-    if not 0 < low < high < math.inf:
-        raise UsageError(f"the learning rate is {given!r}", hint=_RATES)
-    return RateSpan(low, high)
+        if 0 < low < high < math.inf:
+            return RateSpan(low, high)
+    raise UsageError(f"the learning rate is {given!r}", hint=_RATES)
 
 
 def read_batches(given: Any) -> BatchSpan:
     """Read effective batches: `256`, `64..1024`, a number, or two.
 
-    >>> read_batches("64..1024"), read_batches(256)
-    (BatchSpan(low=64, high=1024), BatchSpan(low=256, high=256))
-
     Raises:
         UsageError: They are no range of whole numbers above 0.
     """
     ends = given.split("..") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
-    try:
+    with suppress(TypeError, ValueError):
         low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))
-    except (TypeError, ValueError):
-        raise UsageError(f"the target batch is {given!r}", hint=_BATCHES) from None
-    if len(ends) > 2 or not 1 <= low <= high:
-        raise UsageError(f"the target batch is {given!r}", hint=_BATCHES)
-    return BatchSpan(low, high)
+        if len(ends) <= 2 and 1 <= low <= high:
+            return BatchSpan(low, high)
+    raise UsageError(f"the target batch is {given!r}", hint=_BATCHES)

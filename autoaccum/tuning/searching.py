@@ -11,10 +11,20 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autoaccum.errors import WorkloadError
-from autoaccum.tuning.events import Listener, Noted, Reported, TrialBegan, TrialEnded
 from autoaccum.tuning.judging import rank
 from autoaccum.tuning.processes import Processes
-from autoaccum.tuning.records import Budget, Outcome, Row, Setting, Space
+from autoaccum.tuning.records import (
+    Budget,
+    Listener,
+    Noted,
+    Outcome,
+    Reported,
+    Row,
+    Setting,
+    Space,
+    TrialBegan,
+    TrialEnded,
+)
 from autoaccum.tuning.study import MICRO, RATE, TARGET, Study, reaching, row_of
 
 _CONFIRMING_SEEDS = 2
@@ -29,16 +39,7 @@ class _TrialFailed(Exception):  # noqa: N818 (an outcome, told to Optuna)
 
 
 class Search:
-    """Runs trials of a study, in processes of their own.
-
-    Args:
-        study: The study.
-        space: What settings are drawn from.
-        budget: Of every trial.
-        ceiling: The micro-batch of every evaluation.
-        processes: Train.
-        tell: Told how it goes.
-    """
+    """Runs trials of a study, in processes of their own; `ceiling` is the micro-batch of every evaluation."""
 
     def __init__(
         self, study: Study, space: Space, budget: Budget, ceiling: int, processes: Processes, tell: Listener
@@ -56,13 +57,12 @@ class Search:
         Raises:
             WorkloadError: The user's code fails at the very first trial, or again and again.
             StudyError: The storage cannot be read or written any more.
-            KeyboardInterrupt: It was interrupted; the trial that ran has failed, and does not count.
         """
         request, rates = self._processes.request, self._space.learning_rates
         rows = self._study.rows()
         if count_finished(rows) >= request.trials:
             return None
-        if self._space.own_rate in rates and not any(row.own and not row.lost for row in rows):
+        if rates.low <= self._space.own_rate <= rates.high and not any(row.own and not row.lost for row in rows):
             with reaching(self._study.address):
                 self._study.optuna.enqueue_trial(_own_parameters(self._space), user_attrs={"own": True})
         self._optimize(None, request.options.time_limit)
@@ -73,7 +73,7 @@ class Search:
         """Repeat the best few with other seeds; where only settings that were run once are left, those as well.
 
         Raises:
-            WorkloadError, StudyError, KeyboardInterrupt: As `run`.
+            WorkloadError, StudyError: As `run`.
         """
         request = self._processes.request
         seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
@@ -137,19 +137,15 @@ class Search:
         else:
             self._failures += 1
             if self._failures >= _FAILURES_IN_A_ROW or finished == 1:
-                raise self._give_up(finished)
+                which = "the first trial" if finished == 1 else f"each of the last {self._failures} trials"
+                assert self._last is not None
+                raise WorkloadError(
+                    f"{which} failed: {self._last.reason or 'no reason is known'}",
+                    hint="mend it: a changed workload takes another study by --study NAME",
+                    user_traceback=self._last.user_traceback,
+                )
         if finished >= self._processes.request.trials:
             study.stop()
-
-    def _give_up(self, finished: int) -> WorkloadError:
-        outcome = self._last
-        assert outcome is not None
-        which = "the first trial" if finished == 1 else f"each of the last {self._failures} trials"
-        return WorkloadError(
-            f"{which} failed: {outcome.reason or 'no reason is known'}",
-            hint="mend it: a changed workload takes another study by --study NAME, else the same command goes on",
-            user_traceback=outcome.user_traceback,
-        )
 
 
 def count_finished(rows: tuple[Row, ...]) -> int:
@@ -160,7 +156,7 @@ def count_finished(rows: tuple[Row, ...]) -> int:
 def _draw(trial: Trial, space: Space) -> Setting:
     rates, targets = space.learning_rates, space.target_batches
     rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
-    target = targets.low if targets.single else trial.suggest_categorical(TARGET, targets.sizes)
+    target = targets.low if len(targets.sizes) == 1 else trial.suggest_categorical(TARGET, targets.sizes)
     micro = space.micro_batch if space.coupled is None else trial.suggest_categorical(MICRO, space.micro_batches)
     return Setting(learning_rate=rate, target_batch=target, micro_batch=micro)
 
@@ -169,7 +165,7 @@ def _own_parameters(space: Space) -> dict[str, float | int]:
     """Take the workload's own rate, the smallest batch, and a micro-batch that it holds."""
     low = space.target_batches.low
     found: dict[str, float | int] = {RATE: space.own_rate}
-    if not space.target_batches.single:
+    if len(space.target_batches.sizes) > 1:
         found[TARGET] = low
     if space.coupled is not None:
         found[MICRO] = max([size for size in space.micro_batches if size <= low] or space.micro_batches[:1])

@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from autoaccum.errors import PlanFileError, StudyError, UsageError
+from autoaccum.errors import PlanFileError, StudyError, UsageError, first_line
 from autoaccum.planning.records import Plan
 from autoaccum.records import RecordError, read_record, to_plain
 from autoaccum.tuning.records import MILESTONES, Budget, Ending, Facts, RateSpan, Row, Setting, State, Throughput
@@ -33,13 +33,6 @@ _PATIENCE_SECONDS = 60
 """How long a write to SQLite waits for those of other workers."""
 _STARTUP_TRIALS = 10
 _TERMS, _MEASURED = "autoaccum", "autoaccum_measured"
-_STATES: dict[TrialState, State] = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
 
 
 def read_address(name: str | None) -> URL:
@@ -72,11 +65,7 @@ def file_of(address: URL) -> str | None:
 
 @contextmanager
 def open_storage(address: URL, heartbeat: int = 1) -> Iterator[RDBStorage | JournalStorage]:
-    """Open Optuna's storage, made where there is none yet; connections are closed in the end.
-
-    Args:
-        address: Where.
-        heartbeat: Seconds between the signs of life of a running trial; Optuna's journals know none.
+    """Open Optuna's storage, made where there is none yet, with `heartbeat` seconds between signs of life.
 
     Raises:
         UsageError: The database's driver is not installed.
@@ -122,20 +111,13 @@ def reaching(address: URL) -> Iterator[None]:
         frames = traceback.walk_tb(error.__traceback__)
         if not any(str(frame.f_globals.get("__name__")).startswith("optuna.storages.") for frame, _ in frames):
             raise
+        cause = error.__cause__ or error
         raise StudyError(
-            f"the storage {address!r} cannot be used ({_reason_of(error)})",
+            f"the storage {address!r} cannot be used ({first_line(getattr(cause, 'orig', None) or cause)})",
             hint="see that it can be reached and written, or take another by --storage; the study stays as it is",
         ) from None
     finally:
         optuna.logging.set_verbosity(before)
-
-
-def _reason_of(error: BaseException) -> str:
-    """Take the first line of what lies at the bottom of it."""
-    while isinstance(error.__cause__, BaseException):
-        error = error.__cause__
-    lines = str(getattr(error, "orig", None) or error).splitlines()
-    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
 
 
 def make_terms(request: TuneRequest, facts: Facts, budget: Budget, rates: RateSpan) -> dict[str, Any]:
@@ -158,17 +140,7 @@ def make_terms(request: TuneRequest, facts: Facts, budget: Budget, rates: RateSp
 
 
 class Study:
-    """A study of Optuna's in a storage; made, or gone on with where it was made on the same terms.
-
-    Attributes:
-        optuna: Optuna's study.
-        address: Where it is kept.
-
-    Args:
-        storage: Optuna's.
-        address: Where it is kept.
-        name: Its name.
-        terms: What its trials have in common.
+    """A study of Optuna's (its `optuna`); made, or gone on with where it was made on the same terms.
 
     Raises:
         UsageError: There is one of that name, made on other terms or by somebody else; it stays as it is.
@@ -264,7 +236,8 @@ def row_of(trial: FrozenTrial) -> Row:
     """Read one trial of Optuna's. A trial has ended by itself where its user attributes have its `state`."""
     told = trial.user_attrs
     ended = told.get("state") if trial.state.is_finished() else None
-    state = cast(Ending, ended) if ended in get_args(Ending) else _STATES[trial.state]
+    of_optuna = "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
+    state = cast(State, ended if ended in get_args(Ending) else of_optuna)
     return Row(
         number=trial.number,
         state=state,

@@ -22,12 +22,6 @@ _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 def measure_throughput(processes: Processes, target_batch: int, sizes: Sequence[int], device: str) -> Throughput:
     """Time real updates with each of `sizes`, none of which is above the plan's ceiling.
 
-    Args:
-        processes: Start the child that makes them.
-        target_batch: Samples per update.
-        sizes: Micro-batches in samples.
-        device: The device's name.
-
     Raises:
         WorkloadError: The workload fails, or was changed since it was described.
         DoesNotFitError: None of the sizes fits.
@@ -80,11 +74,7 @@ def time_sizes(
 
 
 def needs_more(seconds: Sequence[float]) -> bool:
-    """Return whether more updates are to be timed: at least three, and more where they are short.
-
-    >>> needs_more([1.0] * 2), needs_more([1.0] * 3), needs_more([0.1] * 4), needs_more([0.1] * 5)
-    (True, False, True, False)
-    """
+    """Return whether more updates are to be timed: at least three, and more where they are short."""
     return len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_SECONDS)
 
 
@@ -115,12 +105,8 @@ def find_knee(speeds: Sequence[Speed]) -> tuple[int, int]:
 def micro_batch_ladder(ceiling: int, targets: Sequence[int], least: int = 1, multiple_of: int = 1) -> tuple[int, ...]:
     """Return the sizes worth timing: doublings of the least size below the ceiling, and the ceiling itself.
 
-    Args:
-        ceiling: The largest micro-batch that fits, in samples.
-        targets: Samples per update, ascending. Sizes that leave a part below `least` in any of them are left out, and
-            so are those that cut the largest into as many parts as a smaller one.
-        least: The smallest that the model runs: 2 where a BatchNorm refuses a single sample.
-        multiple_of: Of which `ceiling` and `least` are multiples, and all parts are to be.
+    Sizes that leave a part below `least` in any of `targets` (samples per update, ascending) are left out, and so are
+    those that cut the largest into as many parts as a smaller one. All are multiples of `multiple_of`.
 
     Raises:
         UsageError: There is none.

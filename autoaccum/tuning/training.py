@@ -18,7 +18,7 @@ from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_beside
 from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
-from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError, first_line
+from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.data.source import is_map_style
@@ -27,7 +27,7 @@ from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
 from autoaccum.training.trainee import find_device
 from autoaccum.tuning.records import MILESTONES, Budget, Ending, Facts, Outcome, Setting
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.nests import type_name
 from autoaccum.workload.optimizers import own_rate, rate_is_followed
 from autoaccum.workload.samples import adapt
 from autoaccum.workload.spec import Workload, no_batch
@@ -46,20 +46,7 @@ _WITHOUT_END = 10**12
 def train_setting(
     workload: Workload, setting: Setting, budget: Budget, *, seed: int, evaluation_batch: int, device: str, go_on: GoOn
 ) -> Outcome:
-    """Train in this process; whatever goes wrong within it is in the outcome.
-
-    Args:
-        workload: As it is loaded, with what the study asks of it in place of its own.
-        setting: What to train with.
-        budget: How long.
-        seed: Of weights, order, and all that is drawn.
-        evaluation_batch: The micro-batch of every evaluation.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        go_on: Asked at each milestone.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: It was interrupted.
-    """
+    """Train in this process; whatever goes wrong within it is in the outcome. `go_on` is asked at each milestone."""
     course = Course(budget, go_on)
     noted: tuple[str, ...] = ()
     try:
@@ -109,10 +96,6 @@ class Course:
     """Follows a training: `hear` is its callback, `is_due` tells when it evaluates.
 
     Its attributes are those of `Outcome`, so far; `ending` is None as long as nothing ended it before its budget.
-
-    Args:
-        budget: How long it trains; seconds are those of training alone.
-        go_on: Asked at each milestone.
     """
 
     def __init__(self, budget: Budget, go_on: GoOn) -> None:
@@ -166,11 +149,6 @@ class Course:
 class UpdateTimer:
     """A model that makes updates of its worst-case batch, at a learning rate of 0: nothing diverges meanwhile.
 
-    Args:
-        workload: With what the study asks of it in place of its own.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        target_batch: Samples per update.
-
     Raises:
         WorkloadError: It makes no batch.
     """
@@ -202,12 +180,7 @@ class UpdateTimer:
 
 
 def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
-    """Build model, optimizer and schedule; nothing is trained.
-
-    Args:
-        workload: With what the study asks of it in place of its own.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        target_batch: Samples of the largest update there will be.
+    """Build model, optimizer and schedule, to say what a study has to know of them; nothing is trained.
 
     Raises:
         WorkloadError: It cannot be tuned: no data, too little of it, no learning rate, or one that its schedule takes
@@ -253,8 +226,8 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
     """Take the workload's own `evaluation_dataset`, or hold out a tenth of its dataset, the same each time.
 
     Returns:
-        What is trained on, what is held out, how many samples are trained on (None where the data does not tell), and
-        what is held out as a phrase.
+        What is trained on, what is held out, how many samples are trained on if that is known, and a phrase for what is
+        held out.
 
     Raises:
         WorkloadError: There is no dataset, or none that a tenth can be taken of, or it is too small.
@@ -271,7 +244,7 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
             raise WorkloadError("evaluation_dataset has no samples", hint="give some, or leave it away")
         return data, given, total, "evaluation_dataset" + ("" if held is None else f" ({held:,} samples)")
     if total is None or total < 2:
-        seen = f"{total} samples" if total is not None else f"a {type(data).__name__}, which gives none by index"
+        seen = f"{total} samples" if total is not None else f"a {type(data).__name__}, which has no length or no index"
         raise WorkloadError(f"no samples can be held out of {seen}", hint="define evaluation_dataset in the workload")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(_SEED)).tolist()
     held = max(1, round(total / _HELD_OUT_SHARE))
@@ -281,11 +254,5 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
 
 def _count(data: Any) -> int | None:
     """Count samples; None where there are only batches, or samples that come one after the other."""
-    if not (isinstance(data, (list, tuple)) or is_map_style(data)):
-        return None
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError) as error:
-        raise WorkloadError(
-            f"{kind(data)} has no length ({first_line(error)})", hint="define __len__ in the dataset"
-        ) from error
+    by_index = isinstance(data, (list, tuple)) or is_map_style(data)
+    return len(data) if by_index and hasattr(data, "__len__") else None

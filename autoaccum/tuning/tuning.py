@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,21 @@ from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.planning.planner import plan as make_plan
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import LOOKED_AT
-from autoaccum.tuning.events import Listener, Noted, SearchBegan, SpeedMeasured, StudyOpened
-from autoaccum.tuning.judging import cautions, find_coupling, find_noise, own_standing, rank
+from autoaccum.tuning.judging import find_caution, find_coupling, find_noise, own_standing, rank
 from autoaccum.tuning.processes import Processes
-from autoaccum.tuning.records import Budget, Facts, RateSpan, Setting, Space, Throughput, Tuning
+from autoaccum.tuning.records import (
+    Budget,
+    Facts,
+    Listener,
+    Noted,
+    RateSpan,
+    SearchBegan,
+    Setting,
+    Space,
+    StudyOpened,
+    Throughput,
+    Tuning,
+)
 from autoaccum.tuning.request import TuneRequest
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 
@@ -27,10 +37,6 @@ _OWN_FACTOR = 100.0
 """How far the default range of learning rates reaches from the workload's own, either way."""
 
 _PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "multiple_of", "optimizer")
-_SCHEDULED = (
-    "{} changes the learning rate on the way, and runs only as far as the budget: a rate that is behind early may win"
-    " late, which --pruner none lets it"
-)
 
 Output = Callable[[str], None]
 
@@ -38,12 +44,7 @@ Output = Callable[[str], None]
 def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: Output | None = None) -> Tuning:
     """Run the trials that the study still lacks, and judge them all; `autoaccum.tune` says what can be asked for.
 
-    Whatever ends it, the study keeps every finished trial, and the same request goes on from there.
-
-    Args:
-        request: What is asked for.
-        on_event: Told of every event of `tuning.events`, and of the planner's.
-        on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
+    Listeners are told of every event of `tuning.records` and of the planner's, and given what the workload prints.
 
     Raises:
         AutoaccumError: As `autoaccum.tune` says.
@@ -61,8 +62,8 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
             on_event(event)
 
     address = read_address(request.storage)
-    with open_storage(address, request.heartbeat) as storage, Processes(request, on_output) as processes:
-        tuning = _Tuner(processes, tell, on_output).run(storage, address)
+    with open_storage(address, request.heartbeat) as storage:
+        tuning = _Tuner(Processes(request, on_output), tell, on_output).run(storage, address)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(noted)))
 
 
@@ -79,18 +80,13 @@ class _Tuner:
         from autoaccum.tuning.study import Study, make_terms
 
         request = self._processes.request
-        given = _load_plan(request)
         facts = self._facts = self._processes.describe()
-        if given is not None:
-            _check_plan(given, request, facts)
         budget, own = request.budget or _once_over(facts), facts.learning_rate
         rates = request.learning_rate or RateSpan(own / _OWN_FACTOR, own * _OWN_FACTOR)
         study = Study(storage, address, request.study or facts.name, make_terms(request, facts, budget, rates))
         self._tell(StudyOpened(facts, study.name, repr(address), count_finished(study.rows()), request.trials))
-        if facts.schedule is not None and request.pruner != "none":
-            self._tell(Noted(_SCHEDULED.format(facts.schedule)))
         known = study.recall()
-        plan, throughput, coupled = self._measure(study, given)
+        plan, throughput, coupled = self._measure(study, known)
         space = Space(
             learning_rates=rates,
             target_batches=request.target_batch,
@@ -106,12 +102,11 @@ class _Tuner:
         search.confirm()
         rows = study.rows()
         standings = rank(rows)
-        for text in cautions(standings, rates):
-            self._tell(Noted(text))
+        if standings and (caution := find_caution(standings[0].setting.learning_rate, rates)):
+            self._tell(Noted(caution))
         tuning = Tuning(
             study=study.name,
             storage=repr(address),
-            storage_url=repr(address),
             workload={"reference": request.reference, **dataclasses.asdict(facts)},
             space=space,
             budget=budget,
@@ -129,12 +124,10 @@ class _Tuner:
         )
         return dataclasses.replace(tuning, plan=self._plan_best(tuning, plan))
 
-    def _measure(self, study: Study, given: Plan | None) -> tuple[Plan, Throughput, str | None]:
-        """Recall what was measured for the study, or measure it; with why samples are coupled."""
-        request, facts, known = self._processes.request, self._facts, study.recall()
-        if known is not None and given is not None and given.digest() != known[0].digest():
-            self._tell(Noted("the study has a plan of its own already: the one that is given is not used"))
-        plan = known[0] if known is not None else given or self._make_plan(request.target_batch.high)
+    def _measure(self, study: Study, known: tuple[Plan, Throughput] | None) -> tuple[Plan, Throughput, str | None]:
+        """Plan and time updates, unless that is known; with why samples are coupled."""
+        request, facts = self._processes.request, self._facts
+        plan = self._make_plan(request.target_batch.high) if known is None else known[0]
         each = plan.multiple_of
         if each > 1:
             options = dataclasses.replace(request.options, multiple_of=each)
@@ -149,8 +142,6 @@ class _Tuner:
         sizes = micro_batch_ladder(plan.largest_fit, request.target_batch.sizes, least, each)
         device = facts.card or facts.device
         throughput = measure_throughput(self._processes, request.target_batch.high, sizes, device)
-        for speed in throughput.speeds:
-            self._tell(SpeedMeasured(speed))
         others = study.recall()  # Another worker may have been first: one ceiling for all.
         if others is not None:
             return *others, coupled
@@ -199,31 +190,3 @@ def _once_over(facts: Facts) -> Budget:
             hint="say how long a trial is: --budget-samples 10000 (budget_samples=10000)",
         )
     return Budget(facts.training_samples, "samples")
-
-
-def _load_plan(request: TuneRequest) -> Plan | None:
-    given = request.plan
-    if given is None:
-        return None
-    plan = Plan.load(given) if isinstance(given, (str, os.PathLike)) else given
-    if not isinstance(plan, Plan):
-        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    if plan.world_size != 1:
-        raise UsageError(
-            f"the plan is for {plan.world_size} ranks, and trials train on one", hint="plan with --world-size 1"
-        )
-    return plan
-
-
-def _check_plan(plan: Plan, request: TuneRequest, facts: Facts) -> None:
-    """Refuse a plan whose ceiling says nothing here: of another device or workload, or of smaller updates."""
-    kind, here = plan.device.get("kind"), facts.card or "cpu"
-    planned = "cpu" if kind == "cpu" else plan.device.get("card") or (facts.card if kind == "simulated" else None)
-    asked = {name: getattr(facts, name) for name in ("digest", "precision", "optimizer", "batchnorm")}
-    differing = [name for name, own in asked.items() if plan.workload.get(name) not in (None, own)]
-    if planned != here:
-        differing.append(f"device ({plan.device.get('name')}; here is {here})")
-    if plan.target_batch < request.target_batch.high:
-        differing.append(f"target batch ({plan.target_batch})")
-    if differing:
-        raise UsageError(f"the plan is for another {', '.join(differing)}", hint="plan again, or leave --plan away")

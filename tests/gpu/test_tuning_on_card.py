@@ -85,9 +85,9 @@ def measured(reference: str, device: str, target: int, ceiling: int, **options: 
     request = TuneRequest(reference=reference, target_batch=batches, options=asked)
     lines: list[str] = []
     sizes = micro_batch_ladder(ceiling, (target,))
-    with Processes(request, lines.append) as processes:
-        facts = processes.describe()
-        found = measure_throughput(processes, target, sizes, facts.card or facts.device)
+    processes = Processes(request, lines.append)
+    facts = processes.describe()
+    found = measure_throughput(processes, target, sizes, facts.card or facts.device)
     assert [speed.micro_batch for speed in found.speeds] == list(sizes)
     return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
 
@@ -168,11 +168,11 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     budget = Budget(2 * target, "samples")
-    with Processes(request) as processes:
-        first = processes.train(setting, budget, 0, found.knee, ending)
-        wild = processes.train(replace(setting, learning_rate=1e30), budget, 0, found.knee, lambda percent, loss: True)
-        again = processes.train(setting, budget, 0, found.knee, ending)
-        pruned = processes.train(setting, budget, 0, found.knee, ending)
+    processes = Processes(request)
+    first = processes.train(setting, budget, 0, found.knee, ending)
+    wild = processes.train(replace(setting, learning_rate=1e30), budget, 0, found.knee, lambda percent, loss: True)
+    again = processes.train(setting, budget, 0, found.knee, ending)
+    pruned = processes.train(setting, budget, 0, found.knee, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

@@ -17,8 +17,7 @@ from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.pictures.tuning import draw_tuning
 from autoaccum.reporting.tune_progress import TuneProgress
 from autoaccum.reporting.tune_table import print_tuning, tuning_record
-from autoaccum.tuning import events
-from autoaccum.tuning.records import Row, Tuning
+from autoaccum.tuning.records import Noted, Row, SearchBegan, StudyOpened, Tuning
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +81,10 @@ def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_told(studied: 
 def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
     _, told, tuning = studied
     begun = [
-        events.StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 8),
-        *(events.SpeedMeasured(speed) for speed in tuning.throughput.speeds),
-        events.SearchBegan(SPACE, tuning.throughput, remembered=True),
-        events.Noted("odd"),
-        events.Noted("odd"),
+        StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 8),
+        SearchBegan(SPACE, tuning.throughput, remembered=True),
+        Noted("odd"),
+        Noted("odd"),
     ]
     text = told_lines([*begun, *told])
     assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text

@@ -161,7 +161,6 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
     known: dict[str, Any] = {
         "study": "line",
         "storage": "sqlite:///tune.db",
-        "storage_url": "sqlite:///tune.db",
         "workload": {"reference": "line.py", **vars(FACTS)},
         "space": SPACE,
         "budget": Budget(64, "samples"),

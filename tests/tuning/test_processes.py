@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def processes(reference: str) -> Iterator[Processes]:
-    with Processes(request_of(reference=reference, device="cpu")) as started:
-        facts = started.describe()
-        assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
-        yield started
+def processes(reference: str) -> Processes:
+    made = Processes(request_of(reference=reference, device="cpu"))
+    facts = made.describe()
+    assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
+    return made
 
 
 def train(processes: Processes, rate: float) -> Outcome:
@@ -75,8 +74,7 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: Proces
 def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processes, reference: str) -> None:
     killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
-    with Processes(request_of(reference=reference, device="cpu", trial_limit=8.0)) as limited:
-        hung = train(limited, 8.0)
+    hung = train(Processes(request_of(reference=reference, device="cpu", trial_limit=8.0)), 8.0)
     assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
 
 

@@ -15,9 +15,8 @@ from torch import nn
 
 from autoaccum import Workload
 from autoaccum.errors import StudyError, UsageError, WorkloadError
-from autoaccum.tuning.events import Reported, TrialEnded
 from autoaccum.tuning.judging import rank
-from autoaccum.tuning.records import BatchSpan, Budget, RateSpan, Setting
+from autoaccum.tuning.records import BatchSpan, Budget, RateSpan, Reported, Setting, TrialEnded
 from autoaccum.tuning.study import open_storage, read_address
 
 

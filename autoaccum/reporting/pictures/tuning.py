@@ -8,18 +8,13 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from autoaccum.tuning.records import Throughput, Tuning
 from autoaccum.tuning.study import open_storage, reaching, read_address
 
 
 def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
-    """Draw the pictures of a study, by the names of their files.
-
-    Args:
-        tuning: What was found.
-        storage: Where the study is kept, as `tune` was given it.
+    """Draw the pictures of a study in `storage` (as `tune` was given it), by the names of their files.
 
     Raises:
         StudyError: It cannot be read any more.
@@ -39,11 +34,11 @@ def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             figures = {
                 "throughput.svg": throughput_figure(tuning.throughput),
-                "trials.svg": _figure_of(of_optuna.plot_optimization_history(study, target_name=loss)),
-                "rates.svg": _figure_of(of_optuna.plot_slice(study, target_name=loss)),
-                "courses.svg": _figure_of(of_optuna.plot_intermediate_values(study)),
+                "trials.svg": of_optuna.plot_optimization_history(study, target_name=loss),
+                "rates.svg": of_optuna.plot_slice(study, target_name=loss),
+                "courses.svg": of_optuna.plot_intermediate_values(study),
             }
-        return {file: _to_svg(figure) for file, figure in figures.items()}
+        return {file: _to_svg(drawn) for file, drawn in figures.items()}
 
 
 def throughput_figure(known: Throughput) -> Figure:
@@ -60,9 +55,7 @@ def throughput_figure(known: Throughput) -> Figure:
         axes.plot(short, [0.0] * len(short), "rx", label="out of memory")
     axes.axvline(known.knee, color="green", linestyle="--", label=f"knee at {known.knee}")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([*sizes, *short])
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks([*sizes, *short], [str(size) for size in (*sizes, *short)])
     axes.set_ylim(bottom=0)
     axes.set(xlabel="micro-batch, in samples", ylabel="samples per second")
     axes.set_title(f"Throughput on {known.device}, in updates of {known.target_batch} samples", parse_math=False)
@@ -70,16 +63,12 @@ def throughput_figure(known: Throughput) -> Figure:
     return figure
 
 
-def _figure_of(axes: Any) -> Figure:
-    """Take the figure of what Optuna drew: axes, or an array of them."""
-    figure = (axes.flat[0] if hasattr(axes, "flat") else axes).figure
-    assert isinstance(figure, Figure)
-    return figure
-
-
-def _to_svg(figure: Figure) -> bytes:
+def _to_svg(drawn: Any) -> bytes:
+    """Write a figure, or that of the axes which Optuna drew."""
     from matplotlib import pyplot
 
+    axes = drawn.flat[0] if hasattr(drawn, "flat") else drawn
+    figure = drawn if isinstance(drawn, Figure) else axes.figure
     file = io.BytesIO()
     figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": "autoaccum"})
     pyplot.close(figure)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from truths.cases import Case, Predicted, UnknownModel
 from truths.language_models import Architecture, find_architecture
-from truths.loops import Loop, predict_loop
-from truths.xmem_rows import LEARNING_RATE, card_of, zero_grad_position
+from truths.xmem_rows import predict_run
 
 _LENGTH = 128
 _SOME_TOKENS = 1000
@@ -27,15 +26,7 @@ def predict(case: Case) -> tuple[Predicted, ...]:
     architecture = find_architecture(case.model)
     if architecture is None:
         raise UnknownModel(case.model)
-    (batch,) = case.batches
-    loop = Loop(
-        model=partial(_build, architecture),
-        batch=partial(_make_batch, batch),
-        forward=_forward,
-        optimizer=partial(getattr(torch.optim, case.row["optimizer"]), lr=LEARNING_RATE),
-        zero_grad=zero_grad_position(case.row),
-    )
-    return (predict_loop(loop, card_of(case.row), batch),)
+    return predict_run(case, partial(_build, architecture), _make_batch, _forward)
 
 
 def _build(architecture: Architecture) -> nn.Module:

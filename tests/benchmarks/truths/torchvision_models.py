@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from truths.cases import Case, Predicted, UnknownModel
-from truths.loops import Loop, predict_loop
-from truths.xmem_rows import LEARNING_RATE, card_of, zero_grad_position
+from truths.xmem_rows import predict_run
 
 _SIDE = 86
 _FEW_CLASSES, _CLASSES = 10, 1000
@@ -21,15 +20,7 @@ def predict(case: Case) -> tuple[Predicted, ...]:
     """As `Table.predict`."""
     name = find_name(case.model)
     classes = _FEW_CLASSES if name.startswith(("mnasnet", "mobilenet_v3")) else _CLASSES
-    (batch,) = case.batches
-    loop = Loop(
-        model=partial(_build, name, classes),
-        batch=partial(_make_batch, batch, classes),
-        forward=_forward,
-        optimizer=partial(getattr(torch.optim, case.row["optimizer"]), lr=LEARNING_RATE),
-        zero_grad=zero_grad_position(case.row),
-    )
-    return (predict_loop(loop, card_of(case.row), batch),)
+    return predict_run(case, partial(_build, name, classes), partial(_make_batch, classes), _forward)
 
 
 def find_name(model: str) -> str:
@@ -56,7 +47,7 @@ def _build(name: str, classes: int) -> nn.Module:
     return built
 
 
-def _make_batch(batch: int, classes: int) -> tuple[Tensor, Tensor]:
+def _make_batch(classes: int, batch: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 3, _SIDE, _SIDE), torch.randint(0, classes, (batch,))
 
 

@@ -1,14 +1,18 @@
-"""What all rows of the RTX 4060 table have in common."""
+"""What all rows of the RTX 4060 table have in common: the loop that xMem ran (`../shared/truth`, its README)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Literal
+from functools import partial
+from typing import Any, Final, Literal
 
-from autoaccum.devices.simulated.catalog import Card, find_card
+import torch
+from torch import Tensor, nn
+from truths.cases import Case, Predicted
+from truths.loops import Loop, predict_loop
 
-LEARNING_RATE: Final = 1e-3
+from autoaccum.devices.simulated.catalog import find_card
 
 _POSITIONS: Final[tuple[Literal["start", "before backward", "after step"], ...]] = (
     "start",
@@ -17,11 +21,23 @@ _POSITIONS: Final[tuple[Literal["start", "before backward", "after step"], ...]]
 )
 
 
-def zero_grad_position(row: Mapping[str, str]) -> Literal["start", "before backward", "after step"]:
-    """When a run cleared its gradients, as `Loop.zero_grad`; where it was not recorded, it behaved like `start`."""
-    return _POSITIONS[int(row["zero_grad_position"] or 0)]
+def predict_run(
+    case: Case,
+    model: Callable[[], nn.Module],
+    batch: Callable[[int], Any],
+    forward: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+) -> tuple[Predicted, ...]:
+    """Predict the one run of a row, on its card with as much memory as PyTorch saw there.
 
-
-def card_of(row: Mapping[str, str]) -> Card:
-    """The card of a run, with as much memory as PyTorch saw there."""
-    return replace(find_card(row["gpu"]), total_bytes=int(row["gpu_total_bytes"]))
+    Where it was not recorded when gradients were cleared, the run behaved like `start`.
+    """
+    (size,) = case.batches
+    loop = Loop(
+        model=model,
+        batch=partial(batch, size),
+        forward=forward,
+        optimizer=partial(getattr(torch.optim, case.row["optimizer"]), lr=1e-3),
+        zero_grad=_POSITIONS[int(case.row["zero_grad_position"] or 0)],
+    )
+    card = replace(find_card(case.row["gpu"]), total_bytes=int(case.row["gpu_total_bytes"]))
+    return (predict_loop(loop, card, size),)
