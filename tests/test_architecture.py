@@ -63,7 +63,6 @@ WITHOUT_TORCH = (
     "devices/simulated/trace.py",
     "guarding/",
     "pytest_plugin.py",
-    "tuning/events.py",
     "tuning/judging.py",
     "tuning/records.py",
     "tuning/request.py",
