@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -246,9 +246,9 @@ def _joined(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
 
 
 def _times(share: ModuleShare, name: str, count: int) -> ModuleShare:
-    return ModuleShare(
+    return replace(
+        share,
         name=name,
-        kind=share.kind,
         count=count,
         bytes=share.bytes * count,
         categories={category: held * count for category, held in share.categories.items()},
@@ -296,15 +296,11 @@ def moments(ledger: Ledger) -> tuple[Moment, ...]:
                 Moment(
                     phase=phase,
                     held_bytes=ledger.held_bytes[at],
-                    categories=_without_zeros(totals),
+                    categories={category: held for category, held in totals.items() if held},
                     holdings=holdings_at(ledger, at),
                 )
             )
     return tuple(found)
-
-
-def _without_zeros(totals: Mapping[Category, int]) -> Mapping[Category, int]:
-    return {category: held for category, held in totals.items() if held}
 
 
 def break_down(

@@ -27,7 +27,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Keep
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.optimizers import call_factory
-from autoaccum.workload.spec import Precision, Workload
+from autoaccum.workload.spec import Workload
 
 _HALF = (torch.bfloat16, torch.float16)
 _SINGLE, _FUSED, _PLAIN = "foreach=False", "fused=True", "SGD"
@@ -135,8 +135,12 @@ def _any(optimizer: Optimizer, option: str) -> bool:
     return any(group.get(option) for group in optimizer.param_groups)
 
 
-def _in_precision(precision: Precision, workload: Workload) -> Workload:
-    return dataclasses.replace(workload, precision=precision)
+def _with(workload: Workload, **fields: Any) -> Workload:
+    return dataclasses.replace(workload, **fields)
+
+
+def _without(keep: Keep, workload: Workload) -> Workload:
+    return _with(workload, keeps=[kept for kept in workload.keeps if kept != keep])
 
 
 def _checkpointed(workload: Workload) -> Workload:
@@ -145,23 +149,11 @@ def _checkpointed(workload: Workload) -> Workload:
         checkpoint_blocks(model, _trained_blocks(model))
         return model
 
-    return dataclasses.replace(workload, model=build)
+    return _with(workload, model=build)
 
 
 def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
-    return dataclasses.replace(workload, optimizer=partial(_with_options, workload.optimizer, options))
-
-
-def _plainly_updated(workload: Workload) -> Workload:
-    return dataclasses.replace(workload, optimizer=_PLAIN)
-
-
-def _without(keep: Keep, workload: Workload) -> Workload:
-    return dataclasses.replace(workload, keeps=[kept for kept in workload.keeps if kept != keep])
-
-
-def _half_evaluated(workload: Workload) -> Workload:
-    return dataclasses.replace(workload, evaluation_batch=(workload.evaluation_batch or 2) // 2)
+    return _with(workload, optimizer=partial(_with_options, workload.optimizer, options))
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
@@ -180,13 +172,13 @@ def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Paramete
 
 
 _CHANGES: Final[Mapping[str, _Change]] = {
-    "bf16": partial(_in_precision, "bf16"),
-    "fp16": partial(_in_precision, "fp16"),
+    "bf16": partial(_with, precision="bf16"),
+    "fp16": partial(_with, precision="fp16"),
     CHECKPOINT: _checkpointed,
     CHUNKED: lambda workload: workload,  # By a mode, while it runs (`ChunkedLoss`).
     _SINGLE: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
-    _PLAIN: _plainly_updated,
+    _PLAIN: partial(_with, optimizer=_PLAIN),
     **{name: partial(_without, keep) for name, keep in _WITHOUT.items()},
-    _HALVED: _half_evaluated,
+    _HALVED: lambda workload: _with(workload, evaluation_batch=(workload.evaluation_batch or 2) // 2),
 }

@@ -6,6 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -145,7 +146,6 @@ class Labeller:
         self._beside = [module for root in beside for _, module in walk_modules(root)]
         self._running = Running(lambda: None if rehearsal.made is None else rehearsal.made[0])
         self._phase: Phase | None = None
-        self._ops: dict[Any, str] = {None: ""}
         self._origins: list[Origin] = []
         self._claims: dict[int, Claim] = {}
         self._stayed: set[int] = set()
@@ -170,7 +170,9 @@ class Labeller:
             self._ask_everyone()
         module, role = self._running.now()
         named = "" if dtype is None else str(dtype).removeprefix("torch.")
-        self._origins.append(Origin(self._op(), module, "workspace" if beside_tensors else role, named))
+        self._origins.append(
+            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, named)
+        )
 
     def mark_update(self) -> None:
         """An update begins: what modules keep by now, and still do in the end, is theirs for good."""
@@ -249,12 +251,12 @@ class Labeller:
         yield from self._running.modules()
         yield from ((module, 0) for module in self._beside)
 
-    def _op(self) -> str:
-        op = self._recorder.op
-        name = self._ops.get(op)
-        if name is None:
-            name = self._ops[op] = str(op.overloadpacket) if isinstance(op, torch._ops.OpOverload) else str(op)
-        return name
+
+@cache
+def _name_of(op: Any) -> str:
+    if op is None:
+        return ""
+    return str(op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op)
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:

@@ -133,7 +133,7 @@ class Replayer:
                 return None
             except CapacityExceeded as error:
                 if event not in self._optional:
-                    return _index_of(events, event), error.asked_bytes
+                    return list(events).index(event), error.asked_bytes  # A block is allocated once.
                 purpose = self._optional[event]
                 without.update(block for block, known in self._optional.items() if known == purpose)
 
@@ -141,11 +141,6 @@ class Replayer:
         """Have the blocks that were left stand for those that were found: the same events are replayed again."""
         left = {found: self._blocks.pop(heir) for found, heir in heirs.items() if heir in self._blocks}
         self._blocks.update(left)
-
-
-def _index_of(events: Sequence[int], event: int) -> int:
-    # A block is allocated once, so that this is the event that failed.
-    return list(events).index(event)
 
 
 def find_heirs(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:

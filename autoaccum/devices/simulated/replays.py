@@ -44,38 +44,6 @@ class Demand:
         return self.trace.phases[max(index, 0)][1]
 
 
-class Weigher:
-    """Tells the demand of traces on one card under one torch."""
-
-    def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
-        self._card, self._torch_version = card, torch_version
-        self._known: dict[Scratch, Estimate] = {}
-
-    def weigh(self, trace: Trace) -> Demand:
-        """The demand of `trace`."""
-        sizes: list[int] = []
-        bands: dict[int, int] = {}
-        guessed: dict[str, None] = {}
-        optional: dict[int, Scratch] = {}
-        for block, size in enumerate(trace.sizes):
-            if isinstance(size, int):
-                sizes.append(size)
-                continue
-            found = self._estimate(size)
-            sizes.append(found.bytes)
-            bands[block] = found.band_bytes
-            if found.optional:
-                optional[block] = size
-            if found.band_bytes and not found.measured:
-                guessed[size.rule] = None
-        return Demand(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
-
-    def _estimate(self, scratch: Scratch) -> Estimate:
-        if scratch not in self._known:
-            self._known[scratch] = estimate(scratch, self._card, self._torch_version)
-        return self._known[scratch]
-
-
 def _most_at_once(events: tuple[int, ...], bands: dict[int, int]) -> int:
     """The most that the bands of blocks add up to that are alive at one time."""
     alive = most = 0
@@ -95,7 +63,8 @@ class Replays:
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version
-        self._weigher, self._settings = Weigher(card, torch_version), settings
+        self._settings = settings
+        self._estimates: dict[Scratch, Estimate] = {}
         self._known: dict[Trace, tuple[Demand, Replay]] = {}
 
     def weigh(self, trace: Trace) -> Demand:
@@ -115,10 +84,7 @@ class Replays:
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
-        """The most the allocator holds within a limit, where it gives its cache back and does without what it can.
-
-        What it held until then, where `trace` does not go through.
-        """
+        """The most the allocator holds within a limit, or until then where `trace` does not go through."""
         return self._within(limit_bytes, *self._uncapped(trace)).peak_reserved_bytes
 
     def reserved_bytes(self, trace: Trace) -> list[int]:
@@ -165,9 +131,32 @@ class Replays:
     def _uncapped(self, trace: Trace) -> tuple[Demand, Replay]:
         """The demand of `trace`, and its replay where nothing limits it; asked for more than once."""
         if trace not in self._known:
-            demand = self._weigher.weigh(trace)
+            demand = self._weigh(trace)
             self._known[trace] = demand, self._replay(demand, None)
         return self._known[trace]
+
+    def _weigh(self, trace: Trace) -> Demand:
+        sizes: list[int] = []
+        bands: dict[int, int] = {}
+        guessed: dict[str, None] = {}
+        optional: dict[int, Scratch] = {}
+        for block, size in enumerate(trace.sizes):
+            if isinstance(size, int):
+                sizes.append(size)
+                continue
+            found = self._estimate(size)
+            sizes.append(found.bytes)
+            bands[block] = found.band_bytes
+            if found.optional:
+                optional[block] = size
+            if found.band_bytes and not found.measured:
+                guessed[size.rule] = None
+        return Demand(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
+
+    def _estimate(self, scratch: Scratch) -> Estimate:
+        if scratch not in self._estimates:
+            self._estimates[scratch] = estimate(scratch, self._card, self._torch_version)
+        return self._estimates[scratch]
 
     def _within(self, limit_bytes: int, demand: Demand, roomy: Replay) -> Replay:
         return roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)

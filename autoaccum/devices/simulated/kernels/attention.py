@@ -92,9 +92,8 @@ def _efficient(
         if not _aligned(mask):
             mask = F.pad(mask, (0, 8 - mask.size(-1) % 8))[..., : mask.size(-1)]
         mask = mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, _trains(query, key, value), dropout, causal, scale=scale
-    )[0]
+    given = query, key, value, mask, _trains(query, key, value), dropout, causal
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
     return out
 
 
@@ -102,9 +101,8 @@ def _cudnn(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
 ) -> Tensor:
     mask = None if mask is None else _additive(mask, query.dtype)
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, mask, _trains(query, key, value), dropout, causal, False, scale=scale
-    )[0]
+    given = query, key, value, mask, _trains(query, key, value), dropout, causal, False
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0]
     return out
 
 

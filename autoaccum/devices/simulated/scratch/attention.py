@@ -73,23 +73,23 @@ def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, i
 
 def efficient_cast(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The output or its gradient in fp32, of halves whose rows no kernel sums. Numbers: as of `efficient_gradient`."""
-    batch, heads, queries, _, _, value_size, element_bytes, *_ = numbers
-    needed = element_bytes < 4 and not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
+    return _unless_summed(numbers, card, numbers[5] if numbers[6] < 4 else 0)
 
 
 def efficient_product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The output times its gradient in fp32, where no kernel sums its rows. Numbers: as of `efficient_gradient`."""
-    batch, heads, queries, _, _, value_size, *_ = numbers
-    needed = not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
+    return _unless_summed(numbers, card, numbers[5])
 
 
 def efficient_product_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Its rows' sums, before they are laid out as `delta`. Numbers: as of `efficient_gradient`."""
+    return _unless_summed(numbers, card, 1)
+
+
+def _unless_summed(numbers: Numbers, card: Card, width: int) -> Estimate:
+    """So many fp32 values for each row, where operators sum rows since no kernel does."""
     batch, heads, queries, *_ = numbers
-    needed = not _kernel_sums_rows(numbers, card)
-    return Estimate(bytes=4 * batch * heads * queries if needed else 0)
+    return Estimate(bytes=0 if _kernel_sums_rows(numbers, card) else 4 * batch * heads * queries * width)
 
 
 def efficient_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
