@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,6 +69,19 @@ def balancing_warning(model: nn.Module) -> str | None:
         "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
         " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
     )
+
+
+def leave_out_balancing(model: nn.Module) -> None:
+    """Have `model` add none; its configurations are exchanged for copies, since others may hold them too."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if any(getattr(owner, name, None) for owner in _configs(config) for name in _FACTORS):
+            module.config = copies.setdefault(id(config), copy.deepcopy(config))
+    for owner in _owners(model):
+        for name in _FACTORS:
+            if getattr(owner, name, None):
+                setattr(owner, name, 0.0)
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:

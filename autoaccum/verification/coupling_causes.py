@@ -93,6 +93,19 @@ def _pairs_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
     return Cause(kind="coupled model", found=found, change=change, where=names, proved=proved)
 
 
+def balancing_cause(names: tuple[str, ...], *, proved: bool) -> Cause:
+    """The balancing loss of a mixture of experts (`accumulation.cautions`)."""
+    found = (
+        "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
+        f" micro-batch at once{': without it, both are the same' if proved else ''}"
+    )
+    change = (
+        "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most"
+        f" training does; {LARGER}"
+    )
+    return Cause(kind="coupled loss", found=found, change=change, where=names, proved=proved)
+
+
 def draw_cause(sites: tuple[str, ...], *, proved: bool) -> Cause:
     """Draws that differ in meaning between a part and the whole batch."""
     found = (
@@ -170,8 +183,8 @@ def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
 def _loss_cause(inquiry: Inquiry) -> Cause:
     """A loss, or what it does with the batch before the model, that mixes samples."""
     found = (
-        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch, the balancing"
-        " of experts, outputs of shape (n, 1) beside targets of shape (n,)): those of a part know nothing of the others"
+        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch, outputs of shape"
+        " (n, 1) beside targets of shape (n,)): those of a part know nothing of the others"
     )
     first = "see first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (

@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
+from autoaccum.accumulation.cautions import balancing_factors
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.verification.comparing import Tolerances
 from autoaccum.verification.coupling_causes import (
+    balancing_cause,
     batchnorm_cause,
     coupling_causes,
     draw_cause,
@@ -35,7 +37,7 @@ _COARSE = 1e-2
 class _Suspect(NamedTuple):
     """One thing that may be put out of the way, and the modules, attributes or buffers it lies in."""
 
-    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model"]
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
     where: tuple[str, ...] = ()
 
     def added(self, change: Change) -> Change:
@@ -46,6 +48,8 @@ class _Suspect(NamedTuple):
             return replace(change, unhooked=True)
         if self.kind == "randomness":
             return replace(change, calm=True)
+        if self.kind == "balancing loss":
+            return replace(change, unbalanced=True)
         return replace(change, rest=change.rest | frozenset(self.where))
 
 
@@ -98,6 +102,7 @@ def _find_suspects(inquiry: Inquiry) -> list[_Suspect]:
     runs = inquiry.runs
     found = [
         _Suspect("batchnorm", inquiry.batchnorms),
+        _Suspect("balancing loss", balancing_factors(inquiry.model)),
         _Suspect("state", inquiry.state),
         _Suspect("hook", inquiry.hooked),
         _Suspect("randomness", runs.draw_sites if runs.mismatch is None else ()),
@@ -157,7 +162,7 @@ def _cause(inquiry: Inquiry, one: _Suspect, found: _Found) -> Cause:
         return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "state":
         return replace(state_cause(inquiry, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
-    make = {"coupled model": module_cause, "hook": hook_cause}
+    make = {"coupled model": module_cause, "balancing loss": balancing_cause, "hook": hook_cause}
     return make.get(one.kind, draw_cause)(one.where, proved=proved)
 
 

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.cautions import leave_out_balancing
 from autoaccum.accumulation.changes import OwnAttributes
 from autoaccum.accumulation.draws import DrawMismatch
 from autoaccum.accumulation.observers import StepObserver, StepPhase
@@ -71,6 +72,7 @@ class Change:
         weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
             number each, or pairs of a term and its number.
         unhooked: Hooks on parameters' gradients are left out.
+        unbalanced: The loss that balances experts is left out.
         summed: Losses of parts are added up, not averaged.
     """
 
@@ -80,6 +82,7 @@ class Change:
     weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
     summed: bool = False
     unhooked: bool = False
+    unbalanced: bool = False
 
 
 UNCHANGED = Change()
@@ -103,6 +106,8 @@ class Run:
         if fixture.workload.batchnorm == "frozen":
             for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
+        if change.unbalanced:
+            leave_out_balancing(model)
         if change.unhooked:
             for parameter in model.parameters():
                 for hooks in tensor_hooks(parameter):
