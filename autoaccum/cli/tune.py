@@ -182,7 +182,8 @@ def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
         target = str(tuning.best.setting.target_batch)
-        found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept]
+        run = ["--run-dir", f"runs/{Path(kept).stem}"]
+        found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept, *run]
     more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)
     found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
     return found

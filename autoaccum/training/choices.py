@@ -124,7 +124,8 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
         raise UsageError(f"the plan is for {different[0][0]}; here is {different[0][1]}", hint=anyhow)
     digest = plan.workload.get("digest")
     if digest and subject.digest and digest != subject.digest:
-        tell(Noted(f"{subject.name} was changed since the plan was made: should memory run out, plan again"))
+        changed = f"{subject.name} is not what the plan was made for, or has changed since"
+        tell(Noted(f"{changed}: should memory run out, plan again"))
 
 
 def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ class FitRequest:
         self._settle_paths()
         if self.epochs is None and self.steps is None:
             raise UsageError(
-                "neither epochs nor steps are given", hint="say how long to train: epochs=3, or steps=1000"
+                "neither epochs nor steps are given", hint="say how long to train: epochs=3 (--epochs 3), or steps=1000"
             )
         for one, other in (("eval_every", "eval_due"), ("micro_batch", "plan")):
             if getattr(self, one) is not None and getattr(self, other) is not None:

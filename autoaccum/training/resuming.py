@@ -7,7 +7,7 @@ told). A schedule goes on as it was kept. Everything else has to be the same, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,21 @@ def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
         UsageError: Names all that differs.
     """
     then = saved.record["run"]
-    names = [name for name, value in here.items() if then.get(name) != value]
-    if names:
-        different = "; ".join(f"{name} was {then.get(name)!r}, is {here[name]!r}" for name in names)
+    different = "; ".join(_differences("", then, here))
+    if different:
         raise UsageError(
             f"{saved.path} is of another training: {different}",
             hint="give what was given then, or choose another run folder",
         )
+
+
+def _differences(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in here.items():
+        was = then.get(name)
+        if isinstance(value, Mapping) and isinstance(was, Mapping) and was.keys() == value.keys():
+            yield from _differences(f"{name}: ", was, value)
+        elif was != value:
+            yield f"{of}{name} was {was!r}, is {value!r}"
 
 
 def tell_of_changes(saved: Saved, name: str, digest: str, tell: Callable[[Any], Any]) -> None:

@@ -152,7 +152,7 @@ def invoke(*words: str) -> Result:
 def test_the_next_commands_can_be_pasted_and_have_no_password(study: Stand, found: Tuning) -> None:
     text = invoke("--target-batch", "16", "-o", "b.json").stdout
     assert "its plan in b.json\n" in text
-    assert "fit model.py --target-batch 16 --epochs 3 --plan b.json\n" in text
+    assert "fit model.py --target-batch 16 --epochs 3 --plan b.json --run-dir runs/b\n" in text
     assert "tune model.py --target-batch 16 --trials 60\n" in text
     study.answer = tuning_of(found.rows, storage="postgresql://me:***@host/db")
     result = invoke("--target-batch", "16", "--storage", "postgresql://me:secret@host/db")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import autoaccum
 from autoaccum.accumulation.changes import Hasher
@@ -242,6 +242,7 @@ def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path
         ({"seed": 5}, "seed was 0, is 5"),
         ({"optimizer": "SGD"}, "optimizer was 'AdamW', is 'SGD'"),
         ({"data": [(torch.ones(44, 5), torch.zeros(44, dtype=torch.long))]}, "data was"),
+        ({"data": TensorDataset(torch.ones(40, 5), torch.zeros(40))}, "data: samples was 44, is 40"),
         ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
         ({"batchnorm": "frozen"}, "batchnorm was 'micro', is 'frozen'"),
         ({"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)}, "initial_lr was 0.01, is 0.02"),
