@@ -132,7 +132,7 @@ class Inspection:
         accumulate_in: What its gradients are summed in (`options.AccumulateIn`).
         multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
         found_multiple: The sentence on that where it was found out.
-        modules: Bytes of the modules beside the model (`accumulation.beside`), by name.
+        modules: Bytes of the modules beside the model (`accumulation.reach`), by name.
         coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
         warnings: Sentences for the plan on gradients that are not the full batch's.
         accumulation_warnings: Likewise, which hold only where more than one micro-batch makes an update.

@@ -38,15 +38,12 @@ FORM_SAMPLES = 3
 """In a batch of two samples, a pair could be one entry for each."""
 
 
-def inspect_workload(
-    workload: Workload, share: int, optimizer: str | None = None, meter: Meter | None = None
-) -> Inspection:
+def inspect_workload(workload: Workload, share: int, meter: Meter | None = None) -> Inspection:
     """Build everything once, make one update from a small batch, and compare the weighting of its parts.
 
     Args:
         workload: With the precision the plan asks for.
         share: Samples per update on this rank.
-        optimizer: Overrides the workload's by a name of `torch.optim`.
         meter: Of the device to make the update on; None: the CPU.
 
     Raises:
@@ -59,7 +56,7 @@ def inspect_workload(
     model = workload.build_model()
     origin = model_device(model)
     model = place_model(model, meter.device)
-    made = workload.build_optimizer(model, optimizer)
+    made = workload.build_optimizer(model)
     size = few_samples(workload, SAMPLES, share)
     batch = workload.build_batch(size)
     with placed(find_beside(workload).values(), meter.device):

@@ -36,7 +36,6 @@ class Rehearsal:
     Args:
         workload: With the precision the plan asks for.
         share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
-        optimizer: Overrides the workload's by a name of `torch.optim`.
         device: Where the model goes before the optimizer is made; None: where it is. The batch stays on the CPU, and
             the Accumulator moves one part at a time.
         before_update: Called before each update.
@@ -47,7 +46,6 @@ class Rehearsal:
         self,
         workload: Workload,
         share: int,
-        optimizer: str | None = None,
         device: torch.device | None = None,
         *,
         before_update: Callable[[], None] = lambda: None,
@@ -56,7 +54,6 @@ class Rehearsal:
         self._workload = workload
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
-        self._optimizer = optimizer
         self._device = device
         self._before_update = before_update
         self._beside_evaluation = beside_evaluation
@@ -99,7 +96,7 @@ class Rehearsal:
         if "ema" in self._workload.keeps:
             self._averages = Averages(model)
         self._phase = "optimizer"
-        optimizer = self._workload.build_optimizer(model, self._optimizer)
+        optimizer = self._workload.build_optimizer(model)
         self.made = model, optimizer
         self._phase = "batch"
         self._size = max(self._share, *parts)

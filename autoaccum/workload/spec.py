@@ -202,17 +202,13 @@ class Workload:
             )
         return made
 
-    def build_optimizer(self, model: nn.Module, name: str | None = None) -> Optimizer:
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
         """One optimizer of the trainable parameters of `model`.
-
-        Args:
-            model: Whose parameters to update.
-            name: Overrides the workload's own by a name of `torch.optim`, whatever its case.
 
         Raises:
             WorkloadError: No trainable parameters, several optimizers, an unknown name, one that needs a closure.
         """
-        return make_optimizer(self.optimizer if name is None else name, model)
+        return make_optimizer(self.optimizer, model)
 
     def build_scheduler(self, optimizer: Optimizer) -> Any:
         """The schedule of the learning rate of `optimizer`; None when there is none.

@@ -30,7 +30,7 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
 
 
 def test_tells_what_will_be_trained() -> None:
-    inspection = inspect_workload(make(name="small"), share=8, optimizer="sgd")
+    inspection = inspect_workload(make(name="small", optimizer="sgd"), share=8)
     assert (inspection.name, inspection.model, inspection.optimizer) == ("small", "Linear", "SGD")
     assert (inspection.parameters, inspection.parameter_bytes) == (10, 40)
     assert inspection.reduction == "mean"

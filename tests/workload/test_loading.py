@@ -103,7 +103,6 @@ def test_takes_every_optional_name(write: Write) -> None:
     assert workload.dataset == [1, 2]
     assert workload.objective.source == "the workload's weight()"
     assert isinstance(workload.build_optimizer(workload.build_model()), torch.optim.SGD)
-    assert isinstance(workload.build_optimizer(workload.build_model(), "RMSPROP"), torch.optim.RMSprop)
 
 
 def test_a_criterion_that_the_loss_names_is_a_part_of_it(write: Write) -> None:

@@ -186,7 +186,7 @@ class InPlaceDevice:
         failure: BaseException | None = None
         try:
             with interruptions.window():
-                return inspect_workload(self._tried.workload, self._share, None, place.meter)
+                return inspect_workload(self._tried.workload, self._share, place.meter)
         except BaseException as error:
             failure = error
         try:
@@ -203,7 +203,6 @@ class InPlaceDevice:
         rehearsal = Rehearsal(
             self._tried.workload,
             self._share,
-            None,
             self._tried.device,
             beside_evaluation=lambda: beside.append(place.meter.read()),
         )
