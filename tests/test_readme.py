@@ -175,9 +175,12 @@ def test_the_command_that_tunes_is_one() -> None:
 
 
 def test_files_and_scripts_it_names_are_there() -> None:
-    named = re.findall(r"`(?:python )?((?:autoaccum|tests|examples)/[\w/.]*)", README)
+    named = re.findall(r"`(?:python |pytest )?((?:autoaccum|tests|examples)/[\w/.]*)", README)
     assert {"tests/benchmarks/peers.py", "tests/gpu/", "autoaccum/planning/"} <= set(named)
     assert [name for name in named if not (ROOT / name).exists()] == []
+    chosen = re.findall(r"`pytest (tests/[\w/.]+) -k (\w+)`", README)
+    assert chosen
+    assert [pair for pair in chosen if not re.search(rf"def test_\w*{pair[1]}", (ROOT / pair[0]).read_text())] == []
 
 
 def test_it_counts_the_cards_there_are() -> None:

@@ -424,6 +424,37 @@ def test_weights_that_came_without_a_count_are_no_untrained_ones() -> None:
         step(model, batch_of(8), "frozen")
 
 
+def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
+    """With m' = 1 - (1 - m)^(1/K), K micro-batches together decay old statistics as one batch does with m.
+
+    Since (1 - m')^K = 1 - m, the new ones weigh m in all, and the mean is tracked alike, but for their order. Of the
+    variance the part between micro-batches is missed (law of total variance), and what is normalised stays the same.
+    """
+    updates, momentum, start = 20, 0.1, 8.0
+    window = [torch.randn(500, 2).double() + level for level in (-3.0, 3.0, 3.0, -3.0)]
+    batch = torch.cat(window)
+    whole, own, corrected = (nn.BatchNorm1d(2).double() for _ in range(3))
+    corrected.momentum = 1 - (1 - momentum) ** (1 / len(window))
+    for norm in (whole, own, corrected):
+        norm.get_buffer("running_mean").fill_(start)
+    for _ in range(updates):
+        whole(batch)
+        for part in window:
+            own(part)
+            corrected(part)
+    decay = (1 - momentum) ** updates
+    mean = batch.mean(0) + decay * (start - batch.mean(0))
+    torch.testing.assert_close(whole.get_buffer("running_mean"), mean)
+    torch.testing.assert_close(corrected.get_buffer("running_mean"), mean, rtol=0.0, atol=0.1)
+    assert float((own.get_buffer("running_mean") - mean).abs().min()) > 0.5
+    missed = whole.get_buffer("running_var") - corrected.get_buffer("running_var")
+    between = torch.stack([part.mean(0) for part in window]).var(0, correction=0)
+    torch.testing.assert_close(missed, (1 - decay) * between, rtol=0.02, atol=0.0)
+    outputs = corrected(window[0])
+    assert torch.equal(outputs, own(window[0]))
+    assert float((outputs - whole(batch)[:500]).detach().abs().mean()) > 0.5
+
+
 SPLITS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
 
 
