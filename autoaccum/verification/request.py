@@ -96,7 +96,7 @@ def find_subject(request: VerifyRequest) -> tuple[Tried, str]:
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     given: Any = way
     if isinstance(way, str):
-        loaded = load_workload(way)
+        loaded = load_workload(way, "verify")
         worst_of = _looked_at(loaded, request)
         given = adapt(loaded, most=request.target_batch, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(given, "auto" if isinstance(given, LiveObjects) else "cpu")

@@ -34,8 +34,8 @@ _BESIDE = (
 """Optional too; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
 
 
-def load_workload(reference: str) -> Workload:
-    """Load the workload that `reference` names.
+def load_workload(reference: str, command: str = "plan") -> Workload:
+    """Load the workload that `reference` names; `command` is what a message offers to call with a name.
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
     `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
@@ -50,8 +50,11 @@ def load_workload(reference: str) -> Workload:
     target, name = _checked(reference)
     if _is_path(target):
         path = _find_file(target)
-        return _read(import_file(path), name, path.name, path.stem, path)
+        module = import_file(path)
+        _check_named(module, name, reference, command)
+        return _read(module, name, path.name, path.stem, path)
     module = import_dotted(target)
+    _check_named(module, name, reference, command)
     file = getattr(module, "__file__", None)
     return _read(module, name, target, target, None if file is None else Path(file).resolve())
 
@@ -89,6 +92,16 @@ def _find_file(target: str) -> Path:
     if path.suffix != ".py":
         raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
     return path.resolve()
+
+
+def _check_named(module: ModuleType, name: str | None, reference: str, command: str) -> None:
+    """Ask for a name where workloads are defined by others than the one that is looked for."""
+    named = [each for each in _names(module) if isinstance(getattr(module, each), Workload)]
+    if name is None and named and not {"workload", "model"} & {*_names(module)}:
+        raise WorkloadError(
+            f"{reference} defines {len(named)} workload{'s' * (len(named) > 1)}, {', '.join(named)}, and none is named",
+            hint=f"name one: autoaccum {command} {reference}:{named[0]}",
+        )
 
 
 def _read(module: ModuleType, name: str | None, called: str, title: str, path: Path | None) -> Workload:
