@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import zip_longest
-
-from tests.gpu.longest_common import common_places
 
 TENSOR = "tensor"
 _GRAIN = 512
@@ -57,7 +56,9 @@ def align(expected: Sequence[Expected], measured: Sequence[int]) -> list[Pair]:
     [('tensor', 512), ('sort', 80)]
     """
     sizes, pairs, done, taken = [block.bytes for block in expected], list[Pair](), 0, 0
-    for ours, theirs in [*common_places(sizes, measured), (len(expected), len(measured))]:
+    runs = SequenceMatcher(None, sizes, measured, autojunk=False).get_matching_blocks()
+    common = [(run.a + at, run.b + at) for run in runs for at in range(run.size)]
+    for ours, theirs in [*common, (len(expected), len(measured))]:
         pairs += _pair_up(list(expected[done:ours]), list(measured[taken:theirs]), taken)
         if ours < len(expected):
             pairs.append(Pair(expected[ours], measured[theirs], theirs))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gpu.alignment import TENSOR, Expected, Pair, align, peak_bytes
 from tests.gpu.constants import UNEXPLAINED, Measured, compare_operation
-from tests.gpu.longest_common import common_places
 from tests.gpu.simulated_operations import Simulated
 
 WEIGHT, OUT = Expected(TENSOR, (), 4096), Expected(TENSOR, (), 1024)
@@ -60,23 +57,6 @@ def test_what_cannot_be_simulated_is_measured_all_the_same() -> None:
 
 def test_peak_counts_whole_grains_and_blocks_that_are_its_own() -> None:
     assert peak_bytes([0, 1, ~0, ~1, ~7], [1, 513]) == 1536
-
-
-def _most_in_common(left: list[int], right: list[int]) -> int:
-    """By the usual table, slowly."""
-    table = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
-    for i, mine in enumerate(left):
-        for j, other in enumerate(right):
-            table[i + 1][j + 1] = table[i][j] + 1 if mine == other else max(table[i][j + 1], table[i + 1][j])
-    return table[-1][-1]
-
-
-@given(left=sizes, right=sizes)
-def test_as_many_as_can_be_agree(left: list[int], right: list[int]) -> None:
-    places = common_places(left, right)
-    assert all(left[x] == right[y] for x, y in places)
-    assert all(x < v and y < w for (x, y), (v, w) in pairwise(places))
-    assert len(places) == _most_in_common(left, right)
 
 
 def test_layers_that_are_alike_do_not_mislead() -> None:
