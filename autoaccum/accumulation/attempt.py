@@ -65,7 +65,7 @@ class Attempt:
         self._check_finite, self._observer = check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
         self._backpropagation = BACKPROPAGATIONS[batchnorm](
-            model, objective, precision=precision, scaler=scaler, enter=self._enter, observer=observer
+            model, objective, precision=precision, scaler=scaler, enter=self._enter
         )
         self._generators = own_generators(self._modules())
         self._is_first = True
@@ -115,7 +115,7 @@ class Attempt:
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
         if not any(map(has_weight, shares)):
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
-        record, buffers = self._accumulate(parts, shares, transaction.scale)
+        record, buffers = self._accumulate(parts, shares)
         self._enter("clip")
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
@@ -126,9 +126,7 @@ class Attempt:
         updated = self._updater.run(transaction)
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
-    def _accumulate(
-        self, parts: Sequence[Any], shares: Sequence[Weights], scale: float
-    ) -> tuple[LossRecord, GradientBuffers | None]:
+    def _accumulate(self, parts: Sequence[Any], shares: Sequence[Weights]) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(has_weight(share) for share in shares) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = None
@@ -145,7 +143,7 @@ class Attempt:
             if said := balancing_warning(self._model):
                 warn_caller(said)
         self._warn_of_batchnorm(accumulates=accumulates)
-        record = self._backpropagation.run(parts, shares, buffers, scale)
+        record = self._backpropagation.run(parts, shares, buffers)
         if versions is not None:
             self._knows_buffers = True
             if names := versions.written():

@@ -22,9 +22,9 @@ from autoaccum.accumulation.batchnorm import (
 from autoaccum.accumulation.cautions import compares_samples
 from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.observers import StepObserver, StepPhase, warn_caller
+from autoaccum.accumulation.observers import StepPhase, warn_caller
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.batches import move_batch
 from autoaccum.workload.weights import Objective, Reduction, Weights, match_weights
 
 
@@ -101,7 +101,6 @@ class Backpropagation:
         precision: `bf16` and `fp16` run forward under autocast.
         scaler: Scales losses, unless there is none.
         enter: Called with each phase as it begins.
-        observer: Told of each part before its backward.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Backpropagation:
         precision: str,
         scaler: GradScaler | None,
         enter: Callable[[StepPhase], None],
-        observer: StepObserver,
     ) -> None:
         self._model = model
         self._objective = objective
@@ -120,15 +118,12 @@ class Backpropagation:
         self._precision = precision
         self._scaler = scaler
         self._enter = enter
-        self._observer = observer
         self._looks = self._has_looked = False
 
-    def run(
-        self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
-    ) -> LossRecord:
+    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """Go through `parts` one by one; the graph of each is freed by its own backward.
 
-        Parts without share are left out: their loss may be 0/0. `scale` is what the scaler multiplies losses by.
+        Parts without share are left out: their loss may be 0/0.
         """
         record = LossRecord()
         self._looks = not self._has_looked and sum(map(has_weight, shares)) > 1
@@ -137,7 +132,7 @@ class Backpropagation:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
                     self._enter("batch")
-                    self._run_part(move_batch(part, device), share, buffers, record, scale)
+                    self._run_part(move_batch(part, device), share, buffers, record)
         return record
 
     def cautions(self, *, accumulates: bool) -> list[str]:
@@ -152,9 +147,7 @@ class Backpropagation:
         names = instancenorm_names(self._model, self._criterion) if accumulates else []
         return [instancenorm_warning(names)] if names else []
 
-    def _run_part(
-        self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord, scale: float
-    ) -> None:
+    def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")
         # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
         torch.clear_autocast_cache()
@@ -178,9 +171,6 @@ class Backpropagation:
             if compares_samples(loss, self._model, part):
                 warn_caller(COMPARED)
         self._enter("backward")
-        common_share = next(iter(shares.values())) if len(set(shares.values())) == 1 else None
-        applied = (1.0 if common_share is None else common_share) / common
-        self._observer.part(batch_size(part), common_share, applied * scale)
         self._backward(loss)
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:

@@ -209,9 +209,7 @@ class RunningBackpropagation(Backpropagation):
     _statistics: RunningStatistics
     _is_first = True
 
-    def run(
-        self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
-    ) -> LossRecord:
+    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """As every Backpropagation; the statistics begin anew, also when a step is repeated.
 
         Raises:
@@ -224,7 +222,7 @@ class RunningBackpropagation(Backpropagation):
         }
         kept = KeptStatistics(norms, by_value=self._is_first)
         with RunningStatistics(list(norms.values())) as self._statistics, _uncompiled(norms):
-            record = super().run(parts, shares, buffers, scale)
+            record = super().run(parts, shares, buffers)
         if names := kept.changed():
             raise UsageError(
                 f'batchnorm is "running", and the running statistics of {listed(names)} were changed unseen: by a call'
@@ -253,9 +251,7 @@ class FrozenBackpropagation(Backpropagation):
     _resting: Mapping[str, nn.Module]
     _is_first = _is_new = True
 
-    def run(
-        self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None, scale: float
-    ) -> LossRecord:
+    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """As every Backpropagation.
 
         Raises:
@@ -272,7 +268,7 @@ class FrozenBackpropagation(Backpropagation):
         watched = () if is_compiled(self._model) else self._resting.values()
         hooks = [module.register_forward_pre_hook(_put_to_rest) for module in watched]
         try:
-            record = super().run(parts, shares, buffers, scale)
+            record = super().run(parts, shares, buffers)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -80,7 +80,6 @@ _CODE_INTERRUPTED = 130
     "--workers", type=natural, default=0, show_default=True, metavar="N", help="Processes that read the dataset."
 )
 @click.option("--skip-nonfinite", is_flag=True, help="Pass over updates that are not finite, instead of ending there.")
-@click.option("--noise-scale", is_flag=True, help="Estimate whether the target batch is worth its cost.")
 @click.option("--json", "as_json", is_flag=True, help="What it came to as JSON on stdout, and nothing else there.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
 def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:

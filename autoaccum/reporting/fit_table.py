@@ -16,7 +16,6 @@ from autoaccum.reporting.plain_text import near_path
 from autoaccum.reporting.rows import path_value, print_rows
 from autoaccum.reporting.training_progress import format_seconds, format_values
 from autoaccum.training.events import FitResult, Updated
-from autoaccum.training.noise_scale import noise_sentence
 
 SCHEMA = 1
 
@@ -53,8 +52,6 @@ def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> I
         yield "shortages", Text(f"out of memory {_count(result.shortages, 'time')}, repeated in smaller micro-batches")
     if result.skipped:
         yield "skipped", Text(f"{_count(result.skipped, 'update')}, not finite", "yellow")
-    if result.noise_scale is not None:
-        yield "noise scale", Text(noise_sentence(result.noise_scale, target_batch))
     yield "time", Text(format_seconds(result.seconds))
     paths = {
         "resumed from": result.resumed_from,
@@ -83,7 +80,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
 
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
     `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `shortages`;
-    `skipped`; `seconds`; `stopped`; `noise_scale` with `value`, `low`, `high`, `updates`, `reason`; `run_dir`,
+    `skipped`; `seconds`; `stopped`; `run_dir`,
     `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
     `warnings`. What there is none of is null, and so is a number that is not finite.
     """
@@ -91,7 +88,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     for name in ("model", "optimizer", "ema_model", "plan"):
         del record[name]
     record["weights"], record["ema_weights"] = record.pop("model_path"), record.pop("ema_path")
-    noise, evaluation = result.noise_scale, result.evaluation or {}
+    evaluation = result.evaluation or {}
     return {
         "schema": SCHEMA,
         "target_batch": target_batch,
@@ -101,7 +98,6 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
         "micro_batch": None if last is None else last.micro_batch,
         "iter_size": None if last is None else last.micro_batches,
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
-        "noise_scale": None if noise is None else dataclasses.asdict(noise),
         "warnings": list(result.warnings),
     }
 

@@ -53,7 +53,6 @@ def fit(
     seed: int = 0,
     workers: int = 0,
     skip_nonfinite: bool = False,
-    noise_scale: bool = False,
     progress: bool = True,
     callbacks: Sequence[Callable[[Any], Any]] = (),
     **options: Unpack[OptionArguments],
@@ -106,7 +105,6 @@ def fit(
         seed: Of the model that a workload builds, of the order of the data, of what the data and training draw.
         workers: Processes that read a dataset; a DataLoader has its own.
         skip_nonfinite: Pass over a window whose loss or gradient is not finite, rather than end there.
-        noise_scale: Estimate the gradient noise scale: is the target batch worth its cost?
         progress: Draw a progress bar, or lines where there is no terminal, on stderr.
         callbacks: Called with every event (`autoaccum.training.events`); one that returns True ends the training.
         options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own.

@@ -76,7 +76,6 @@ class Updated:
         retries: How often it was repeated in smaller micro-batches, because memory ran out.
         updated: False when the weights stayed: nothing had weight, the scaler found gradients not finite, or the
             window was skipped for that.
-        noise_scale: The gradient noise scale as estimated by now, in samples; None where it is not, or not asked for.
         terms: The terms of the loss by name, where there are several.
     """
 
@@ -92,7 +91,6 @@ class Updated:
     micro_batch: int
     retries: int
     updated: bool
-    noise_scale: float | None = None
     terms: Mapping[str, float] | None = None
 
 
@@ -196,25 +194,6 @@ class Noted:
     warns: bool = True
 
 
-@dataclass(frozen=True)
-class NoiseScale:
-    """The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, simple form), in samples.
-
-    Attributes:
-        value: The estimate; None where it is unavailable.
-        low: The lower end of its spread (about 90 %); None where it is not bounded.
-        high: The upper end; None where it is not bounded.
-        updates: How many updates it is taken from.
-        reason: Why it is unavailable; None where it is there.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-    updates: int
-    reason: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
     """What a training came to.
@@ -232,7 +211,6 @@ class FitResult:
         skipped: Updates passed over because loss or gradient were not finite.
         seconds: What this call took, planning included.
         stopped: Why it ended before its epochs and steps: `callback`; None when it did not.
-        noise_scale: Its estimate; None when it was not asked for.
         run_dir: The folder of the run; None without one.
         checkpoint: The newest checkpoint; None without a folder.
         model_path: The weights as a plain `state_dict`; None without a folder, or where they could not be written.
@@ -255,7 +233,6 @@ class FitResult:
     skipped: int = 0
     seconds: float = 0.0
     stopped: Literal["callback"] | None = None
-    noise_scale: NoiseScale | None = None
     run_dir: Path | None = None
     checkpoint: Path | None = None
     model_path: Path | None = None

@@ -83,7 +83,6 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         stopping = stack.enter_context(Stopping())
         stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
         loop = Loop(request, subject, trainee, source, choice, folder=folder, run=run, stopping=stopping, teller=teller)
-        stack.callback(loop.stepper.close)
         if saved is not None:
             loop.restore(saved.record)
             loop.keeper.go_on_from(saved.path)
@@ -176,7 +175,6 @@ def _result(
         skipped=progress.skipped,
         seconds=seconds,
         stopped="callback" if teller.ended else None,
-        noise_scale=loop.stepper.noise_scale(),
         run_dir=None if folder is None else folder.path,
         checkpoint=loop.keeper.newest,
         model_path=model_path,

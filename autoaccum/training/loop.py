@@ -158,7 +158,6 @@ class Loop:
         self._teller.tell(self._updated(result, learning_rate, window.samples / seconds))
 
     def _updated(self, result: StepResult, learning_rate: float | None, samples_per_second: float) -> Updated:
-        noise = self.stepper.noise_scale()
         return Updated(
             update=self.progress.update,
             epoch=self.progress.epoch + 1,
@@ -172,7 +171,6 @@ class Loop:
             micro_batch=max(result.micro_batches),
             retries=result.retries,
             updated=result.updated,
-            noise_scale=None if noise is None else noise.value,
             terms=result.terms if len(result.terms) > 1 else None,
         )
 

@@ -67,7 +67,6 @@ class FitRequest:
     seed: int = 0
     workers: int = 0
     skip_nonfinite: bool = False
-    noise_scale: bool = False
     callbacks: Sequence[Callable[[Any], Any]] = ()
 
     @classmethod
@@ -94,8 +93,7 @@ class FitRequest:
         for name, takes in _FUNCTIONS.items():
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
-        for name in ("skip_nonfinite", "noise_scale"):
-            check_flag(getattr(self, name), name)
+        check_flag(self.skip_nonfinite, "skip_nonfinite")
         for name, most in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
             self._check_positive(name, most)
         self._settle_paths()

@@ -16,8 +16,7 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.ceiling import Ceiling
 from autoaccum.training.choices import Choice
-from autoaccum.training.events import CeilingRaised, NoiseScale, ShortageMet, Skipped
-from autoaccum.training.noise_scale import NoiseObserver
+from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
 from autoaccum.training.trainee import Trainee
@@ -59,7 +58,6 @@ class Stepper(StepObserver):
         self.ceiling = Ceiling(choice.micro_batch)
         self._trainee, self._progress, self._skips = trainee, progress, request.skip_nonfinite
         self._check, self._tell = check, tell
-        self._noise = NoiseObserver(self.parameters, trainee.objective.reduction) if request.noise_scale else None
         self._retries = self._overflows = 0
         self._passed_over: str | None = None
         self._accumulator = Accumulator(
@@ -117,7 +115,7 @@ class Stepper(StepObserver):
             return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
 
     def follow(self, result: StepResult) -> None:
-        """What comes after an update that is counted: average of the weights, schedule, ceiling, noise scale.
+        """What comes after an update that is counted: average of the weights, schedule, ceiling.
 
         Raises:
             WorkloadError: The model has other parameters or buffers than when its average began.
@@ -126,8 +124,6 @@ class Stepper(StepObserver):
         """
         if self._trainee.averages is not None and result.updated:
             self._trainee.averages.update()
-        if self._noise is not None:
-            self._noise.take(result)
         raised = self.ceiling.after(result.retries, self._accumulator.micro_batch)
         self._accumulator.micro_batch = self.ceiling.largest
         if result.updated and self._trainee.scheduler is not None:
@@ -149,39 +145,20 @@ class Stepper(StepObserver):
             return torch.cuda.max_memory_reserved(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT if device.type == "cpu" else None
 
-    def noise_scale(self) -> NoiseScale | None:
-        """The gradient noise scale by now; None where it was not asked for."""
-        return None if self._noise is None else self._noise.estimator.estimate()
-
-    def close(self) -> None:
-        """Listen to no gradient any more."""
-        if self._noise is not None:
-            self._noise.close()
-
     def state(self) -> dict[str, Any]:
         """What `restore` goes on from, as plain values."""
-        noise = None if self._noise is None else self._noise.estimator.state()
-        return {"ceiling": self.ceiling.state(), "noise": noise}
+        return {"ceiling": self.ceiling.state()}
 
     def restore(self, state: Mapping[str, Any], *, same_plan: bool) -> None:
         """Go on from `state()` of an earlier run; the ceiling only where it was planned alike."""
         if same_plan:
             self.ceiling.restore(state["ceiling"])
             self._accumulator.micro_batch = self.ceiling.largest
-        if self._noise is not None and state["noise"] is not None:
-            self._noise.estimator.restore(state["noise"])
 
     def phase(self, phase: StepPhase) -> None:
         """See `StepObserver`: the step hears here that it is to be left."""
-        if self._noise is not None:
-            self._noise.phase(phase)
         if phase != "update":  # By then the gradient is there: the loop stops right after the update.
             self._check()
-
-    def part(self, samples: int, share: float | None, factor: float) -> None:
-        """See `StepObserver`."""
-        if self._noise is not None:
-            self._noise.part(samples, share, factor)
 
     def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """See `StepObserver`: memory ran out, and the step is repeated."""

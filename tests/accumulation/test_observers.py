@@ -19,7 +19,6 @@ from autoaccum.errors import NonFiniteError
 class Heard(StepObserver):
     def __init__(self, stop_at: int | None = None) -> None:
         self.phases: list[StepPhase] = []
-        self.parts: list[tuple[int, float | None, float]] = []
         self.shortages: list[tuple[StepPhase, int, int]] = []
         self._stop_at = stop_at
 
@@ -27,9 +26,6 @@ class Heard(StepObserver):
         self.phases.append(phase)
         if self._stop_at is not None and len(self.phases) > self._stop_at:
             raise InterruptedError("enough")
-
-    def part(self, samples: int, share: float | None, factor: float) -> None:
-        self.parts.append((samples, share, factor))
 
     def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         self.shortages.append((phase, micro_batch, next_micro_batch))
@@ -56,34 +52,10 @@ def accumulator(model: nn.Module, heard: StepObserver, **options: object) -> Acc
     return Accumulator(model, optimizer, nn.MSELoss(), observer=heard, **settings)  # type: ignore[arg-type]
 
 
-def test_phases_and_parts_are_told_in_order() -> None:
+def test_phases_are_told_in_order() -> None:
     heard = Heard()
     accumulator(nn.Linear(3, 2), heard).step(batch(10))
     assert heard.phases == ["batch", *["batch", "forward", "backward"] * 3, "clip", "update"]
-    assert heard.parts == [(4, 0.4, 0.4), (3, 0.3, 0.3), (3, 0.3, 0.3)]
-
-
-def test_what_buffers_apply_afterwards_is_not_in_the_factor() -> None:
-    heard = Heard()
-    model = nn.Linear(3, 2).to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = batch(8)
-    Accumulator(model, optimizer, nn.MSELoss(), micro_batch=4, observer=heard).step((x.bfloat16(), y.bfloat16()))
-    assert heard.parts == [(4, 0.5, 1.0)] * 2
-
-
-def test_terms_of_different_shares_have_none() -> None:
-    heard = Heard()
-    model = nn.Linear(3, 2)
-    Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        lambda net, pair: {"a": net(pair[0]).mean(), "b": net(pair[0]).square().mean()},
-        weight=lambda pair: {"a": len(pair[0]), "b": float(pair[0].relu().sum())},
-        micro_batch=4,
-        observer=heard,
-    ).step(batch(8))
-    assert [(samples, share) for samples, share, _ in heard.parts] == [(4, None), (4, None)]
 
 
 def test_a_shortage_is_told_and_not_warned_of() -> None:
@@ -130,7 +102,5 @@ def test_an_update_that_is_not_finite_is_refused_before_it_is_made(
 def test_a_scaler_s_overflow_is_not_refused() -> None:
     model = nn.Linear(3, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    heard = Heard()
-    result = accumulator(model, heard, scaler=scaler, clip_norm=1.0, check_finite=True).step(batch(8, 1e9))
+    result = accumulator(model, Heard(), scaler=scaler, clip_norm=1.0, check_finite=True).step(batch(8, 1e9))
     assert not result.updated
-    assert [factor for _, _, factor in heard.parts] == [0.5 * 2.0**120] * 2

@@ -65,7 +65,6 @@ def train(folder: Path, updates: int, workers: int) -> str:
         run_dir=folder,
         checkpoint_every=4,
         workers=workers,
-        noise_scale=True,
         progress=False,
     )
     return Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])

@@ -120,11 +120,10 @@ def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path) -> None:
         MODEL + "\ndef loss(model, batch):\n    print('a step')\n    warnings.warn('careful')\n"
         "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\ndel criterion\n"
     )
-    done = run(folder, "--micro-batch", "10", "--json", "-q", "--steps", "5", "--noise-scale", "--clip-norm", "1")
+    done = run(folder, "--micro-batch", "10", "--json", "-q", "--steps", "5", "--clip-norm", "1")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert (record["updates"], record["samples"], record["micro_batch"], record["iter_size"]) == (5, 160, 8, 4)
-    assert record["noise_scale"]["reason"] == "5 updates are too few, 10 are needed"
     assert done.stderr.count("warning: careful\n") == 1
     assert set(done.stderr.splitlines()) == {"loading", "a step", "warning: careful"}
 
@@ -260,16 +259,12 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
     texts |= {"resume": "must", "batchnorm": "frozen"}
     words = [word for name, value in (numbers | texts).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert (
-        invoke(
-            *WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite", "--noise-scale"
-        ).exit_code
-        == 0
-    )
+    result = invoke(*WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite")
+    assert result.exit_code == 0
     given = numbers | texts | {"memory": parse_size("80%"), "reserve": parse_size("1GiB")}
     reached = {name: getattr(asked[0], name, None) or getattr(asked[0].options, name, None) for name in given}
     assert reached == given
-    assert (asked[0].clip_norm, asked[0].skip_nonfinite, asked[0].noise_scale) == (float("inf"), True, True)
+    assert (asked[0].clip_norm, asked[0].skip_nonfinite) == (float("inf"), True)
     assert asked[0].learning_rate == 0.01
     assert (asked[0].subject, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)
     assert asked[0].run_dir == Path("a").absolute()

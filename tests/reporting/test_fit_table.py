@@ -12,7 +12,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.planning.records import Plan
 from autoaccum.reporting.consoles import make_console
 from autoaccum.reporting.fit_table import fit_record, print_fit
-from autoaccum.training.events import FitResult, NoiseScale, Updated
+from autoaccum.training.events import FitResult, Updated
 
 MODEL = nn.Linear(2, 1)
 RESULT = FitResult(
@@ -72,7 +72,6 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         evaluation={"loss": 0.25, "accuracy": 0.97},
         shortages=12,
         skipped=1,
-        noise_scale=NoiseScale(None, None, None, 3, "too few updates"),
         checkpoint=Path("runs") / ("deep/" * 20) / "2.pt",
         model_path=Path("a/model.pt"),
         stopped="callback",
@@ -84,7 +83,6 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         "micro-batch  64 in the last update, planned were 86\n",
         "shortages    out of memory 12 times, repeated in smaller micro-batches\n",
         "skipped      1 update, not finite\n",
-        "noise scale  unavailable: too few updates\n",
         f"checkpoint   {told.checkpoint}\n",
         "  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
         "ended by     a callback\n",
@@ -97,7 +95,6 @@ def test_a_record_for_programs() -> None:
         RESULT,
         plan=PLAN,
         evaluation={"loss": float("nan"), "accuracy": 0.5},
-        noise_scale=NoiseScale(850.0, 610.0, None, 200),
         run_dir=Path("a"),
         checkpoint=Path("a/2.pt"),
         model_path=Path("a/model.pt"),
@@ -106,7 +103,6 @@ def test_a_record_for_programs() -> None:
     record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
     assert record["schema"] == 1
     assert record["evaluation"] == {"loss": None, "accuracy": 0.5}
-    assert record["noise_scale"] == {"value": 850.0, "low": 610.0, "high": None, "updates": 200, "reason": None}
     assert (record["target_batch"], record["micro_batch"], record["iter_size"]) == (256, 64, 4)
     assert record["planned_micro_batch"] == 86
     assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")

@@ -297,24 +297,10 @@ def test_a_callback_that_says_true_ends_the_training() -> None:
 
 
 def test_gradients_are_let_go_of_and_no_hook_stays() -> None:
-    result, _ = fit_small(noise_scale=True, steps=3)
+    result, _ = fit_small(steps=3)
     for parameter in result.model.parameters():
         assert parameter.grad is None
         assert not parameter._backward_hooks
-
-
-def test_the_noise_scale_is_told_where_there_are_parts_and_not_where_there_are_none() -> None:
-    result, heard = fit_small(noise_scale=True, epochs=20, clip_norm=1.0)
-    assert result.noise_scale is not None
-    assert result.noise_scale.updates == 60
-    figures = [event.noise_scale for event in heard if isinstance(event, Updated)]
-    assert figures[0] is None
-    assert figures[-1] == result.noise_scale.value
-    whole, _ = fit_small(noise_scale=True, epochs=5, micro_batch=16)
-    assert whole.noise_scale is not None
-    assert whole.noise_scale.value is None
-    assert "one micro-batch" in str(whole.noise_scale.reason)
-    assert fit_small()[0].noise_scale is None
 
 
 def test_modules_at_rest_stay_at_rest_and_a_model_at_rest_is_trained() -> None:

@@ -82,7 +82,6 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
         "epochs": EPOCHS,
         "clip_norm": 1.0,
         "run_dir": folder,
-        "noise_scale": True,
         "eval_data": [(torch.ones(4, 5), torch.zeros(4, dtype=torch.long))],
         "eval_every": 3,
         "progress": False,
@@ -158,7 +157,6 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
     assert (resumed.updates, resumed.epochs, resumed.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
     assert digest(resumed) == digest(whole)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert resumed.noise_scale == whole.noise_scale
     assert resumed.evaluation == whole.evaluation
 
 
