@@ -71,11 +71,6 @@ class Step:
                 "the batch is cut by the workload's own split(batch, sizes), which --emit does not write down",
                 hint="train with autoaccum.Accumulator(split=split, size=size)",
             )
-        if self.call not in (None, "one"):
-            raise UsageError(
-                "the criterion takes more than outputs and targets, which --emit does not write down",
-                hint="write loss(model, batch) instead of the criterion",
-            )
         kinds = _check_form(self.form)
         if self.call is None and not self.own and "mapping" in kinds:
             raise refused_form()  # A loss may look at attributes, which a dict has not.

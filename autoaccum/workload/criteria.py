@@ -44,19 +44,13 @@ class Criterion:
     @property
     def is_elementwise(self) -> bool:
         """Whether its mean is known to be over all elements of outputs and targets of one shape."""
-        return self.rule is not None and RULES[self.rule] == ("elements", "one")
-
-    @property
-    def call(self) -> Call:
-        """How it is called with the model's outputs and the targets."""
-        call = "one" if self.rule is None else RULES[self.rule][1]
-        return "one" if call == "mean and variance" and "var" in settings(self.function) else call
+        return self.divisor == "elements"
 
     @property
     def divisor(self) -> Divisor:
         """What its mean counts; samples where it is not known."""
         is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
-        return "samples" if self.rule is None or is_batchmean else RULES[self.rule][0]
+        return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
 
     @property
     def ignore_index(self) -> int:
@@ -69,23 +63,16 @@ class Criterion:
         return self.divisor == "targets" and settings(self.function).get("weight") is not None
 
     def loss(self, outputs: Any, targets: Any) -> Any:
-        """The loss of the model's outputs, called as the criterion's family wants it.
+        """The loss of the model's outputs.
 
         Raises:
-            WorkloadError: The outputs or targets are not of the form the criterion takes.
+            WorkloadError: autoaccum knows the criterion, and the outputs are no tensor.
         """
-        call = self.call
-        if call == "pair":
-            return self.function(*self._outputs(outputs, 2), targets)
-        if call == "triple":
-            return self.function(*self._outputs(outputs, 3))
-        if call == "mean and variance":
-            mean, variance = self._outputs(outputs, 2)
-            return self.function(mean, targets, variance)
-        if self.rule is not None:
-            self._outputs([outputs], 1)
-        if call == "lengths":
-            return self.function(outputs, *self._lengths(targets))
+        if self.rule is not None and not isinstance(outputs, Tensor):
+            raise WorkloadError(
+                f"{self.name} takes a tensor from the model, which returned {kind(outputs)}",
+                hint="write loss(model, batch) instead of a criterion",
+            )
         return self.function(outputs, targets)
 
     def weight(self, batch: Any, targets: Any) -> float:
@@ -103,24 +90,6 @@ class Criterion:
             return count_targets(targets, options)
         self._refuse_row_weights(targets, options)
         return float(targets.numel() / targets.shape[-1]) if divisor == "rows of classes" else float(targets.numel())
-
-    def _outputs(self, outputs: Any, count: int) -> list[Tensor]:
-        if isinstance(outputs, tuple | list) and len(outputs) == count and all(map(torch.is_tensor, outputs)):
-            return list(outputs)
-        wanted = "a tensor" if count == 1 else f"a tuple of {count} tensors"
-        seen = outputs[0] if count == 1 else outputs
-        raise WorkloadError(
-            f"{self.name} takes {wanted} from the model, which returned {kind(seen)}",
-            hint="write loss(model, batch) instead of a criterion",
-        )
-
-    def _lengths(self, targets: Any) -> tuple[Any, Any, Any]:
-        if isinstance(targets, tuple | list) and len(targets) == 3:
-            return targets[0], targets[1], targets[2]
-        raise WorkloadError(
-            f"{self.name} takes (labels, input_lengths, target_lengths) as targets, batch[1] is {kind(targets)}",
-            hint="give these three, or write loss(model, batch)",
-        )
 
     def _refuse_row_weights(self, targets: Tensor, options: Mapping[str, Any]) -> None:
         for name in _ROW_WEIGHTS:
@@ -197,14 +166,14 @@ def _find_rule(inner: Any) -> str | None:
 
 
 def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
-    if isinstance(inner, nn.AdaptiveLogSoftmaxWithLoss):
+    if isinstance(inner, nn.Module):
+        is_torchs = "forward" not in vars(inner) and type(inner).forward.__module__ in _TORCHS_OWN
+    else:
+        is_torchs = is_criterion(inner)
+    if is_torchs:
         raise WorkloadError(
-            "AdaptiveLogSoftmaxWithLoss has weights of its own and returns more than a loss",
-            hint="make it a part of the model and write loss(model, batch)",
-        )
-    if not isinstance(inner, nn.Module) and is_criterion(inner):
-        raise WorkloadError(
-            f"torch.nn.functional.{name} is no criterion autoaccum knows", hint="write loss(model, batch) around it"
+            f"{name} is none of the criteria of outputs and targets that autoaccum knows",
+            hint="write loss(model, batch) around it",
         )
     reduction = getattr(inner, "reduction", None)
     known = reduction if reduction in ("mean", "sum") else None
@@ -246,62 +215,36 @@ def _bad_reduction(name: str, reduction: Any) -> WorkloadError:
 
 
 Divisor: TypeAlias = Literal["targets", "elements", "rows of classes", "samples"]
-Call: TypeAlias = Literal["one", "pair", "triple", "mean and variance", "lengths"]
 
-RULES: Mapping[str, tuple[Divisor, Call]] = {
-    "cross_entropy": ("targets", "one"),
-    "nll_loss": ("targets", "one"),
-    "mse_loss": ("elements", "one"),
-    "l1_loss": ("elements", "one"),
-    "smooth_l1_loss": ("elements", "one"),
-    "huber_loss": ("elements", "one"),
-    "binary_cross_entropy": ("elements", "one"),
-    "binary_cross_entropy_with_logits": ("elements", "one"),
-    "poisson_nll_loss": ("elements", "one"),
-    "gaussian_nll_loss": ("elements", "mean and variance"),
-    "soft_margin_loss": ("elements", "one"),
-    "hinge_embedding_loss": ("elements", "one"),
-    "kl_div": ("elements", "one"),
-    "margin_ranking_loss": ("elements", "pair"),
-    "multi_margin_loss": ("samples", "one"),
-    "multilabel_margin_loss": ("samples", "one"),
-    "multilabel_soft_margin_loss": ("rows of classes", "one"),
-    "cosine_embedding_loss": ("samples", "pair"),
-    "triplet_margin_loss": ("samples", "triple"),
-    "triplet_margin_with_distance_loss": ("samples", "triple"),
-    "ctc_loss": ("samples", "lengths"),
-}
-
+_KNOWN: tuple[tuple[str, Divisor, type[nn.Module]], ...] = (
+    ("cross_entropy", "targets", nn.CrossEntropyLoss),
+    ("nll_loss", "targets", nn.NLLLoss),
+    ("mse_loss", "elements", nn.MSELoss),
+    ("l1_loss", "elements", nn.L1Loss),
+    ("smooth_l1_loss", "elements", nn.SmoothL1Loss),
+    ("huber_loss", "elements", nn.HuberLoss),
+    ("binary_cross_entropy", "elements", nn.BCELoss),
+    ("binary_cross_entropy_with_logits", "elements", nn.BCEWithLogitsLoss),
+    ("poisson_nll_loss", "elements", nn.PoissonNLLLoss),
+    ("soft_margin_loss", "elements", nn.SoftMarginLoss),
+    ("hinge_embedding_loss", "elements", nn.HingeEmbeddingLoss),
+    ("kl_div", "elements", nn.KLDivLoss),
+    ("multi_margin_loss", "samples", nn.MultiMarginLoss),
+    ("multilabel_margin_loss", "samples", nn.MultiLabelMarginLoss),
+    ("multilabel_soft_margin_loss", "rows of classes", nn.MultiLabelSoftMarginLoss),
+)
+RULES: Mapping[str, Divisor] = {rule: divisor for rule, divisor, _ in _KNOWN}
 CLASSES: Mapping[type[nn.Module], str] = {
-    nn.CrossEntropyLoss: "cross_entropy",
-    nn.NLLLoss: "nll_loss",
-    nn.MSELoss: "mse_loss",
-    nn.L1Loss: "l1_loss",
-    nn.SmoothL1Loss: "smooth_l1_loss",
-    nn.HuberLoss: "huber_loss",
-    nn.BCELoss: "binary_cross_entropy",
-    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
-    nn.PoissonNLLLoss: "poisson_nll_loss",
-    nn.GaussianNLLLoss: "gaussian_nll_loss",
-    nn.SoftMarginLoss: "soft_margin_loss",
-    nn.HingeEmbeddingLoss: "hinge_embedding_loss",
-    nn.KLDivLoss: "kl_div",
-    nn.MarginRankingLoss: "margin_ranking_loss",
-    nn.MultiMarginLoss: "multi_margin_loss",
-    nn.MultiLabelMarginLoss: "multilabel_margin_loss",
-    nn.MultiLabelSoftMarginLoss: "multilabel_soft_margin_loss",
-    nn.CosineEmbeddingLoss: "cosine_embedding_loss",
-    nn.TripletMarginLoss: "triplet_margin_loss",
-    nn.TripletMarginWithDistanceLoss: "triplet_margin_with_distance_loss",
-    nn.CTCLoss: "ctc_loss",
+    **{known: rule for rule, _, known in _KNOWN},
     # from torch 2.13
     **({nn.LinearCrossEntropyLoss: "cross_entropy"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
 }
+_TORCHS_OWN = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
 
 
 def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:
     """What the mean of the criterion `rule` with these options divides by, in words."""
-    divisor = RULES[rule][0]
+    divisor = RULES[rule]
     if divisor == "targets":
         kept = f"targets != {ignored_class(options)}"
         return f"class weights of the {kept}" if options.get("weight") is not None else kept

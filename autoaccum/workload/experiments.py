@@ -1,4 +1,4 @@
-"""Small forward runs of a workload on a copy of its model, with nothing left random and nothing left behind."""
+"""What experiments on a workload need: a copy of its model, fixed seeds, and errors shown as the user's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,97 +17,12 @@ from torch import Tensor, nn
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.workload import nests
-from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.nests import copy_module
-from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 from autoaccum.workload.weights import Objective
 
-_WIDE_SECONDS = 1.0
 _WIDE_PARAMETERS = 2**27
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
-_HALF_TOLERANCE = 2e-2
-
-
-class Experiment:
-    """A copy of a workload's model, ready to say what its loss is on small batches, dropout and BatchNorm at rest.
-
-    Runs in float64 where that works and takes no more than about a second, else in the model's own precision.
-
-    Attributes:
-        objective: The workload's own objective.
-        likely_weight: What its loss divides by, as far as the class of the model tells, as an expression of `batch`.
-        tolerance: By how much two equal losses may differ, relative to their size.
-        whole: The terms of the loss of the batch it was made for.
-    """
-
-    def __init__(self, workload: Workload, batch: Any) -> None:
-        self.tolerance = _HALF_TOLERANCE
-        self._model, copied = make_copy(workload)
-        self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
-        self.likely_weight = likely_code(self._model)
-        self._used, self._recording = self.objective, False
-        self._dtype: torch.dtype | None = None
-        _rest(self._model)
-        started = time.perf_counter()
-        self.whole = self._run_narrow(batch)
-        if copied and time.perf_counter() - started < _WIDE_SECONDS:
-            self._widen(batch)
-
-    def losses(self, batch: Any) -> dict[str, float]:
-        """The terms of the loss of `batch`, which is left as it is, in float64."""
-        with users_code(f"the loss of {batch_size(batch)} samples"):
-            return self._losses(batch)
-
-    def rest_wholly(self) -> None:
-        """Put the whole model into eval mode."""
-        self._model.eval()
-
-    def shapes(self, batch: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The shapes of outputs and targets; None where the loss is no criterion of one tensor each."""
-        if self.objective.criterion is None:
-            return None
-        own = self._own(batch)
-        with torch.set_grad_enabled(self._recording):
-            outputs = self.objective.outputs(self._model, own)
-        if not isinstance(outputs, Tensor) or not isinstance(own[1], Tensor):
-            return None
-        return tuple(outputs.shape), tuple(own[1].shape)
-
-    def _losses(self, batch: Any) -> dict[str, float]:
-        own = self._own(batch)
-        with torch.set_grad_enabled(self._recording):
-            terms = self._used.terms(self._model, own)
-        dtypes = {term.dtype for term in terms.values()}
-        self.tolerance = max(
-            _TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes | {self._dtype or torch.float32}
-        )
-        return {name: float(term.detach()) for name, term in terms.items()}
-
-    def _own(self, batch: Any) -> Any:
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        return move_batch(cast_batch(batch, self._dtype), device)
-
-    def _run_narrow(self, batch: Any) -> dict[str, float]:
-        try:
-            return self._losses(batch)
-        except AutoaccumError:
-            raise
-        except Exception:
-            self._recording = True  # a model may take gradients within its forward
-        return self.losses(batch)
-
-    def _widen(self, batch: Any) -> None:
-        if is_large(self._model):
-            return
-        narrow = self._model
-        try:
-            self._model, self._dtype = copy_module(narrow).double(), torch.float64
-            self._used = widened(self.objective)
-            self.whole = self._losses(batch)
-        except (Exception, SystemExit):  # whatever does not work in float64 has worked as it was
-            self._model, self._dtype, self._used = narrow, None, self.objective
 
 
 @contextmanager
@@ -198,20 +112,6 @@ def _break_ties(model: nn.Module) -> None:
             ):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-
-def _rest(model: nn.Module) -> None:
-    """Put modules that draw at random, or average over the batch, into eval mode; the others stay as they are."""
-    averaging = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    for module in model.modules():
-        if isinstance(module, averaging) or _draws(module):
-            module.training = False
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a module drops at random: by its class, or by a rate it keeps, as attention and RNNs do."""
-    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
-    return isinstance(module, nn.RReLU) or "drop" in nests.type_name(module).lower() or any(rate > 0 for rate in rates)
 
 
 def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:

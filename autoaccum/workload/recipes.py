@@ -1,16 +1,12 @@
 """What a training step written by hand must know of a workload, as JSON: its loss, and the form of its batches.
 
-A form is `tensor` (rows to cut, to be moved), `scalar` (a tensor of all samples, to be moved), `array` (rows to cut,
-stays where it is), `value` (of all samples, stays where it is), `own` (cut by functions of the workload), `other`
-(nothing that could be written down), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name:
-form}}`, `{"mapping": {name: form}}` (of a class that is made from a dict), `{"namedtuple": {name: form}}`,
-`{"dataclass": {name: form}}`, or `{"samples": form}`, a list with one entry of that form for each sample.
+A form is `tensor` (rows to cut, to be moved), `own` (cut by functions of the workload), `other` (what cannot be written
+down), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name:
+form}}`, a mapping of another class.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -43,7 +39,7 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
     return {
         "divisor": find_divisor(objective, batch),
         "ignore_index": None if criterion is None else criterion.ignore_index,
-        "call": None if criterion is None else criterion.call,
+        "call": None if criterion is None else "one",
         "own": _describe_own(objective, batch),
         "is_module": criterion is not None and _is_bare_module(criterion.function),
         "terms": [] if list(terms) == ["loss"] else list(terms),
@@ -91,7 +87,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 Form: TypeAlias = "str | Mapping[str, Any]"
-_DICTS = (dict, OrderedDict, defaultdict)
 
 
 def describe_form(batch: Any, size: int) -> Form:
@@ -102,39 +97,11 @@ def describe_form(batch: Any, size: int) -> Form:
 def _form(node: Any, size: int, *, top: bool = False) -> Form:
     if isinstance(node, nests.OwnBatch):
         return "own"
-    if isinstance(node, Tensor):
-        return "tensor" if nests.holds_rows(node) else "scalar"
-    if nests.holds_rows(node):
-        return "array"
-    if is_samples(node, size, top=top):
-        entries = [_form(entry, size) for entry in node]
-        alike = all(form == entries[0] for form in entries)
-        entry = "value" if entries[0] == "array" else entries[0]  # An entry is passed on whole: its rows are not cut.
-        return {"samples": entry if alike else "other"}
-    children = nests.children(node) or []
-    forms = [_form(child, size) for _, child in children]
-    if all(form == "value" for form in forms):
-        return "value"
-    if isinstance(node, Mapping):
-        return _mapping(node, dict(zip(node, forms, strict=True))) if all(map(is_plain_name, node)) else "other"
-    named = {step.removeprefix("."): form for (step, _), form in zip(children, forms, strict=True)}
-    if nests.is_dataclass(node):
-        fields = dataclasses.fields(node)
-        is_made_of_them = [field.name for field in fields if field.init] == list(named) and len(fields) == len(named)
-        return {"dataclass": named} if is_made_of_them else "other"
-    if nests.is_namedtuple(node):
-        return {"namedtuple": named}
-    return {type(node).__name__: forms} if type(node) in (list, tuple) else "other"
-
-
-def _mapping(node: Mapping[str, Any], forms: dict[str, Form]) -> Form:
-    """A dict where one can stand for it; else one of its class, such as those that give their items as attributes."""
-    if type(node) in _DICTS:
-        return {"dict": forms}
-    build: Any = type(node)
-    try:
-        made = build(dict(node))
-        is_made_of_them = type(made) is type(node) and all(made[name] is node[name] for name in node)
-    except Exception:  # It is the user's class, which may raise anything.
-        return "other"
-    return {"mapping": forms} if is_made_of_them and len(made) == len(node) else "other"
+    if isinstance(node, Tensor) and nests.holds_rows(node):
+        return "tensor"
+    if isinstance(node, Mapping) and all(map(is_plain_name, node)):
+        kind = "dict" if isinstance(node, dict) else "mapping"
+        return {kind: {name: _form(child, size) for name, child in node.items()}}
+    if type(node) in (list, tuple) and not is_samples(node, size, top=top):
+        return {nests.type_name(node): [_form(child, size) for child in node]}
+    return "other"

@@ -6,10 +6,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, split_batch
+from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.candidates import Candidate, count_candidates
-from autoaccum.workload.experiments import Experiment, own_randomness, users_code
+from autoaccum.workload.experiments import cast_batch, make_copy, own_randomness, users_code
+from autoaccum.workload.own_loss import likely_code
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective, match_weights
@@ -20,6 +23,9 @@ _SPLITS = ((2, 3), (3, 2))
 
 _PARTS = 2
 _SUM = Candidate("sum", ())
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
+_HALF_TOLERANCE = 2e-2
+"""By how much two equal losses may differ, relative to their size."""
 
 
 class Advice(str):
@@ -30,13 +36,12 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch holds 5 samples, from `dataset` where `default_collate` makes of them what `batch(5)` looks like. The
-    model is a copy, dropout and BatchNorm at rest; the random states of Python, NumPy and torch are put back. Samples
-    of equal weight cannot tell one weighting from another, and are no reason to warn.
+    model is a copy in eval mode, or in train mode where only that computes a loss; the random states of Python, NumPy
+    and torch are put back. Samples of equal weight cannot tell one weighting from another, and are no reason to warn.
 
     Args:
         workload: The workload.
-        coupled: Whether it is said already that its samples are coupled, BatchNorm apart: then nothing is said where
-            no weight fits.
+        coupled: Whether it is said already that its samples are coupled: then nothing is said where no weight fits.
 
     Returns:
         Sentences for the plan: none when the parts agree with the whole, or a warning, with the likely right `weight`.
@@ -45,55 +50,68 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
     """
     each = workload.multiple_of or 1
-    splits = [[each * size for size in sizes] for sizes in _SPLITS]
     with own_randomness():
         batch = take_small_batch(workload, each * _SAMPLES)
-        return _compare(Experiment(workload, batch), batch, splits, coupled)
+        parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
+        return _compare(_SmallRuns(workload, batch), batch, parts, others, coupled)
 
 
-def _compare(experiment: Experiment, batch: Any, splits: list[list[int]], coupled: bool) -> list[str]:
-    parts = split_batch(batch, splits[0])
-    seen = Comparison(experiment.objective, experiment.whole, parts, [experiment.losses(part) for part in parts])
+class _SmallRuns:
+    """A copy of a workload's model, ready to say what its loss is on small batches."""
+
+    def __init__(self, workload: Workload, batch: Any) -> None:
+        self._model, _ = make_copy(workload)
+        self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
+        self.likely_weight = likely_code(self._model)
+        self._records = False
+        self._model.eval()
+        try:
+            self._losses(batch)
+        except Exception:
+            self._model.train()  # Detectors return no losses in eval mode.
+            self._records = True  # A model may take gradients within its forward.
+        self.whole = self.losses(batch)
+        dtypes = {tensor.dtype for tensor in self._model.parameters() if tensor.is_floating_point()}
+        self.tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=_HALF_TOLERANCE)
+
+    def losses(self, batch: Any) -> dict[str, float]:
+        """The terms of the loss of `batch`, which is left as it is."""
+        with users_code(f"the loss of {batch_size(batch)} samples"):
+            return self._losses(batch)
+
+    def compare(self, parts: list[Any]) -> Comparison:
+        """The losses of parts beside that of the whole."""
+        return Comparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
+
+    def _losses(self, batch: Any) -> dict[str, float]:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        with torch.set_grad_enabled(self._records):
+            terms = self.objective.terms(self._model, move_batch(cast_batch(batch, None), device))
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+
+def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
+    seen = runs.compare(parts)
     seen.refuse_nan()
-    if not seen.mismatched(experiment.tolerance):
+    wrong = seen.mismatched(runs.tolerance)
+    if not wrong:
         return []
-    if not _is_steady(experiment, seen):
-        experiment.rest_wholly()
-        losses = [experiment.losses(part) for part in parts]
-        seen = Comparison(experiment.objective, experiment.losses(batch), parts, losses)
-        if not _is_steady(experiment, seen):
-            return ["the weighting could not be checked: the loss differs from run to run, even in eval mode"]
-    wrong = seen.mismatched(experiment.tolerance)
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
         return ["the weighting could not be checked: the loss of a small batch is infinite"]
-    others = split_batch(batch, splits[1])
-    return _explain(experiment, batch, others, seen, wrong, coupled) if wrong else []
-
-
-def _is_steady(experiment: Experiment, seen: Comparison) -> bool:
-    """Whether a second run of the first part gives the same loss."""
-    again = experiment.losses(seen.parts[0])
-    return all(
-        again[name] == loss or math.isnan(loss) or abs(again[name] - loss) <= 0.1 * experiment.tolerance * abs(loss)
-        for name, loss in seen.losses[0].items()
-    )
-
-
-def _explain(
-    experiment: Experiment, batch: Any, others: list[Any], seen: Comparison, wrong: list[str], coupled: bool
-) -> list[str]:
-    candidates = [_SUM, *count_candidates(batch, [*seen.parts, *others], experiment.likely_weight)]
-    fitting = {name: _fitting(seen, name, candidates, 0, experiment.tolerance) for name in wrong}
+    again = runs.losses(parts[0])
+    if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in seen.losses[0].items()):
+        return ["the weighting could not be checked: the loss differs from run to run"]
+    candidates = [_SUM, *count_candidates(batch, [*parts, *others], runs.likely_weight)]
+    fitting = {name: _fitting(seen, name, candidates, 0, runs.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
-        other = Comparison(experiment.objective, seen.whole, others, [experiment.losses(part) for part in others])
-        fitting = {name: _fitting(other, name, fits, _PARTS, experiment.tolerance) for name, fits in fitting.items()}
+        other = runs.compare(others)
+        fitting = {name: _fitting(other, name, fits, _PARTS, runs.tolerance) for name, fits in fitting.items()}
     known = {name: fits[0].code for name, fits in fitting.items() if fits}
     if len(known) == len(wrong):
         mismatches = [seen.describe(name) for name in wrong]
         samples = next((one.code for one in candidates[1:]), "len(batch)")
-        advice = advise(experiment.objective, known, seen.whole, samples)
-        return [Advice(f"{mismatches[0]}: {advice}"), *mismatches[1:]]
-    cause = _broadcasting(experiment, batch) or (None if coupled else _cause(experiment, batch, seen))
+        return [Advice(f"{mismatches[0]}: {advise(runs.objective, known, seen.whole, samples)}"), *mismatches[1:]]
+    cause = None if coupled else "no usual weight fits: see what autoaccum verify finds"
     told = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
     return [f"{seen.describe(name)}: {sentence}" for name, sentence in told.items() if sentence is not None]
 
@@ -105,27 +123,6 @@ def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: in
         for candidate in candidates
         if seen.agrees(name, seen.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance)
     ]
-
-
-def _broadcasting(experiment: Experiment, batch: Any) -> str | None:
-    shapes = experiment.shapes(batch)
-    criterion = experiment.objective.criterion
-    if shapes is None or criterion is None or not criterion.is_elementwise or shapes[0] == shapes[1]:
-        return None
-    return (
-        f"{criterion.name} broadcasts outputs of shape {shapes[0]} against targets of shape {shapes[1]}: "
-        "give both the same shape"
-    )
-
-
-def _cause(experiment: Experiment, batch: Any, seen: Comparison) -> str:
-    experiment.rest_wholly()
-    at_rest = [experiment.losses(part) for part in seen.parts]
-    if not Comparison(experiment.objective, experiment.losses(batch), seen.parts, at_rest).mismatched(
-        experiment.tolerance
-    ):
-        return "some module couples the samples of a batch in training mode, in which accumulation is not exact"
-    return "no usual weight fits, and the loss likely divides by what only you can tell"
 
 
 def advise(

@@ -197,7 +197,6 @@ def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan:
         ({"batch": {"mapping": {"x": "tensor"}}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": {"dict": {"x": LABELS}}, "call": None}, "cannot be cut and moved in a line"),
         ({"batch": "own", "call": None}, r"split\(batch, sizes\), which --emit does not write down"),
-        ({"call": "triple"}, r"takes more than outputs and targets.*: write loss\(model, batch\)"),
         ({"divisor": "class weights"}, r"mean is over class weights.*: write loss\(model, batch\) and weight\(batch\)"),
         ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, and the loss is one number"),
         ({"misweighted": "by tokens"}, "would weigh its parts wrongly: by tokens"),

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,9 +57,6 @@ def test_what_a_criterion_tells() -> None:
     assert (found["ignore_index"], found["is_module"]) == (2, False)
     compiled = torch.compile(nn.CrossEntropyLoss(weight=torch.ones(4)), backend="eager")
     assert recipe({"criterion": compiled})["is_module"] is False
-    assert recipe({"criterion": nn.GaussianNLLLoss()}, REAL)["call"] == "mean and variance"
-    fixed = functools.partial(functional.gaussian_nll_loss, var=torch.ones(1))
-    assert recipe({"criterion": fixed}, REAL)["call"] == "one"
     assert recipe({"loss": mean})["call"] is None
 
 
@@ -77,73 +73,26 @@ def test_names_half_precision_of_what_is_trained() -> None:
     assert recipe({"loss": mean}, model=nn.Sequential(frozen, nn.Linear(4, 4)))["half"] == []
 
 
-Point = namedtuple("Point", ["x", "y"])
 X = torch.zeros(3, 2)
-
-
-class ByAttribute(dict[str, Any]):
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-
-class Counted(dict[str, Any]):
-    """Not made from a dict alone."""
-
-    def __init__(self, count: int, **items: Any) -> None:
-        super().__init__(**items)
-        if not isinstance(count, int):
-            raise TypeError("count")
-
-
-class Doubled(UserDict[str, Any]):
-    """Not made of what it holds."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value * 2)
-
-
-class Pair(tuple[Tensor, ...]):
-    """A class of its own."""
 
 
 @dataclass
 class Record:
     x: Tensor
-    name: str = "all"
-
-
-@dataclass
-class Derived:
-    x: Tensor
-    twice: Any = field(init=False, default=None)
 
 
 @pytest.mark.parametrize(
     ("batch", "form"),
     [
         (X, "tensor"),
-        (np.zeros((3, 2)), "array"),
         ((X, X), {"tuple": ["tensor", "tensor"]}),
         ([X, X], {"list": ["tensor", "tensor"]}),
-        ({"x": X, "scale": torch.ones(()), "n": 3}, {"dict": {"x": "tensor", "scale": "scalar", "n": "value"}}),
-        (OrderedDict(x=X), {"dict": {"x": "tensor"}}),
-        (defaultdict(X.clone, x=X), {"dict": {"x": "tensor"}}),
+        ({"x": X, "n": 3}, {"dict": {"x": "tensor", "n": "other"}}),
         (UserDict(x=X), {"mapping": {"x": "tensor"}}),
-        (ByAttribute(x=X, n=1), {"mapping": {"x": "tensor", "n": "value"}}),
-        (Counted(1, x=X), "other"),
-        (Doubled(x=X), "other"),
-        (Pair((X, X)), "other"),
         (({"ids": X}, X), {"tuple": [{"dict": {"ids": "tensor"}}, "tensor"]}),
-        ((X, (224, 224)), {"tuple": ["tensor", "value"]}),
-        ((X, ["a", "b", "c"]), {"tuple": ["tensor", {"samples": "value"}]}),
-        ((X, [np.ones(2), np.ones(4), np.ones(1)]), {"tuple": ["tensor", {"samples": "value"}]}),
-        ([{"x": torch.ones(2)}] * 3, {"samples": {"dict": {"x": "tensor"}}}),
-        ([{"x": torch.ones(2)}, {"x": torch.ones(2)}, {"x": torch.ones(())}], {"samples": "other"}),
-        (Point(X, 1), {"namedtuple": {"x": "tensor", "y": "value"}}),
-        (Record(X), {"dataclass": {"x": "tensor", "name": "value"}}),
-        (Derived(X), "other"),
+        ((X, ["a", "b", "c"]), {"tuple": ["tensor", "other"]}),
+        ([{"x": torch.ones(2)}] * 3, "other"),
+        (Record(X), "other"),
         ({1: X}, "other"),
         ({'a"b': X}, "other"),
         ({"a\nb": X}, "other"),
