@@ -88,7 +88,7 @@ class Outputs:
 
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
-            check_emittable(precision=seen.precision, recipe=seen.recipe, batchnorm=seen.batchnorm)
+            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm)
         elif isinstance(event, Explained):
             self._account = event.account
 

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import keyword
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias
+
+import jinja2
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.reporting.emitted_step import LONGEST_LINE, Step, function_lines, refused_form, type_of
 from autoaccum.reporting.plan_table import describe_companions
 from autoaccum.units import format_bytes
 
+Form: TypeAlias = "str | Mapping[str, Any]"
+"""A batch, as `workload.recipes` describes it."""
+
+_TEMPLATE = Path(__file__).with_name("train_step.py.jinja")
+_HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _DIGITS_OF_DIGEST = 12
 _LONGEST_PARTS = 60
-_WIDTH = 88
+_WIDTH, _LONGEST_LINE, _LONGEST_IN_LOOP = 88, 120, 100
+_FEW = 3
+"""So many tensors in a tuple are written out; more of them by a comprehension."""
 _TAKEN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
+_ROOM = "The plan has room for what stands around the step: "
+_TRAIN_ALL_THE_SAME = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
 
 
-def check_emittable(
-    *,
-    world_size: int = 1,
-    precision: str = "fp32",
-    recipe: Mapping[str, Any] | None = None,
-    batchnorm: str = "micro",
-) -> None:
+def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Mapping[str, Any] | None = None) -> None:
     """Refuse what no file can be emitted for, as far as is known: callable before any trial.
 
     Args:
         world_size: Ranks that share the target.
-        precision: As planned.
-        recipe: `Inspection.recipe`, once there is one.
         batchnorm: As planned.
+        recipe: `Inspection.recipe`, once there is one.
 
     Raises:
         UsageError: Several ranks, statistics of BatchNorm over several parts, or a batch or criterion that cannot be
@@ -52,8 +54,29 @@ def check_emittable(
             f'--emit writes a few lines of plain PyTorch, and batchnorm "{batchnorm}" takes more than that',
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
-    if recipe is not None:
-        Step(precision, accumulates=True, recipe=recipe)
+    if recipe is None:
+        return
+    not_written: str | None = None
+    if recipe["divisor"] == "class weights":
+        not_written = "the criterion's mean is over class weights"
+    elif recipe["batch"] == "own":
+        not_written = "the batch is cut by the workload's own split(batch, sizes)"
+    if not_written is not None:
+        raise UsageError(f"{not_written}, which --emit does not write down", hint=_TRAIN_ALL_THE_SAME)
+    if misweighted := recipe.get("misweighted"):
+        raise UsageError(
+            f"the emitted step would weigh its parts wrongly: {misweighted}",
+            hint="write what the loss divides by into the workload, and plan again",
+        )
+    if recipe["weights"] and not recipe["terms"]:
+        raise UsageError(
+            "weight(batch) returns a mapping, and the loss is one number", hint="return a number from both"
+        )
+    kinds = set(_kinds(recipe["batch"]))
+    # A loss may look at attributes, which a dict has not.
+    is_plain = kinds <= {"tuple", "list", "dict"} or recipe["call"] is not None or recipe.get("own")
+    if not is_plain or not kinds <= {"tuple", "list", "dict", "mapping"}:
+        raise _refused_form()
 
 
 def module_name(path: str) -> str:
@@ -68,9 +91,7 @@ def module_name(path: str) -> str:
     if file.suffix == ".py" and importable and name not in _TAKEN:
         return name
     why = f"would hide the module {name}" if name in _TAKEN and importable else "cannot be imported under that name"
-    other = re.sub(r"\W", "_", name) if file.suffix == ".py" and not importable else name
-    other = other if other.isidentifier() and not keyword.iskeyword(other) and other not in _TAKEN else "train_step"
-    raise UsageError(f"the emitted {file.name} {why}", hint=f"take a name such as {other}.py")
+    raise UsageError(f"the emitted {file.name} {why}", hint="take a name such as train_step.py")
 
 
 def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
@@ -84,51 +105,50 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         module: What `module_name` gives for its file, for the example in its docstring.
 
     Raises:
-        UsageError: The plan is for several ranks or a mode of BatchNorm that cannot be written, or its batch or
-            criterion cannot be written in a line of PyTorch.
+        UsageError: As `check_emittable`.
     """
-    batchnorm = str(plan.workload.get("batchnorm") or "micro")
-    check_emittable(world_size=plan.world_size, batchnorm=batchnorm)
-    step = Step(
-        str(plan.workload.get("precision", "fp32")),
-        accumulates=plan.iter_size > 1,
-        recipe=plan.workload["recipe"],
-        freezes=batchnorm == "frozen",
-        accumulate_in=str(plan.workload.get("accumulate_in") or "fp32"),
-        multiple_of=plan.multiple_of,
-    )
-    blocks = [_docstring(plan, step, module), _imports(step), _constants(plan, step)]
-    text = "\n\n".join("\n".join(block) for block in blocks)
-    text = "\n\n\n".join([text, *("\n".join(lines) for lines in function_lines(step))])
-    if max(map(len, text.splitlines())) > LONGEST_LINE:
-        raise refused_form()
+    recipe, workload = plan.workload["recipe"], plan.workload
+    batchnorm = str(workload.get("batchnorm") or "micro")
+    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, recipe=recipe)
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(plan=plan, module=module, freezes=batchnorm == "frozen", **recipe, **_facts(plan, recipe))
+    if max(map(len, text.splitlines())) > _LONGEST_LINE:
+        raise _refused_form()
     return text + "\n"
 
 
-def _docstring(plan: Plan, step: Step, module: str) -> Iterator[str]:
-    yield f'"""One update from a batch of any size, in micro-batches of at most {plan.micro_batch} samples.'
-    yield ""
-    yield from _wrapped(_origin(plan))
-    yield ""
-    yield f"    from {module} import train_step"
-    yield ""
-    if step.precision == "fp16":
-        yield f'    scaler = torch.amp.GradScaler("{_device_type(plan)}")  # one for the whole training'
-    short = "" if plan.target_batch == 1 else "; the last one may be short"
-    if plan.multiple_of > 1:
-        short = f"; a short last one has a multiple of {plan.multiple_of}, or leave it out by drop_last=True"
-    yield f"    for batch in loader:  # of {plan.target_batch} samples{short}"
-    yield f"        value = train_step({', '.join(_arguments(plan, step))})"
-    if companions := describe_companions(plan):
-        yield ""
-        yield from _wrapped(f"The plan has room for what stands around the step: {'; '.join(companions)}.")
-    if plan.warnings:
-        yield ""
-        yield "The plan warned:"
-        yield ""
-        for warning in plan.warnings:
-            yield from _wrapped(warning, "- ", "  ")
-    yield '"""'
+def _facts(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides about the lines of the file, the code for its batches, and the words of its docstring."""
+    form, has_call, is_sum = recipe["batch"], recipe["call"] is not None, recipe["divisor"] == "nothing"
+    by_weight = recipe["divisor"] == "weight"
+    by_term = by_weight and bool(recipe["weights"])
+    precision = str(plan.workload.get("precision", "fp32"))
+    sums_wide = bool(recipe["half"]) and plan.iter_size > 1 and plan.workload.get("accumulate_in") != "parameters"
+    moved = _changed(form, "part", cut=False)
+    names_moved = not has_call and moved != "part.to(device)"
+    inputs = _inputs(form) if has_call else []
+    given = _entries(form)[0] if has_call else ""
+    kind = next(iter(given)) if isinstance(given, Mapping) else ""
+    return {
+        "scaled": precision == "fp16",
+        "half_type": _HALF_TYPES.get(precision),
+        "weighs": by_weight or recipe["divisor"] == "targets",
+        "by_term": by_term,
+        "takes_weight": by_weight and not (recipe.get("own") or {}).get("weight"),
+        "sums_wide": sums_wide,
+        "shared_loss": "part_loss" if is_sum or sums_wide or by_term else "part_loss * share",
+        "batch_type": _type_of(form),
+        "rows": {name: _rows_in(form, name) for name in ("batch", "part")},
+        "cut_code": _changed(form, "batch", cut=True),
+        "inputs": inputs,
+        "stars": {"dict": "**", "mapping": "**", "": ""}.get(kind, "*"),
+        "moved_code": moved,
+        "names_moved": names_moved,
+        "origin": _wrapped(_origin(plan)),
+        "room": _wrapped("; ".join(describe_companions(plan)), _ROOM) if describe_companions(plan) else "",
+        "warnings": [_wrapped(warning, "- ", "  ") for warning in plan.warnings],
+    }
 
 
 def _origin(plan: Plan) -> str:
@@ -152,51 +172,78 @@ def _origin(plan: Plan) -> str:
     )
 
 
-def _device_type(plan: Plan) -> str:
-    return "cpu" if plan.device.get("kind") == "cpu" else "cuda"
-
-
-def _arguments(plan: Plan, step: Step) -> Iterator[str]:
-    yield "model"
-    yield "optimizer"
-    if not step.own:
-        yield "criterion" if plan.workload.get("loss") == "criterion" else "loss"
-    yield "batch"
-    if step.takes_weight:
-        yield "weight=weight"
-    if step.precision == "fp16":
-        yield "scaler=scaler"
-
-
-def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
+def _wrapped(text: str, first: str = "", later: str = "") -> str:
     """Lines of a docstring: nothing in them ends it or escapes."""
     harmless = "".join(c if c.isprintable() else " " for c in text).replace("\\", "/").replace('"', "'")
-    return textwrap.wrap(harmless, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+    return textwrap.fill(harmless, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
-def _imports(step: Step) -> Iterator[str]:
-    names = ["Callable"] * (step.takes_weight or not step.own) + ["Mapping"] * step.has_terms
-    yield "import math"
-    if names:
-        yield f"from collections.abc import {', '.join(names)}"
-    yield "from itertools import pairwise"
-    if "Any" in type_of(step.form):
-        yield "from typing import Any"
-    yield ""
-    yield "import torch"
-    yield "from torch import Tensor, nn"
-    if step.precision == "fp16":
-        yield "from torch.amp.grad_scaler import GradScaler"
-    yield "from torch.optim import Optimizer"
+# --- code for batches ------------------------------------------------------------------------------------------------
 
 
-def _constants(plan: Plan, step: Step) -> Iterator[str]:
-    proved = "the most samples at once, which ran" if plan.kind == "measured" else "the most samples at once"
-    yield f"MICRO_BATCH = {plan.micro_batch}  # {proved}"
-    if plan.multiple_of > 1:
-        yield f"MULTIPLE_OF = {plan.multiple_of}  # every micro-batch is one, as every batch has to be"
-    if step.divisor == "targets":
-        yield f"IGNORE_INDEX = {step.recipe['ignore_index']}  # of the criterion: its mean is over the other targets"
-    if step.freezes:
-        yield "BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)"
-    yield f"Batch = {type_of(step.form)}"
+def _refused_form() -> UsageError:
+    return UsageError(
+        "the batch is of a form that cannot be cut and moved in a line of plain PyTorch",
+        hint="make it of tensors in tuples, lists and dicts, or train with autoaccum.Accumulator",
+    )
+
+
+def _kinds(form: Form) -> Iterator[str]:
+    """The kinds of containers, and of what is no tensor; a dict within a dict, or of anything else, is no kind."""
+    if form == "tensor":
+        return
+    if isinstance(form, str):
+        yield form
+        return
+    kind = next(iter(form))
+    yield kind
+    for inner in _entries(form).values():
+        yield from ("nest",) if kind in ("dict", "mapping") and not isinstance(inner, str) else _kinds(inner)
+
+
+def _entries(form: Form) -> Mapping[Any, Form]:
+    """The forms in a container, by key or index."""
+    assert isinstance(form, Mapping)
+    ((_, content),) = form.items()
+    return content if isinstance(content, Mapping) else dict(enumerate(content))
+
+
+def _type_of(form: Form) -> str:
+    """The type annotation of a batch of this form."""
+    if isinstance(form, str):
+        return "Tensor"
+    kind, inner = next(iter(form)), list(map(_type_of, _entries(form).values()))
+    common = inner[0] if len(set(inner)) == 1 else "Any"
+    if kind == "tuple":
+        return f"tuple[{', '.join(inner) if len(inner) <= _FEW else f'{common}, ...'}]"
+    return {"list": f"list[{common}]", "dict": f"dict[str, {common}]"}.get(kind, "Any")
+
+
+def _changed(form: Form, name: str, *, cut: bool) -> str:
+    """Code for the batch `name`, cut to its samples `a:b`, or else moved to `device`; of other mappings a dict."""
+    if isinstance(form, str):
+        return f"{name}[a:b]" if cut else f"{name}.to(device)"
+    kind = next(iter(form))
+    if kind in ("dict", "mapping"):
+        return f"{{k: {_changed('tensor', 'v', cut=cut)} for k, v in {name}.items()}}"
+    entries = _entries(form)
+    if len(entries) > _FEW and set(map(str, entries.values())) == {"tensor"}:
+        each = f"{_changed('tensor', 'v', cut=cut)} for v in {name}"
+        return f"[{each}]" if kind == "list" else f"tuple({each})"
+    inner = ", ".join(_changed(entry, f"{name}[{index}]", cut=cut) for index, entry in entries.items())
+    return f"[{inner}]" if kind == "list" else f"({inner}{',' * (len(entries) == 1)})"
+
+
+def _rows_in(form: Form, name: str) -> str:
+    """Code for the first tensor in the batch `name`, whose length is the number of samples."""
+    if isinstance(form, str):
+        return name
+    key, inner = next(iter(_entries(form).items()))
+    return _rows_in(inner, f'{name}["{key}"]' if next(iter(form)) in ("dict", "mapping") else f"{name}[{key}]")
+
+
+def _inputs(form: Form) -> list[str]:
+    """Names for what a criterion's batch holds, on the model's device."""
+    moved = [_changed(entry, f"part[{index}]", cut=False) for index, entry in _entries(form).items()]
+    both = f"inputs, targets = {', '.join(moved)}"
+    return [both] if len(both) <= _LONGEST_IN_LOOP else [f"inputs = {moved[0]}", f"targets = {moved[1]}"]

@@ -59,19 +59,14 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     inputs = {"tuple": [{"mapping": {"x": "tensor", "mask": "tensor"}}, "tensor"]}
     for name, form in (("pair", FORMS["pair"]), ("nested", FORMS["nested"]), ("mapping", inputs)):
         yield f"criterion {name}", emit_wrapper(with_recipe(plan, divisor="samples", batch=form))
-    for precision, half in (("fp32", []), ("bf16", []), ("fp16", []), ("fp32", ["float16"]), ("bf16", ["bfloat16"])):
+    for precision, half in (("fp32", []), ("fp16", []), ("bf16", ["bfloat16"])):
         called = f"{precision} {'half' if half else ''}"
         for divisor in ("nothing", "weight", "samples", "targets"):
             yield f"{divisor} {called}", emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half))
         for divisor, weights in (("nothing", []), ("samples", []), ("weight", []), ("weight", ["a", "b"])):
-            recipe: dict[str, Any] = {
-                "divisor": divisor,
-                "half": half,
-                "call": None,
-                "terms": ["a", "b"],
-                "weights": weights,
-            }
-            yield f"terms {divisor} {len(weights)} {called}", emit_wrapper(with_recipe(plan, precision, **recipe))
+            recipe: dict[str, Any] = {"divisor": divisor, "half": half, "call": None, "weights": weights}
+            text = emit_wrapper(with_recipe(plan, precision, terms=["a", "b"], **recipe))
+            yield f"terms {divisor} {len(weights)} {called}", text
     for weight, divisor in (('(batch["y"][..., 1:] != -100).sum()', "weight"), (None, "samples"), (None, "weight")):
         own = {"loss": '["loss"]', "weight": weight}
         recipe = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
@@ -116,7 +111,8 @@ def test_is_formatted(written: Path) -> None:
 
 
 def test_is_typed(written: Path) -> None:
-    call("-m", "mypy", "--strict", "--python-version=3.10", f"--cache-dir={written}/.cache", ".", cwd=written)
+    cache = f"--cache-dir={ROOT / '.mypy_cache'}"  # Kept, since reading torch takes most of the time.
+    call("-m", "mypy", "--strict", "--python-version=3.10", cache, ".", cwd=written)
 
 
 def test_fits_on_one_screen(a_plan: Plan) -> None:
@@ -160,9 +156,9 @@ def test_a_name_to_import(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("my step.py", "cannot be imported under that name: take a name such as my_step.py"),
-        ("class.py", "cannot be imported under that name: take a name such as train_step.py"),
-        ("step.txt", "cannot be imported under that name: take a name such as step.py"),
+        ("my step.py", "cannot be imported under that name"),
+        ("class.py", "cannot be imported under that name"),
+        ("step.txt", "cannot be imported under that name"),
         ("torch.py", "would hide the module torch: take a name such as train_step.py"),
     ],
 )
@@ -182,7 +178,7 @@ def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
 def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan: Plan) -> None:
     with pytest.raises(UsageError, match="the plan is for 2 ranks: plan with --world-size 1, or write the loop around"):
         check_emittable(world_size=2)
-    check_emittable(world_size=1, precision="bf16", recipe=a_plan.workload["recipe"])
+    check_emittable(world_size=1, recipe=a_plan.workload["recipe"])
     running = dataclasses.replace(a_plan, workload={**a_plan.workload, "batchnorm": "running"})
     with pytest.raises(UsageError, match='"running" takes more than that: plan with --batchnorm frozen or micro, or'):
         emit_wrapper(running)
