@@ -106,8 +106,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
 
 
 def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
-    from autoaccum.devices.diagnosis import describe_failure
-    from autoaccum.devices.recording import failure_error
+    from autoaccum.devices.recording import describe_failure, failure_error
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.training_progress import TrainingProgress
     from autoaccum.training.fitting import train

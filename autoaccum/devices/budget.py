@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 
-class Supply(Protocol):
-    """Memory there is and memory that is free, in bytes; `bound` says in words whose."""
+@dataclass(frozen=True)
+class Supply:
+    """Memory there is and memory that is free, in bytes; `bound` says whose, as the subject of `... has free`."""
 
-    @property
-    def total_bytes(self) -> int:
-        """In all."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Free for trials."""
-
-    @property
-    def bound(self) -> str:
-        """As the subject of `... has free`."""
+    total_bytes: int
+    free_bytes: int
+    bound: str
 
 
 _LEAST_ROOM_BYTES = 256 * MIB
@@ -70,15 +62,17 @@ def choose_budget(
     Raises:
         UsageError: Nothing is left, or `memory` is more than what is free.
 
-    >>> from autoaccum.devices.host_memory import HostMemory
-    >>> host = HostMemory(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
+    >>> host = Supply(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
     >>> format_bytes(choose_budget(host))
     '9.5 GiB'
     >>> format_bytes(choose_budget(host, MemorySize(fraction=0.5), MemorySize(bytes=1024**3)))
     '7.0 GiB'
     """
     wanted = supply.free_bytes if memory is None else memory.resolve(supply.total_bytes)
-    kept = _reserve_bytes(supply, memory, reserve, headroom)
+    if reserve is not None:
+        kept = reserve.resolve(supply.total_bytes)
+    else:
+        kept = 0 if memory is not None else headroom.of(supply.free_bytes)
     budget = wanted - kept
     if budget <= 0:
         whole = f"{format_bytes(wanted)} {'that are free' if memory is None else 'of --memory'}"
@@ -102,9 +96,3 @@ def room_above(limit_bytes: int, free_bytes: int) -> int:
     """
     spare_bytes = max(0, free_bytes - limit_bytes) // 2
     return min(max(limit_bytes // 2, _LEAST_ROOM_BYTES), spare_bytes)
-
-
-def _reserve_bytes(supply: Supply, memory: MemorySize | None, reserve: MemorySize | None, headroom: Headroom) -> int:
-    if reserve is not None:
-        return reserve.resolve(supply.total_bytes)
-    return 0 if memory is not None else headroom.of(supply.free_bytes)

@@ -49,29 +49,26 @@ class CardMemory:
 
 
 def check_index(index: int, names: Sequence[str], visible: str | None) -> None:
-    """Refuse an index beyond the visible cards.
-
-    Args:
-        index: As in `cuda:N`.
-        names: Of the visible cards, in CUDA's order.
-        visible: CUDA_VISIBLE_DEVICES; None when it is not set.
+    """Refuse an index beyond the visible cards, whose `names` are in CUDA's order.
 
     Raises:
         UsageError: There is no such card.
 
     >>> check_index(2, ["NVIDIA A100", "NVIDIA T4"], None)
     Traceback (most recent call last):
-    autoaccum.errors.UsageError: there is no cuda:2: 2 cards are visible, cuda:0 (NVIDIA A100), cuda:1 (NVIDIA T4): \
-take one of these
+    autoaccum.errors.UsageError: there is no cuda:2, visible are NVIDIA A100, NVIDIA T4: \
+take one of these, from cuda:0 on
     """
     if index < len(names):
         return
-    seen = {0: "no card is visible", 1: "1 card is visible"}.get(len(names), f"{len(names)} cards are visible")
-    hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
-    listed = "".join(f", cuda:{number} ({name})" for number, name in enumerate(names))
-    ways_out = {0: "nvidia-smi should list it, and the driver be new enough for this build of PyTorch", 1: "take it"}
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    if not names:
+        raise UsageError(
+            f"there is no cuda:{index}: no card is visible{hidden}",
+            hint="nvidia-smi should list it, and the driver be new enough for this build of PyTorch",
+        )
     raise UsageError(
-        f"there is no cuda:{index}: {seen}{hidden}{listed}", hint=ways_out.get(len(names), "take one of these")
+        f"there is no cuda:{index}, visible are {', '.join(names)}{hidden}", hint="take one of these, from cuda:0 on"
     )
 
 

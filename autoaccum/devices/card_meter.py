@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -81,18 +81,7 @@ class CardMeter:
     def read(self) -> Reading:
         """Peaks and counters since `start`; also when the context is dead."""
         assert self._peak is not None
-        seen = self._peak.read()
-        try:
-            available = read_card(self._index).available_bytes
-        except RuntimeError:  # A dead context: the driver does not answer.
-            available = None
-        return Reading(
-            peak_reserved_bytes=seen.peak_reserved_bytes,
-            peak_allocated_bytes=seen.peak_allocated_bytes,
-            retries=seen.retries,
-            refusals=seen.ooms,
-            available_bytes=available,
-        )
+        return self._peak.read()
 
     def settle(self) -> int:
         """What the allocator could not give back after the last job, in whole segments."""
@@ -128,15 +117,10 @@ def check_allocator(environment: Mapping[str, str], backend: str) -> None:
     Raises:
         UsageError: Caching is off, or another allocator than PyTorch's own is in its place.
     """
-    if _NO_CACHING in environment:
+    if _NO_CACHING in environment or backend not in _LIMITED:
+        seen = f"{_NO_CACHING} is set" if _NO_CACHING in environment else f"the allocator is {backend!r}"
         raise UsageError(
-            f"{_NO_CACHING} is set, and without its cache PyTorch's allocator keeps to no limit and tells no peak",
-            hint="unset it to plan",
-        )
-    if backend not in _LIMITED:
-        raise UsageError(
-            f"the allocator of this process is {backend!r}, which keeps to no limit",
-            hint="plan with PyTorch's own allocator",
+            f"{seen}, so that no limit is kept and no peak told", hint="plan with PyTorch's own allocator, which caches"
         )
 
 
@@ -171,7 +155,8 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
     `torch.OutOfMemoryError` where releasing its cache does not help. A lower limit that is set already stays. The
     one from before is set again at the end, unless the context is dead: then nobody can use the card any more.
     """
-    before = settable_fraction(torch.cuda.get_per_process_memory_fraction(index))
+    # cudaMallocAsync without a limit tells 2**64 bytes of a card, and takes no more than all of it back.
+    before = min(1.0, torch.cuda.get_per_process_memory_fraction(index))
     _, driver_bytes = torch.cuda.mem_get_info(index)
     # Newer releases take the fraction of the properties' total, older ones of the driver's.
     total_bytes = max(driver_bytes, torch.cuda.get_device_properties(index).total_memory)
@@ -184,15 +169,6 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
         except RuntimeError as error:
             if not is_context_dead(error):
                 raise
-
-
-def settable_fraction(told: float) -> float:
-    """A fraction that PyTorch told, as one it takes back: cudaMallocAsync without a limit tells 2**64 bytes of a card.
-
-    >>> settable_fraction(2**64 / 24e9)
-    1.0
-    """
-    return min(1.0, told)
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
@@ -212,52 +188,31 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
     return fraction
 
 
-class CardReading(NamedTuple):
-    """What PyTorch's allocator did on a card since a `CardPeak` was started."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    retries: int
-    ooms: int
-
-
 @dataclass(frozen=True)
 class CardPeak:
-    """A new peak on one card, and how its allocator's counters stood then; made by `start`."""
+    """A new peak on one card, and how often its allocator had tried again then; made by `start`."""
 
     index: int
     retries_before: int
-    ooms_before: int
 
     @classmethod
     def start(cls, index: int) -> CardPeak:
         """Begin a new peak on card `index`: what is held now is the least it can be."""
         torch.cuda.current_device()  # Starts CUDA where nothing has yet.
         torch.cuda.reset_peak_memory_stats(index)
-        retries, ooms = _counters(torch.cuda.memory_stats(index))
-        return cls(index, retries, ooms)
+        return cls(index, int(torch.cuda.memory_stats(index).get("num_alloc_retries", 0)))
 
-    def read(self) -> CardReading:
-        """Peaks of what tensors and of what the allocator held, its retries and its refusals since the start.
+    def read(self) -> Reading:
+        """Peaks of what tensors and of what the allocator held, and its retries since the start.
 
         A retry (`num_alloc_retries`) is a release of the cache because the driver, or the limit, said no. This asks
         the allocator only, so it also works when the context is dead. A reset by anyone else meanwhile loses what
         was before it.
         """
         stats = torch.cuda.memory_stats(self.index)
-        retries, ooms = _counters(stats)
-        return CardReading(
+        retries = int(stats.get("num_alloc_retries", 0))
+        return Reading(
             peak_allocated_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
             peak_reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
-            retries=_since(self.retries_before, retries),
-            ooms=_since(self.ooms_before, ooms),
+            retries=retries - self.retries_before if retries >= self.retries_before else retries,
         )
-
-
-def _counters(stats: dict[str, Any]) -> tuple[int, int]:
-    return int(stats.get("num_alloc_retries", 0)), int(stats.get("num_ooms", 0))
-
-
-def _since(before: int, now: int) -> int:
-    """How far a counter came; one that is lower than before was reset meanwhile."""
-    return now - before if now >= before else now

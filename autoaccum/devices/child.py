@@ -1,6 +1,6 @@
-"""`python -m autoaccum.devices.child REQUESTS REPLIES PARENT`: runs trials and answers on a private pipe.
+"""`python -m autoaccum.devices.child CONNECTION PARENT`: runs trials and answers on a private connection.
 
-One line of JSON asks (`load`, then `inspect` or `trial`), one answers; `prepare`, which may come first, has no answer,
+A JSON object asks (`load`, then `inspect` or `trial`), one answers; `prepare`, which may come first, has no answer,
 and `ready` an empty one.
 The workload is imported once; every trial builds everything anew. Standard output belongs to the workload, so nothing
 is answered there.
@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum.devices.lifeline import Lifeline
-from autoaccum.devices.replies import failure_reply, load_asked, look_where
+from autoaccum.devices.lifeline import Lifeline, failure_reply, load_asked, look_where
 
 if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """Answer requests until the parent closes its end of the pipe."""
+    """Answer requests until the parent closes its end."""
     lifeline = Lifeline(arguments)
     child: Jobs = Child()
     for request in lifeline:

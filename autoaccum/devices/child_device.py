@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.process import SPARE_BYTES, SpareChild
+from autoaccum.devices.process import ChildProcess, start_child
 from autoaccum.devices.worker import Worker
 from autoaccum.errors import NotMeasuredError
+from autoaccum.units import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _KEPT_SHARE, _KEPT_BY_FIRST_SHARE = 0.01, 0.05
+_SPARE_BYTES = 512 * MIB
+"""Host memory that has to be free beyond the budget before a spare is kept: it takes about 230 MiB (torch 2.13), and
+as much again should stay free."""
 
 
 class ChildDevice(ABC):
@@ -39,7 +43,7 @@ class ChildDevice(ABC):
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._worker: Worker | None = None
-        self._spare: SpareChild | None = None
+        self._spare: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self.resets_peak = True
 
@@ -130,11 +134,13 @@ class ChildDevice(ABC):
             self._end_worker()
         if self._worker is None:
             spare, self._spare = self._spare, None
-            process = None if spare is None else spare.take()
+            if spare is not None and spare.has_died():
+                spare.end()
+                spare = None
             settings = self._settings
             if self._limit_bytes is not None:  # It has been loaded within its limit before.
                 settings = dataclasses.replace(settings, load_limit_seconds=None)
-            self._worker = Worker(settings, self.name, process=process)
+            self._worker = Worker(settings, self.name, process=spare)
             self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._worker.facts)
@@ -142,9 +148,9 @@ class ChildDevice(ABC):
 
     def _keep_spare(self) -> None:
         """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
-        if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= SPARE_BYTES:
+        if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= _SPARE_BYTES:
             with suppress(NotMeasuredError):
-                self._spare = SpareChild(self._settings.on_output, self._settings.checkout)
+                self._spare = start_child(self._settings.on_output, checkout=self._settings.checkout)
 
     @property
     def _host_budget_bytes(self) -> int:

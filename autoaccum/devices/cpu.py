@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.devices.base import Trial, TrialSettings
-from autoaccum.devices.budget import choose_budget, room_above
+from autoaccum.devices.budget import Supply, choose_budget, room_above
 from autoaccum.devices.child_device import ChildDevice
-from autoaccum.devices.host_memory import HostMemory, read_host_memory
+from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB, format_bytes
 
@@ -58,7 +58,7 @@ class CpuDevice(ChildDevice):
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
         super().__init__(settings)
-        self._host: HostMemory | None = None
+        self._host: Supply | None = None
 
     @property
     def name(self) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
+from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.card import CardReport
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import Account, Foresight
@@ -115,9 +115,10 @@ def choose_card_budget(report: CardReport, memory: MemorySize | None = None, res
     Raises:
         UsageError: Nothing is left, or `memory` is more than what is free: names who holds the rest.
     """
-    return choose_budget(
-        _Supply(report), memory, reserve, headroom=CARD_HEADROOM, holders=name_holders(report, os.getpid())
-    )
+    memory_now = report.memory
+    supply = Supply(memory_now.total_bytes, memory_now.available_bytes, f"cuda:{memory_now.index} ({memory_now.name})")
+    holders = name_holders(report, os.getpid())
+    return choose_budget(supply, memory, reserve, headroom=CARD_HEADROOM, holders=holders)
 
 
 def describe_card(report: CardReport) -> dict[str, Any]:
@@ -153,25 +154,4 @@ def name_holders(report: CardReport, own_pid: int) -> str:
     for process in known[:_MOST_NAMED]:
         who = f"process {process.pid}" + (" (this one)" if process.pid == own_pid else "")
         named.append(f"{who} holds {'some' if process.used_bytes is None else format_bytes(process.used_bytes)}")
-    if len(known) > _MOST_NAMED:
-        named.append(f"{len(known) - _MOST_NAMED} more hold some")
     return "; " + ", ".join(named) if named else ""
-
-
-@dataclass(frozen=True)
-class _Supply:
-    """A card's memory as `choose_budget` takes it."""
-
-    report: CardReport
-
-    @property
-    def total_bytes(self) -> int:
-        return self.report.memory.total_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        return self.report.memory.available_bytes
-
-    @property
-    def bound(self) -> str:
-        return f"cuda:{self.report.memory.index} ({self.report.memory.name})"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoaccum.devices.budget import Supply
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import KIB
 
@@ -17,15 +18,6 @@ _ROOT = Path("/")
 _UNLIMITED_V1_BYTES = 2**62
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 """Page cache and slab that the kernel drops before it kills; tmpfs pages count as anonymous and are not among them."""
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Memory of the machine or the tightest cgroup, in bytes; `bound` says in words which of them binds."""
-
-    total_bytes: int
-    free_bytes: int
-    bound: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Cgroup:
         return _read_table(self.directory / name).get("oom_kill")
 
 
-def read_host_memory(root: Path = _ROOT) -> HostMemory:
+def read_host_memory(root: Path = _ROOT) -> Supply:
     """What there is and what is free, the tightest of machine and cgroups counting; swap is left out.
 
     Args:
@@ -80,7 +72,7 @@ def read_host_memory(root: Path = _ROOT) -> HostMemory:
         left = max(0, limit - group.used_bytes())
         if left < free:
             free, bound = left, f"the cgroup {group.directory}"
-    return HostMemory(total, free, bound)
+    return Supply(total, free, bound)
 
 
 def count_oom_kills(root: Path = _ROOT) -> int:
@@ -96,34 +88,21 @@ def count_oom_kills(root: Path = _ROOT) -> int:
 
 
 def memory_cgroups(root: Path = _ROOT) -> Iterator[Cgroup]:
-    """The memory cgroups that bind this process, its own first, then every ancestor that can be seen."""
-    groups = [line.split(":", 2) for line in _read_text(root / "proc/self/cgroup").splitlines()]
-    for version, mount_root, mount_point in _memory_mounts(root):
-        for _, controllers, path in groups:
-            belongs = controllers == "" if version == 2 else "memory" in controllers.split(",")
-            if not belongs:
-                continue
-            inside = path.removeprefix(mount_root.rstrip("/")).strip("/")
-            top = root / mount_point.lstrip("/")
-            directory = top / inside
-            for candidate in [directory, *directory.parents]:
-                if (candidate / "memory.stat").exists():
-                    yield Cgroup(candidate, version)
-                if candidate == top:
-                    break
+    """The memory cgroups that bind this process, its own first, then every ancestor that can be seen.
 
-
-def _memory_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
-    """(version, root, mount point) of each, from proc_pid_mountinfo(5): `... root point ... - type source opts`."""
-    for line in _read_text(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 3:
+    In a container the path may be the machine's, of which only the mount point is there.
+    """
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-        if kind[0] == "cgroup2":
-            yield 2, fields[3], fields[4]
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield 1, fields[3], fields[4]
+        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        directory = top / path.strip("/")
+        for candidate in [directory, *directory.parents]:
+            if (candidate / "memory.stat").exists():
+                yield Cgroup(candidate, 1 if controllers else 2)
+            if candidate == top:
+                break
 
 
 def _read_text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The parent's side of a child process: start it, ask it over a private pipe, notice how it died, end it.
+"""The parent's side of a child process: start it, ask it over a private connection, notice how it died, end it.
 
 A child is a new Python (`sys.executable -m`), never a fork: fork hangs after an OpenMP region, and multiprocessing's
 spawn imports the user's script again. It lives in a session of its own, so that Ctrl-C in the terminal reaches the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,17 +34,14 @@ _MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-_HASH_SETTINGS = {"PYTHONHASHSEED": "0"}
-
 _INSIDE = "AUTOACCUM_INSIDE_CHILD"
 """Set in every child: a script that plans at its top level and is its own workload would start children for ever."""
 
+_STDERR = 2
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
 _KILL_SECONDS = 10.0
-_CHUNK_BYTES = 65536
-_MOST_CHUNKS = 32
-_LONGEST_REPLY_BYTES = 64 * 1024**2
+_CHUNK_BYTES = 2 * MIB
 
 Death = Literal["signal", "exit", "limit", "pipe"]
 
@@ -52,8 +50,8 @@ class ChildDied(Exception):
     """A child that will not answer any more, and has been ended; its text is a predicate ("was ended by SIGSEGV").
 
     Attributes:
-        kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed the pipe or
-            wrote something else than an answer there, and was ended.
+        kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed its connection,
+            and was ended.
         out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
         number: The signal's, where the kind is "signal".
         seconds: From the request until its end was noticed.
@@ -75,20 +73,17 @@ def child_environment(*, measured: bool = True) -> dict[str, str]:
     the GIL has no choice of allocator. That takes an eighth of a simulation's time, whose own memory is not `measured`.
     A set of names is in the same order each time. The child finds this very autoaccum.
     """
-    shared = {**os.environ, **_HASH_SETTINGS, "PYTHONPATH": _python_path(), _INSIDE: "1"}
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
+    shared = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, _INSIDE: "1"}
     python = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"PYTHONMALLOC": "malloc"}
     return {**shared, **_MALLOC_SETTINGS, **python} if measured else shared
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
-
-
 class ChildProcess:
-    """`python -m MODULE REQUESTS REPLIES PARENT`: file descriptors of two pipes and the pid it has to die with.
+    """`python -m MODULE CONNECTION PARENT`: the descriptor it answers on, and the pid it has to die with.
 
-    Every request and every reply is one line of JSON. stdin is empty; stdout and stderr go to this process's stderr,
-    or line by line to `on_output`; what is not `measured` is faster (`child_environment`). The kernel ends a child
+    Every request and every reply is a JSON object. stdin is empty; stdout and stderr go to this process's stderr, or
+    line by line to `on_output`; what is not `measured` is faster (`child_environment`). The kernel ends a child
     together with the *thread* that started it, so start and use it from one that lives on.
 
     Raises:
@@ -102,37 +97,31 @@ class ChildProcess:
                 "a workload starts trials while it is being loaded or tried",
                 hint='put what starts them under if __name__ == "__main__":',
             )
-        if not sys.executable:
-            raise NotMeasuredError("sys.executable is empty, so no process can be started for trials")
         self._on_output = on_output
-        self._pending = b""
         self._printed = b""
         self._ended = False
-        requests, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
-        self._output, output = os.pipe() if on_output else (-1, _stderr())
-        theirs = [requests, replies, output] if on_output else [requests, replies]
+        self._connection, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(requests), str(replies), str(os.getpid())],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=subprocess.PIPE if on_output else _STDERR,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
                 cwd=PACKAGE_ROOT,
                 env=child_environment(measured=measured),
-                pass_fds=(requests, replies),
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
-            theirs += [self._requests, self._replies, *([self._output] if on_output else [])]
+            self._connection.close()
             raise NotMeasuredError(f"no process could be started for trials: {error}") from error
         finally:
-            for descriptor in theirs:
-                os.close(descriptor)
-        self._inputs = selectors.DefaultSelector()
-        for descriptor in [self._replies, *([self._output] if on_output else [])]:
-            os.set_blocking(descriptor, False)
-            self._inputs.register(descriptor, selectors.EVENT_READ)
+            theirs.close()
+        self._watched: list[Any] = [self._connection]
+        if self._process.stdout is not None:
+            os.set_blocking(self._process.stdout.fileno(), False)
+            self._watched.append(self._process.stdout)
 
     @property
     def pid(self) -> int:
@@ -173,8 +162,8 @@ class ChildProcess:
 
     def tell(self, request: Mapping[str, Any]) -> None:
         """Send a request that has no reply, and do not wait; a child that is gone is noticed when it is asked."""
-        with suppress(BrokenPipeError):
-            _write(self._requests, json.dumps(request).encode() + b"\n")
+        with suppress(ConnectionError):
+            self._connection.send_bytes(json.dumps(request).encode())
 
     def has_died(self) -> bool:
         """Whether it has ended, by itself or by `end`."""
@@ -186,10 +175,10 @@ class ChildProcess:
             return
         self._ended = True
         try:
-            os.close(self._requests)
+            self._connection.close()
             deadline = time.monotonic() + grace_seconds
             while self._death() is None and time.monotonic() < deadline:
-                self._take_in()
+                self._pass_output()
                 time.sleep(_LEAVE_POLL_SECONDS)
         finally:
             # Not reaped yet, so nobody else can have been given its id.
@@ -197,12 +186,9 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_SECONDS)
-            self._take_in()
             self._pass_output(last=True)
-            self._inputs.close()
-            os.close(self._replies)
-            if self._on_output:
-                os.close(self._output)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
 
     def _receive(self, limit_seconds: float, kills_before: int, is_stopped: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + limit_seconds
@@ -210,42 +196,33 @@ class ChildProcess:
             if is_stopped():
                 raise KeyboardInterrupt
             death = self._death()
-            self._take_in()  # After the look at its death: all that it wrote is there.
-            line, newline, rest = self._pending.partition(b"\n")
-            if newline:
-                self._pending = rest
-                return _parse(line)
-            if len(line) > _LONGEST_REPLY_BYTES:
-                raise ChildDied("pipe", "flooded the pipe it answers on")
-            if death is not None or self._replies not in self._inputs.get_map():
-                raise _describe_death(death or self._death(wait_seconds=2.0), kills_before)
+            self._pass_output()  # After the look at its death: all that it wrote is there.
+            try:
+                if self._connection.poll():
+                    reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                    self._pass_output()
+                    return reply
+            except (EOFError, ConnectionError):
+                raise _describe_death(death or self._death(wait_seconds=2.0), kills_before) from None
+            if death is not None:
+                raise _describe_death(death, kills_before)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChildDied("limit", f"was ended after {limit_seconds:g} s")
-            self._inputs.select(min(_POLL_SECONDS, left))
-
-    def _take_in(self) -> None:
-        """Read what has arrived, without waiting; an input at its end is no longer watched."""
-        for key in list(self._inputs.get_map().values()):
-            with suppress(BlockingIOError):
-                for _ in range(_MOST_CHUNKS):  # Not without end: whoever floods a pipe has to run into the limit.
-                    chunk = os.read(key.fd, _CHUNK_BYTES)
-                    if not chunk:
-                        self._inputs.unregister(key.fd)
-                        break
-                    if key.fd == self._replies:
-                        self._pending += chunk
-                    else:
-                        self._printed += chunk
-        self._pass_output()
+            wait(self._watched, min(_POLL_SECONDS, left))
 
     def _pass_output(self, *, last: bool = False) -> None:
-        if self._on_output is None:
+        """Hand on what was printed so far, without waiting for more."""
+        if self._on_output is None or self._process.stdout is None:
             return
+        if self._process.stdout in self._watched:
+            chunk = self._process.stdout.read(_CHUNK_BYTES)
+            if chunk == b"":
+                self._watched.remove(self._process.stdout)
+            self._printed += chunk or b""
         *lines, self._printed = self._printed.split(b"\n")
         if last and self._printed:
             lines.append(self._printed)
-            self._printed = b""
         for line in lines:
             self._on_output(line.decode("utf-8", errors="replace"))
 
@@ -262,25 +239,9 @@ class ChildProcess:
             time.sleep(_LEAVE_POLL_SECONDS)
 
 
-def _write(descriptor: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(descriptor, line) :]
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        reply = json.loads(line)
-    except ValueError:
-        reply = None
-    if not isinstance(reply, dict):
-        shown = line[:80].decode("utf-8", errors="replace")
-        raise ChildDied("pipe", f"wrote something else than an answer to its pipe ({shown!r})")
-    return reply
-
-
 def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildDied:
     if death is None:
-        return ChildDied("pipe", "closed the pipe it answers on")
+        return ChildDied("pipe", "closed the connection it answers on")
     if death.si_code == os.CLD_EXITED:
         return ChildDied("exit", f"left with exit status {death.si_status}")
     number = death.si_status
@@ -288,22 +249,6 @@ def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildD
     if number == signal.SIGKILL and count_oom_kills() > kills_before:
         return ChildDied("signal", "was killed by the kernel (SIGKILL) for lack of memory", out_of_memory=True)
     return ChildDied("signal", f"was ended by {name}", number=number)
-
-
-def _stderr() -> int:
-    """Descriptor 2, or nowhere when this process was started without one."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
-
-
-_MODULE = "autoaccum.devices.child"
-
-SPARE_BYTES = 512 * MIB
-"""Host memory that has to be free beyond the budget before a spare is kept: it takes about 230 MiB (torch 2.13), and
-as much again should stay free."""
 
 
 def start_child(
@@ -320,7 +265,7 @@ def start_child(
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
-    process = ChildProcess(_MODULE, on_output=on_output, measured=not simulated)
+    process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=not simulated)
     process.tell({"job": "prepare", "simulated": simulated, **where_to_import(checkout)})
     return process
 
@@ -336,44 +281,3 @@ def where_to_import(checkout: Checkout | None = None) -> Mapping[str, Any]:
         "pythonpath": None if pythonpath is None else checkout.map_path(pythonpath),
         "checkout": checkout.to_record(),
     }
-
-
-class SpareChild:
-    """One child that nobody has asked anything yet; whoever takes it has to end it.
-
-    Args:
-        on_output: Gets each line it prints; None: it goes to stderr.
-        checkout: As in `start_child`.
-
-    Raises:
-        UsageError, NotMeasuredError: As `start_child`.
-    """
-
-    def __init__(
-        self,
-        on_output: Callable[[str], None] | None = None,
-        checkout: Checkout | None = None,
-    ) -> None:
-        self._started_in = _surroundings()
-        self._process = start_child(on_output, checkout=checkout)
-
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-        return self._process.pid
-
-    def take(self) -> ChildProcess | None:
-        """The process, or None if it has died meanwhile or was started in other surroundings than now."""
-        if self._process.has_died() or self._started_in != _surroundings():
-            self.end()
-            return None
-        return self._process
-
-    def end(self) -> None:
-        """End it at once: it holds nothing that anybody would miss."""
-        self._process.end()
-
-
-def _surroundings() -> tuple[object, ...]:
-    """What a child inherits or is told when it starts."""
-    return child_environment(), list(sys.path), sys.executable

@@ -1,18 +1,22 @@
-"""From what a child answers, or how it died, to the record of a trial or an error."""
+"""From what a child raises or answers, or how it died, to the record of a trial or an error."""
 
 from __future__ import annotations
 
+import re
 import signal
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.process import ChildDied
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
-from autoaccum.units import format_bytes
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.units import GIB, KIB, MIB, format_bytes
 
-_LONGER = "raise --trial-limit"
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORECASE)
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
@@ -33,16 +37,15 @@ def record_reply(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str,
         "seconds": reply["seconds"],
     }
     if "failure" in reply:
-        failure = dict(reply["failure"])
-        if failure["outcome"] == "oom":
-            failure["message"] += _taken_by_others(reading, limit_bytes)
-        return Trial(phase=reply.get("phase"), **failure, **measured)
+        return Trial(phase=reply.get("phase"), **reply["failure"], **measured)
     peak, shared = reading.peak_reserved_bytes or 0, reading.shared_bytes
     if shared and peak > limit_bytes:
         held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
         return Trial(outcome="oom", phase="update", message=f"it ran, but held {held}", **measured)
     if reading.retries:
-        return Trial(outcome="tight", message=_tight_message(reading), **measured)
+        times = "once" if reading.retries == 1 else f"{reading.retries} times"
+        message = f"it ran, but the allocator released its cache and tried again {times}"
+        return Trial(outcome="tight", message=message, **measured)
     if peak > limit_bytes and reading.retries is None:
         # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
         measured["peak_reserved_bytes"] = limit_bytes
@@ -55,8 +58,7 @@ def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
     if death.out_of_memory:
         return Trial(outcome="oom", message=message, seconds=death.seconds, **about)
     timed_out = death.kind == "limit"
-    if timed_out:
-        message += f": {_LONGER}"
+    message += ": raise --trial-limit" if timed_out else ""
     return Trial(
         outcome="error",
         message=message,
@@ -65,23 +67,6 @@ def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
         timed_out=timed_out,
         crashed=death.number in _FAULTS,
         **about,
-    )
-
-
-def _tight_message(reading: Reading) -> str:
-    times = "once" if reading.retries == 1 else f"{reading.retries} times"
-    refused = ", and was refused all the same where a smaller workspace did" if reading.refusals else ""
-    return f"it ran, but the allocator released its cache and tried again {times}{refused}"
-
-
-def _taken_by_others(reading: Reading, limit_bytes: int) -> str:
-    """Whether less was there than the budget promises: somebody else has come to the card since it was set."""
-    available = reading.available_bytes
-    if available is None or available >= limit_bytes:
-        return ""
-    return (
-        f"; only {format_bytes(available)} of the budget of {format_bytes(limit_bytes)} were there: other processes"
-        " have taken the rest since"
     )
 
 
@@ -94,6 +79,49 @@ class Failure:
     traceback: str | None = None
     certain: bool = True
     blames: Literal["user", "measurement"] | None = None
+
+
+def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failure:
+    """Say what `error` means.
+
+    Args:
+        error: What ended a trial or an inspection.
+        doing: What was going on, as the start of a sentence: `micro-batch 8 (forward)`.
+        at: Goes in front of what an error of autoaccum's own says, which names what was going on by itself.
+    """
+    from autoaccum.accumulation.recovery import find_shortage, is_context_dead  # These need torch, a parent does not.
+    from autoaccum.workload.tracebacks import blame_workload, is_own
+
+    shortage = find_shortage(error)
+    if shortage is not None:
+        asked = _ASKED.search(str(error))
+        more = f", which asked for {format_bytes(int(float(asked[1]) * _UNITS[asked[2]]))} more" if asked else ""
+        return Failure(
+            outcome="oom", message=f"{doing} ran out of memory ({shortage.text}{more})", certain=shortage.certain
+        )
+    if is_context_dead(error):  # A card reports late: the line it came out at is rarely the one at fault.
+        return Failure(
+            outcome="error",
+            message=f"{doing} broke the card's context ({first_line(error)}): run it with CUDA_LAUNCH_BLOCKING=1"
+            " to see which line did; an index out of range is the usual cause",
+            traceback=blame_workload(error, doing).user_traceback,
+            blames="user" if _USERS_FAULT.search(str(error)) else "measurement",
+        )
+    if isinstance(error, WorkloadError):
+        return Failure(outcome="error", message=f"{at}{error}", traceback=error.user_traceback, blames="user")
+    if isinstance(error, AutoaccumError):
+        blames: Literal["user", "measurement"] = "user" if isinstance(error, UsageError) else "measurement"
+        return Failure(outcome="error", message=f"{at}{error}", blames=blames)
+    if is_own(error):
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        return Failure(
+            outcome="error",
+            message=f"{doing} raised {type(error).__name__} inside of autoaccum: please report it",
+            traceback=whole,
+            blames="measurement",
+        )
+    blamed = blame_workload(error, doing)
+    return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, blames="user")
 
 
 def failure_error(failure: Failure, owner: str) -> AutoaccumError:
@@ -120,20 +148,16 @@ class Reading:
         peak_allocated_bytes: The most that tensors held.
         shared_bytes: How much of it is shared memory, which no limit stops.
         retries: How often the allocator released its cache and tried again.
-        refusals: How often it said no all the same.
-        available_bytes: What the process could hold at the end, if nobody limited it.
     """
 
     peak_reserved_bytes: int | None
     peak_allocated_bytes: int | None = None
     shared_bytes: int = 0
     retries: int | None = None
-    refusals: int | None = None
-    available_bytes: int | None = None
 
 
 def without_stretch(reading: Reading, beside: Sequence[Reading]) -> Reading:
-    """`reading`, in whose retries and refusals those from the first to the last of `beside` do not count.
+    """`reading`, in whose retries those from the first to the last of `beside` do not count.
 
     An evaluation and the update behind it find the other's memory cached, and may have the allocator release it: once
     for each evaluation, which makes no size a slow one.
@@ -142,18 +166,7 @@ def without_stretch(reading: Reading, beside: Sequence[Reading]) -> Reading:
     >>> without_stretch(end, [before, behind]).retries
     2
     """
-    if len(beside) < 2:
+    if len(beside) < 2 or reading.retries is None:
         return reading
-    first, last = beside[0], beside[-1]
-    return replace(
-        reading,
-        retries=_less(reading.retries, first.retries, last.retries),
-        refusals=_less(reading.refusals, first.refusals, last.refusals),
-    )
-
-
-def _less(count: int | None, start: int | None, end: int | None) -> int | None:
-    """A counter without what it went up by from `start` to `end`; None where it does not tell."""
-    if count is None or start is None or end is None:
-        return count
-    return max(0, count - (end - start))
+    between = (beside[-1].retries or 0) - (beside[0].retries or 0)
+    return replace(reading, retries=max(0, reading.retries - between))

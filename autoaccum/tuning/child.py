@@ -1,6 +1,6 @@
-"""`python -m autoaccum.tuning.child REQUESTS REPLIES PARENT`: describes, times or trains one workload.
+"""`python -m autoaccum.tuning.child CONNECTION PARENT`: describes, times or trains one workload.
 
-One line of JSON asks, one answers, as in `devices.child`. A training is a conversation: at each milestone the child
+A JSON object asks, one answers, as in `devices.child`. A training is a conversation: at each milestone the child
 tells its loss, and waits for whether to go on. Nothing is measured here, so malloc is left as it is.
 """
 
@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.lifeline import Lifeline
-from autoaccum.devices.replies import failure_reply, look_where
+from autoaccum.devices.lifeline import Lifeline, failure_reply, look_where
 from autoaccum.options import Options
 from autoaccum.tuning.records import Budget, Setting
 

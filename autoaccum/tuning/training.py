@@ -16,7 +16,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_beside
-from autoaccum.devices.diagnosis import describe_failure
+from autoaccum.devices.recording import describe_failure
 from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options

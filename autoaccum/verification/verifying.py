@@ -10,12 +10,11 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.ranks import check_launch
-from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.host_meter import data_limit, read_process_memory
 from autoaccum.devices.in_place.keeper import StateKeeper
 from autoaccum.devices.interruptions import Interruptions
-from autoaccum.devices.recording import failure_error
+from autoaccum.devices.recording import describe_failure, failure_error
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import OptionArguments, Options
 from autoaccum.training.seeds import kept_randomness

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.devices.budget import choose_budget
-from autoaccum.devices.host_memory import HostMemory
+from autoaccum.devices.budget import Supply, choose_budget
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MemorySize
 
-HOST = HostMemory(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
+HOST = Supply(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
 
 
 def size(count: int) -> MemorySize:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card import CardMemory, CardReport
-from autoaccum.devices.card_meter import check_allocator, choose_name
+from autoaccum.devices.card_meter import card_limit, check_allocator, choose_name, memory_fraction, read_card
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
 from autoaccum.devices.nvml import CardProcess
 from autoaccum.errors import UsageError
@@ -86,7 +88,7 @@ OWN_PID = 99
         (
             {"others": tuple(CardProcess(pid=pid, used_bytes=pid * GIB) for pid in range(1, 8))},
             "; process 7 holds 7.0 GiB, process 6 holds 6.0 GiB, process 5 holds 5.0 GiB, process 4 holds 4.0 GiB, "
-            "process 3 holds 3.0 GiB, 2 more hold some",
+            "process 3 holds 3.0 GiB",
         ),
     ],
 )
@@ -106,19 +108,16 @@ def test_a_plan_records_the_card_and_who_was_on_it() -> None:
     assert (described["driver"], described["nvml_missing"]) == ("580.95.05", None)
 
 
-@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
-def test_allocators_that_can_be_limited(backend: str) -> None:
-    check_allocator({}, backend)
-
-
 @pytest.mark.parametrize(
     ("environment", "backend", "message"),
     [
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "native", "PYTORCH_NO_CUDA_MEMORY_CACHING is set"),
-        ({}, "pluggable", "the allocator of this process is 'pluggable'"),
+        ({}, "pluggable", "the allocator is 'pluggable'"),
     ],
 )
-def test_allocators_that_cannot(environment: dict[str, str], backend: str, message: str) -> None:
+def test_allocators_that_cannot_be_limited(environment: dict[str, str], backend: str, message: str) -> None:
+    for known in ("native", "cudaMallocAsync"):
+        check_allocator({}, known)
     with pytest.raises(UsageError, match=message):
         check_allocator(environment, backend)
 
@@ -187,3 +186,39 @@ def test_what_cannot_be_simulated_is_foreseen_by_nobody_and_said(
     assert foresight.peak_bytes is None
     assert "began without a simulation of the card (" in foresight.notes[0]
     assert "a value is read" in foresight.notes[0]
+
+
+TOTALS = st.integers(MIB, 1024 * GIB)
+
+
+def permitted_bytes(fraction: float, total_bytes: int) -> int:
+    """As setMemoryFraction in c10/cuda/CUDACachingAllocator.cpp computes it: in doubles, then cut."""
+    return int(fraction * float(total_bytes))
+
+
+@given(total=TOTALS, data=st.data())
+def test_a_fraction_never_permits_more_than_the_limit(total: int, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(0, total))
+    fraction = memory_fraction(limit, total)
+    assert 0 <= fraction <= 1
+    assert limit - 2 <= permitted_bytes(fraction, total) <= limit
+
+
+@pytest.mark.parametrize("total", [25_769_803_776, 25_327_894_528, 85_017_493_504, 10 * GIB])
+@pytest.mark.parametrize("limit", [1, 2 * MIB, 10 * MIB + 1, 8 * GIB, 10 * GIB - 1])
+def test_real_totals(total: int, limit: int) -> None:
+    assert limit - 1 <= permitted_bytes(memory_fraction(limit, total), total) <= limit
+
+
+def test_beyond_the_card_is_all_of_it_and_below_nothing_is_nothing() -> None:
+    assert memory_fraction(25 * GIB, 24 * GIB) == 1.0
+    assert memory_fraction(-1, 24 * GIB) == 0.0
+    assert isinstance(memory_fraction(0, 24 * GIB), float)
+
+
+@pytest.mark.without_gpu
+def test_without_a_card_pytorchs_own_error_comes_and_nothing_is_set() -> None:
+    with pytest.raises((RuntimeError, AssertionError)):
+        read_card(0)
+    with pytest.raises((RuntimeError, AssertionError)), card_limit(0, GIB):
+        pytest.fail("entered")

@@ -8,8 +8,6 @@ from autoaccum.devices.host_memory import count_oom_kills, memory_cgroups, read_
 from autoaccum.units import GIB
 
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:   12582912 kB\nSwapFree: 99999999 kB\n"
-V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:3 - cgroup cgroup rw,memory\n"
-V2_MOUNT = "24 20 0:22 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
 def write(path: Path, text: str | int) -> None:
@@ -22,7 +20,6 @@ def root(tmp_path: Path) -> Path:
     write(tmp_path / "proc/meminfo", MEMINFO)
     write(tmp_path / "proc/vmstat", "nr_free_pages 5\noom_kill 7")
     write(tmp_path / "proc/self/cgroup", "")
-    write(tmp_path / "proc/self/mountinfo", "")
     return tmp_path
 
 
@@ -51,7 +48,6 @@ def test_without_cgroups_the_machine_counts(root: Path) -> None:
 
 def test_a_v1_limit_counts_without_the_page_cache(root: Path) -> None:
     write(root / "proc/self/cgroup", "4:memory:/docker/abc\n3:cpu:/docker/abc\n0::/")
-    write(root / "proc/self/mountinfo", V1_MOUNT.format(root="/docker/abc"))
     put_v1_group(root, "", limit=4 * GIB, usage=3 * GIB, inactive_file=GIB, oom_kill=2)
     memory = read_host_memory(root)
     assert (memory.total_bytes, memory.free_bytes) == (4 * GIB, 2 * GIB)
@@ -61,7 +57,6 @@ def test_a_v1_limit_counts_without_the_page_cache(root: Path) -> None:
 
 def test_the_tightest_ancestor_binds_in_v2(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/user.slice/job.scope")
-    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/"))
     put_v2_group(root, "user.slice/job.scope", limit="max", usage=GIB, oom_kill=1)
     put_v2_group(root, "user.slice", limit=6 * GIB, usage=5 * GIB, file=GIB, oom_kill=4)
     write(root / "sys/fs/cgroup/memory.stat", "anon 1")
@@ -74,7 +69,6 @@ def test_the_tightest_ancestor_binds_in_v2(root: Path) -> None:
 
 def test_memory_high_binds_too(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/a")
-    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/"))
     put_v2_group(root, "a", limit=8 * GIB, usage=GIB)
     write(root / "sys/fs/cgroup/a/memory.high", 2 * GIB)
     assert read_host_memory(root).free_bytes == GIB
@@ -82,7 +76,6 @@ def test_memory_high_binds_too(root: Path) -> None:
 
 def test_a_hybrid_machine_reads_the_controller_that_is_there(root: Path) -> None:
     write(root / "proc/self/cgroup", "4:memory:/a\n0::/b")
-    write(root / "proc/self/mountinfo", V2_MOUNT.format(root="/") + V1_MOUNT.format(root="/"))
     put_v1_group(root, "a", limit=GIB, usage=0)
     assert read_host_memory(root).total_bytes == GIB
 

@@ -65,7 +65,7 @@ class Recorder:
 
     def read(self) -> Reading:
         self.asked.append("read")
-        return Reading(peak_reserved_bytes=123, peak_allocated_bytes=45, retries=0, refusals=0)
+        return Reading(peak_reserved_bytes=123, peak_allocated_bytes=45, retries=0)
 
     def settle(self) -> int:
         self.asked.append("settle")

@@ -14,7 +14,7 @@ from asking import make_settings
 from autoaccum.devices import child_device
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.process import SpareChild
+from autoaccum.devices.process import ChildProcess
 from autoaccum.units import MIB
 
 LOADED = "loaded.txt"
@@ -25,7 +25,7 @@ WORKLOAD = f"""
     from torch import nn
 
     with Path(__file__).with_name("{LOADED}").open("a") as file:
-        print(os.getpid(), os.environ.get("MOOD", "-"), file=file)
+        print(os.getpid(), file=file)
 
     def model():
         return nn.Linear(8, 8)
@@ -51,11 +51,11 @@ def device(settings: TrialSettings) -> Iterator[CpuDevice]:
         yield made
 
 
-def loads(settings: TrialSettings) -> list[list[str]]:
-    return [line.split() for line in Path(settings.reference).with_name(LOADED).read_text().splitlines()]
+def loads(settings: TrialSettings) -> list[str]:
+    return Path(settings.reference).with_name(LOADED).read_text().splitlines()
 
 
-def spare_of(device: CpuDevice) -> SpareChild:
+def spare_of(device: CpuDevice) -> ChildProcess:
     assert device._spare is not None
     return device._spare
 
@@ -76,7 +76,7 @@ def test_a_fresh_trial_runs_in_the_spare_which_is_replaced(device: CpuDevice, se
     assert device.trial((1, 1)).fresh
     first = spare_of(device).pid
     assert device.trial((1, 1), fresh=True).fresh
-    assert loads(settings)[-1][0] == str(first)
+    assert loads(settings)[-1] == str(first)
     second = spare_of(device).pid
     assert second != first
     assert {first, second} <= children_of(os.getpid())
@@ -93,19 +93,7 @@ def test_the_spare_imports_and_waits_without_loading_the_workload_or_starting_th
         return has_torch and Path(f"/proc/{spare}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
     assert wait_until(is_ready)
-    assert str(spare) not in [pid for pid, _ in loads(settings)]
-
-
-def test_a_spare_from_other_surroundings_is_not_used(
-    device: CpuDevice, settings: TrialSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device.trial((1, 1))
-    spare = spare_of(device).pid
-    monkeypatch.setenv("MOOD", "changed")
-    device.trial((1, 1), fresh=True)
-    pid, mood = loads(settings)[-1]
-    assert (pid != str(spare), mood) == (True, "changed")
-    assert spare not in children_of(os.getpid())
+    assert str(spare) not in loads(settings)
 
 
 def test_there_is_none_before_the_budget_is_read_nor_without_room_nor_after_closing(
@@ -116,7 +104,7 @@ def test_there_is_none_before_the_budget_is_read_nor_without_room_nor_after_clos
         assert device.limit_bytes == 40 * MIB
         assert device._spare is None
         with monkeypatch.context() as patched:
-            patched.setattr(child_device, "SPARE_BYTES", 2**60)
+            patched.setattr(child_device, "_SPARE_BYTES", 2**60)
             assert device.trial((1, 1)).outcome == "ok"
             assert device._spare is None
         device.trial((1, 1))

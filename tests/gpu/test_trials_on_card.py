@@ -160,7 +160,7 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(before)
     assert reading.peak_reserved_bytes <= limit_bytes
     assert reading.peak_allocated_bytes >= 32 * MIB
-    assert (reading.ooms, reading.retries) == (2, 2)
+    assert reading.retries == 2
     del kept
     assert torch.empty(256 * MIB, dtype=torch.uint8, device="cuda").nbytes == 256 * MIB
 

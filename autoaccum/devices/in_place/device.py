@@ -16,7 +16,6 @@ import torch
 from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.diagnosis import describe_failure
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.keeper import StateKeeper, check_host_copy, count_live_bytes, inspection_error
 from autoaccum.devices.in_place.places import Place, make_place
@@ -24,7 +23,7 @@ from autoaccum.devices.in_place.subjects import LiveObjects, prepare
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.meters import warm_up
-from autoaccum.devices.recording import Reading, record_reply, without_stretch
+from autoaccum.devices.recording import Reading, describe_failure, record_reply, without_stretch
 from autoaccum.devices.rehearsal import Rehearsal
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes

@@ -16,11 +16,10 @@ from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.randomness import Generator
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.accumulation.state import TorchState, dense_parts, tensor_bytes
-from autoaccum.devices.diagnosis import describe_failure
-from autoaccum.devices.host_memory import HostMemory
+from autoaccum.devices.budget import Supply
 from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.interruptions import Interruptions
-from autoaccum.devices.recording import failure_error
+from autoaccum.devices.recording import describe_failure, failure_error
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, format_bytes
 
@@ -64,7 +63,7 @@ def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None
     )
 
 
-def check_host_copy(name: str, live: LiveBytes, host: HostMemory, *, guarded_on_host: bool) -> None:
+def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host: bool) -> None:
     """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
 
     Args:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 
 from autoaccum.devices.base import Trial
-from autoaccum.devices.budget import choose_budget, room_above
-from autoaccum.devices.host_memory import HostMemory, read_host_memory
+from autoaccum.devices.budget import Supply, choose_budget, room_above
+from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.host_meter import (
     ProcessMemory,
     check_data_limit,
@@ -188,7 +188,7 @@ class HostPlace:
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
-        self._host: HostMemory | None = None
+        self._host: Supply | None = None
         self.meter = InPlaceHostMeter(live.held_bytes)
 
     def check(self) -> None:
@@ -207,7 +207,7 @@ class HostPlace:
         """
         host = read_host_memory()
         free_bytes = max(0, host.free_bytes - self._live.copy_bytes) + self._live.held_bytes
-        self._host = HostMemory(host.total_bytes, free_bytes, host.bound)
+        self._host = Supply(host.total_bytes, free_bytes, host.bound)
         return choose_budget(self._host, memory, reserve)
 
     def describe(self) -> dict[str, Any]:

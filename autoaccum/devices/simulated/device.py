@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.budget import CARD_HEADROOM, choose_budget
+from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.explanation import Account, Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.catalog import Card, all_cards
@@ -27,36 +27,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclass(frozen=True)
-class CardSupply:
+def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supply:
     """A card's memory as `choose_budget` takes it: free is what is left beside the context.
 
-    Attributes:
+    Args:
         card: The card.
         outside: What the process holds there outside of the allocator.
         allowed_bytes: What the allocator is limited to by its settings; None without a limit.
     """
-
-    card: Card
-    outside: Outside
-    allowed_bytes: int | None
-
-    @property
-    def total_bytes(self) -> int:
-        """All there is."""
-        return self.card.total_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Return what is left beside the context, and allowed."""
-        free_bytes = max(0, self.card.total_bytes - self.outside.bytes)
-        return free_bytes if self.allowed_bytes is None else min(free_bytes, self.allowed_bytes)
-
-    @property
-    def bound(self) -> str:
-        """As the subject of `... has free`."""
-        allowed = "" if self.allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
-        return f"{self.card.name} (simulated, {format_bytes(self.outside.bytes)} of it for its context{allowed})"
+    free_bytes = max(0, card.total_bytes - outside.bytes)
+    allowed = "" if allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
+    bound = f"{card.name} (simulated, {format_bytes(outside.bytes)} of it for its context{allowed})"
+    return Supply(card.total_bytes, free_bytes if allowed_bytes is None else min(free_bytes, allowed_bytes), bound)
 
 
 @dataclass(frozen=True)
@@ -150,7 +132,7 @@ class SimulatedDevice:
             raise UsageError("CUDA_MODULE_LOADING=EAGER is not simulated", hint="unset it: PyTorch loads lazily")
         self._card, self._outside = card, context_bytes(card)
         self._settings = read_settings(environment).for_card(card.total_bytes)
-        self._supply = CardSupply(card, self._outside, self._settings.allowed_bytes)
+        self._supply = card_supply(card, self._outside, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
         self._traces = Traces(make_tracer, share)
         self._replays = Replays(card, self._settings, torch_version)

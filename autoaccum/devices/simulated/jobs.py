@@ -26,8 +26,8 @@ from autoaccum.devices.inspection import (
     find_least_size,
     with_multiple,
 )
+from autoaccum.devices.lifeline import failure_reply, load_asked, look_where
 from autoaccum.devices.rehearsal import Rehearsal, place_model, seed_everything
-from autoaccum.devices.replies import failure_reply, load_asked, look_where
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.changes import offer_changes, with_change

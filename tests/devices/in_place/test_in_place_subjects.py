@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.devices.host_memory import HostMemory
+from autoaccum.devices.budget import Supply
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
 from autoaccum.devices.in_place.keeper import LiveBytes, check_host_copy, count_live_bytes
 from autoaccum.devices.in_place.sample_batches import make_batches
@@ -100,12 +100,12 @@ def test_live_bytes_are_counted_before_anything_is_copied() -> None:
 
 def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     big = LiveBytes(copy_bytes=28 * GIB, guard_bytes=14 * GIB, held_bytes=28 * GIB, gradient_bytes=0)
-    host = HostMemory(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
+    host = Supply(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
     check_host_copy("net", big, host, guarded_on_host=False)
     message = r"the copy of net and its optimizer takes 42.0 GiB of host memory, 30.0 GiB are free .*autoaccum plan"
     with pytest.raises(UsageError, match=message):
         check_host_copy("net", big, host, guarded_on_host=True)
-    tiny = HostMemory(total_bytes=GIB, free_bytes=200 * MIB, bound="the machine")
+    tiny = Supply(total_bytes=GIB, free_bytes=200 * MIB, bound="the machine")
     monkeypatch.setattr(device, "read_host_memory", lambda: tiny)
     touched: list[str] = []
     with pytest.raises(UsageError, match="the copy of model and its optimizer"):
@@ -118,7 +118,7 @@ def test_the_copy_s_cost_and_what_is_held_are_told(monkeypatch: pytest.MonkeyPat
     made = InPlaceDevice(live(model, batch=lambda size: torch.ones(size, 1024)), share=4)
     described = made.describe()
     assert described["held_bytes"] == described["host_copy_bytes"] == 4 * MIB
-    host = HostMemory(total_bytes=8 * GIB, free_bytes=4 * GIB, bound="the machine")
+    host = Supply(total_bytes=8 * GIB, free_bytes=4 * GIB, bound="the machine")
     monkeypatch.setattr(places, "read_host_memory", lambda: host)
     again = InPlaceDevice(live(model), share=4, reserve=MemorySize(bytes=MIB))
     assert again.limit_bytes == 4 * GIB - MIB  # The copy is taken off what is free, what is held comes on top.
