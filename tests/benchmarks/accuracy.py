@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import importlib
 import json
 import platform
 import re
@@ -34,18 +33,16 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from truths.cases import Case, Scored, Table, scored_from_record
-from truths.crew import predict_all
-from truths.report import format_misses, format_scores
+from truths.scores import Case, Scored, format_misses, format_scores
+from truths.tables import TABLES, Table
+from truths.workers import score_apart
 
 from autoaccum.reporting.consoles import make_console
 
-TABLES = ("timm_rtx3090", "xmem_rtx4060", "bert_large_v100", "timm_a100_40gb")
 VERSIONS = ("torch", "timm", "torchvision", "transformers")
 
 
@@ -58,36 +55,28 @@ def main() -> int:
         if not path.exists():
             print(f"{path} is missing: skipped", file=sys.stderr)
             continue
-        table: Any = importlib.import_module(f"truths.{name}")
-        scored = score_table(table, choose(read_table(table, path), options.only, options.rows), options.processes)
+        with path.open(encoding="utf-8", newline="") as lines:
+            cases = choose(TABLES[name].read(list(csv.DictReader(lines))), options.only, options.rows)
+        scored = score_table(TABLES[name], cases, options.processes)
         done += scored
         if scored:
-            print(
-                format_scores(table.ABOUT, scored),
-                *(format_misses(scored) if options.misses else ()),
-                sep="\n",
-                end="\n\n",
-            )
-            sys.stdout.flush()
+            misses = format_misses(scored) if options.misses else ()
+            print(format_scores(TABLES[name].about, scored), *misses, sep="\n", end="\n\n", flush=True)
     print(f"`{shlex.join(['python', *sys.argv])}`, {describe_versions()}")
     if options.json:
-        options.json.write_text(json.dumps([as_record(one) for one in done], indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps([asdict(one) for one in done], indent=1), encoding="utf-8")
     if any(one.verdict is not None for one in done):
         return 0
-    print(f"nothing was scored: {describe_lack(done)}", file=sys.stderr)
+    lack = f"none of {len(done)} rows could be predicted" if done else "there are no such tables or rows"
+    print(f"nothing was scored: {lack}", file=sys.stderr)
     return 3
-
-
-def describe_lack(done: Sequence[Scored]) -> str:
-    """Why there is no score."""
-    return f"none of {len(done)} rows could be predicted" if done else "there are no such tables or rows"
 
 
 def parse_options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="TRUTH_FOLDER")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="these only")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
     parser.add_argument(
         "--only", type=re.compile, metavar="REGEX", help="rows in which it is found, values joined by spaces"
     )
@@ -101,12 +90,6 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def read_table(table: Table, path: Path) -> list[Case]:
-    """The cases of a file."""
-    with path.open(encoding="utf-8", newline="") as lines:
-        return table.read(list(csv.DictReader(lines)))
-
-
 def choose(cases: Sequence[Case], only: re.Pattern[str] | None, most: int | None) -> list[Case]:
     """Those in whose label `only` is found; of these at most so many, chosen by a hash of the label."""
     found = [case for case in cases if only is None or only.search(case.label)]
@@ -114,22 +97,16 @@ def choose(cases: Sequence[Case], only: re.Pattern[str] | None, most: int | None
     return [case for case in found if case in ranked]
 
 
-def score_table(table: Any, cases: Sequence[Case], processes: int) -> list[Scored]:
+def score_table(table: Table, cases: Sequence[Case], processes: int) -> list[Scored]:
     """Predict and judge every case, in the order of the table."""
     scored: dict[str, Scored] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=make_console(stderr=True)) as progress:
-        task = progress.add_task(table.NAME, total=len(cases), last="")
-        for case, record in predict_all(cases, processes):
-            scored[case.label] = scored_from_record(case, table.judge, record)
-            progress.update(task, advance=1, last=case.model)
+        task = progress.add_task(table.name, total=len(cases), last="")
+        for one in score_apart(cases, processes):
+            scored[one.case.label] = one
+            progress.update(task, advance=1, last=one.case.model)
     return [scored[case.label] for case in cases]
-
-
-def as_record(one: Scored) -> dict[str, Any]:
-    """A row for `--json`."""
-    right = None if one.verdict is None else one.verdict.right
-    return {**asdict(one), "label": one.case.label, "right": right}
 
 
 def describe_versions() -> str:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from measuring import load_model
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -92,17 +91,6 @@ class Pairs:
         return [mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True)][WARM_UP:]
 
 
-def load(name: str) -> Any:
-    """One of the models beside this file."""
-    path = Path(__file__).parent / "models" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def measure(workload: Any, updates: int, run_dir: str | None = None) -> Pairs:
     """Train both, in turns."""
     torch.manual_seed(0)
@@ -131,7 +119,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60, help="updates of each kind (default: 60)")
     updates = parser.parse_args().updates
     for name, module in MODELS.items():
-        workload = load(module)
+        workload = load_model(module)
         bare: list[Pairs] = []
         kept: list[Pairs] = []
         for _ in range(ROUNDS):

@@ -11,41 +11,33 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from measuring import ROOT, environment, seconds_of, take_turns
+
 GUARD = ["-m", "autoaccum", "guard", "-q"]
 CASE = ["docstring_gpt.py", "--gpu", "rtx3090", "--target-batch", "256"]
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def seconds_of(words: Sequence[str], folder: Path) -> float:
+def run_python(words: Sequence[str], folder: Path) -> float:
     """Wall time of a Python with `words`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        check=True,
+    command = [sys.executable, *words]
+    return seconds_of(
+        lambda: subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, check=True)
     )
-    return time.perf_counter() - start
 
 
-def compare_seconds(one: Sequence[str], other: Sequence[str], folder: Path, times: int) -> tuple[float, float]:
+def compare_seconds(one: Sequence[str], other: Sequence[str], folder: Path, times: int) -> list[float]:
     """Median wall times of two commands that alternate."""
-    pairs = [(seconds_of(one, folder), seconds_of(other, folder)) for _ in range(times + 1)][1:]
-    ones, others = zip(*pairs, strict=True)
-    return statistics.median(ones), statistics.median(others)
+    taken = take_turns(lambda: run_python(one, folder), lambda: run_python(other, folder), times=times)
+    return [statistics.median(seconds) for seconds in taken]
 
 
 def without_plugin() -> tuple[list[str], list[str]]:
@@ -65,7 +57,7 @@ def main() -> None:
         empty.mkdir()
         (empty / "test_nothing.py").write_text("def test_nothing(): ...\n")
         shutil.copy(ROOT / "examples" / "docstring_gpt.py", folder)
-        update = seconds_of([*GUARD, *CASE, "--update"], folder)
+        update = run_python([*GUARD, *CASE, "--update"], folder)
         guard, torch = compare_seconds(GUARD, ["-c", "import torch"], folder, times)
         print(f"guard {guard:.2f} s, import torch {torch:.2f} s, medians of {times}; the first --update {update:.2f} s")
         taken, left_out = without_plugin()

@@ -16,48 +16,113 @@ update` is counted by hooks on model and optimizer.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shlex
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from contenders.launch import BENCHMARKS, compete
-from contenders.records import Result, Task
-from contenders.table import NAMES, describe_ceilings, format_table, verdicts
+import msgspec
+from measuring import environment, format_markdown
+from peer_child import Done, Task
 
+from autoaccum.devices.process import child_environment
 from autoaccum.units import MIB, format_bytes, parse_size
 
+FOLDER = Path(__file__).resolve().parent
 MODELS = {"conv_net": 192 * MIB, "transformer": 192 * MIB}
 """The budget of each: a little less than half of the target batch fits."""
 
+CONTENDERS = ("autoaccum", "Lightning", "accelerate")
 TARGET, UPDATES = 80, 20
-NEEDED = {"by_lightning": "lightning", "by_accelerate": "accelerate"}
+HEADER = (
+    *("model", "contender", "trials", "seconds until known", "chosen size"),
+    *("trains", "micro-batches", "samples per update"),
+)
+_LIMIT_SECONDS = 600.0
+_MOST_TEXT = 70
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One contender on one model.
+
+    Attributes:
+        model: Its name.
+        task: The search that was asked for.
+        search: What came of it.
+        training: With the size that was found.
+        training_largest: With the largest that fits, where that is another size.
+    """
+
+    model: str
+    task: Task
+    search: Done
+    training: Done | None = None
+    training_largest: Done | None = None
+
+    @property
+    def largest_trained(self) -> int:
+        """The largest size it named that made all its updates; 0 when none did."""
+        runs = ((self.search.size, self.training), (self.search.largest, self.training_largest))
+        return max((size for size, run in runs if size and self.made_all(run)), default=0)
+
+    def made_all(self, run: Done | None) -> bool:
+        """Whether a training run came to its end."""
+        return run is not None and run.failure is None and len(run.micro_batches) == self.task.updates
+
+    @property
+    def samples(self) -> list[int]:
+        """Samples in each update."""
+        return [] if self.training is None else [sum(parts) for parts in self.training.micro_batches]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every update had the samples that were asked for."""
+        return set(self.samples) == {self.task.target}
+
+    @property
+    def total_seconds(self) -> float:
+        """What a user waits."""
+        return self.search.start_seconds + self.search.seconds
 
 
 def main() -> None:
     """Run everything, and print the table."""
     options = parse_options()
-    missing = [package for package in NEEDED.values() if find_spec(package) is None]
+    missing = [package for package in ("lightning", "accelerate") if find_spec(package) is None]
     if missing:
         print(f"{' and '.join(missing)} not installed: pip install -e '.[bench]'", file=sys.stderr)
         sys.exit(2)
     results: list[Result] = []
     for model in options.model or MODELS:
-        for contender in NAMES:
-            print(f"{model}: {NAMES[contender]} …", file=sys.stderr)
-            results.append(compete(make_task(contender, model, options), model))
+        for contender in CONTENDERS:
+            print(f"{model}: {contender} …", file=sys.stderr)
+            task = Task(
+                contender=contender,
+                workload=str(FOLDER / "models" / f"{model}.py"),
+                budget_bytes=MODELS[model] if options.budget is None else options.budget.resolve(0),
+                target=options.target,
+                updates=options.updates,
+            )
+            results.append(compete(task, model))
     if options.json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
+        print(msgspec.json.format(msgspec.json.encode(results)).decode())
         return
     print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
     print(format_table(results), end="\n\n")
-    for sentence in [*describe_conditions(results), *describe_ceilings(results), *verdicts(results)]:
+    budgets = dict.fromkeys(f"{result.model} {format_bytes(result.task.budget_bytes)}" for result in results)
+    print(f"- target batch {options.target}, budget {', '.join(budgets)}; torch {version('torch')}, ", end="")
+    print(f"Python {platform.python_version()}")
+    for sentence in [*describe_ceilings(results), *verdicts(results)]:
         print(f"- {sentence}")
 
 
@@ -72,34 +137,120 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_task(contender: str, model: str, options: argparse.Namespace) -> Task:
-    """The same for all contenders, but for their name."""
-    budget = MODELS[model] if options.budget is None else options.budget.resolve(0)
-    return Task(
-        contender=contender,
-        deed="search",
-        workload=str(BENCHMARKS / "models" / f"{model}.py"),
-        budget_bytes=budget,
-        target=options.target,
-        updates=options.updates,
+def compete(task: Task, model: str) -> Result:
+    """Search, then train with what was found: with the largest size too, where the plan uses a smaller one."""
+    search = run_child(task)
+    training = None if search.size is None else run_child(replace(task, size=search.size))
+    largest = None
+    if search.largest != search.size:
+        largest = run_child(replace(task, size=search.largest, even=False))
+    return Result(model=model, task=task, search=search, training=training, training_largest=largest)
+
+
+def run_child(task: Task) -> Done:
+    """What came of it in a process that had done nothing before, with the settings of malloc that a trial has.
+
+    autoaccum's own search has what a user has, since it starts its own trials.
+    """
+    plans = task.contender == "autoaccum" and task.size is None
+    settings = {**({} if plans else child_environment()), "PYTHONPATH": environment()["PYTHONPATH"]}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        asked = msgspec.json.encode(replace(task, started=time.monotonic())).decode()
+        command = [sys.executable, str(FOLDER / "peer_child.py"), str(answer), asked]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env={**environment(), **settings},
+                timeout=_LIMIT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Done(failure=f"not done after {_LIMIT_SECONDS:g} s")
+        if done.returncode == 0:
+            return msgspec.json.decode(answer.read_bytes(), type=Done)
+    lines = done.stderr.strip().splitlines()
+    return Done(failure=f"exit status {done.returncode}: {lines[-1] if lines else 'no message'}")
+
+
+def format_table(results: Sequence[Result]) -> str:
+    """One row for each result."""
+    return format_markdown([HEADER, *(_row(result) for result in results)])
+
+
+def format_parts(parts: Sequence[int]) -> str:
+    """Micro-batches of one update.
+
+    >>> format_parts([34, 31, 31]), format_parts([32, 32, 32]), format_parts([])
+    ('34 + 31 + 31', '3 x 32', '-')
+    """
+    if len(parts) > 2 and len(set(parts)) == 1:
+        return f"{len(parts)} x {parts[0]}"
+    return " + ".join(map(str, parts)) or "-"
+
+
+def verdicts(results: Sequence[Result]) -> list[str]:
+    """For each model: is autoaccum's size the largest that trains, exact, in at most half the time of the next?"""
+    models = dict.fromkeys(result.model for result in results)
+    return [_verdict(model, [result for result in results if result.model == model]) for model in models]
+
+
+def describe_ceilings(results: Sequence[Result]) -> list[str]:
+    """Where a plan divides the target evenly: whether the size that fits trains too, with the rest of the target."""
+    return [
+        f"{result.model}: {result.task.contender}'s {result.search.largest} that fit, in updates of "
+        f"{format_parts(run.micro_batches[0] if run.micro_batches else ())}: {_trains(result, run)}"
+        for result in results
+        if (run := result.training_largest) is not None
+    ]
+
+
+def _verdict(model: str, results: Sequence[Result]) -> str:
+    own = next((result for result in results if result.task.contender == "autoaccum"), None)
+    peers = [result for result in results if result is not own and result.search.size is not None]
+    if own is None or own.search.size is None or not peers:
+        return f"{model}: nothing to compare"
+    is_largest = 0 < own.largest_trained >= max(peer.largest_trained for peer in peers)
+    fastest = min(peers, key=lambda peer: peer.total_seconds)
+    share = own.total_seconds / fastest.total_seconds
+    return (
+        f"{model}: largest size that trains: {_yes(is_largest)}; exact effective batch: {_yes(own.exact)}; "
+        f"{share:.2f} of the time of {fastest.task.contender}, the fastest peer (aim 0.50): {_yes(share <= 0.5)}"
     )
 
 
-def describe_conditions(results: list[Result]) -> list[str]:
-    """What the numbers hold for."""
-    first = results[0]
-    threads = {result.search.threads for result in results if result.search.threads is not None}
-    budgets = dict.fromkeys(f"{result.model} {format_bytes(result.budget_bytes)}" for result in results)
-    training = [result for result in results if result.search.useful_seconds]
-    return [
-        f"target batch {first.target}, budget {', '.join(budgets)}; torch {version('torch')}, Python "
-        f"{platform.python_version()}, threads {', '.join(map(str, sorted(threads)))}",
-        *(
-            f"{result.model}: {result.search.useful_seconds:.1f} s of {NAMES[result.contender]}'s time are the "
-            f"{result.updates} updates of its last attempt, which are training already"
-            for result in training
-        ),
-    ]
+def _row(result: Result) -> tuple[str, ...]:
+    search, training = result.search, result.training
+    seconds = f"{result.total_seconds:.1f} ({search.start_seconds:.1f} of them imports)"
+    name = f"{result.task.contender} {search.version}".strip()
+    known = (result.model, name, str(len(search.attempts)), seconds)
+    if search.size is None or training is None:
+        return (*known, f"failed: {_short(search.failure)}", "-", "-", "-")
+    samples = " to ".join(map(str, sorted({min(result.samples), max(result.samples)}))) if result.samples else "-"
+    return (
+        *known,
+        str(search.size) if search.largest == search.size else f"{search.size} (fits: {search.largest})",
+        _trains(result, training),
+        format_parts(training.micro_batches[0] if training.micro_batches else ()),
+        samples + ("" if result.exact else f" (asked: {result.task.target})"),
+    )
+
+
+def _trains(result: Result, run: Done) -> str:
+    if result.made_all(run):
+        return f"yes, {result.task.updates} updates"
+    return f"no, after {len(run.micro_batches)} updates: {_short(run.failure)}"
+
+
+def _short(text: str | None) -> str:
+    line = " ".join((text or "no message").replace("|", "/").split())
+    return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 1] + "…"
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from measuring import ROOT, environment
+
+AUTOACCUM = [sys.executable, "-m", "autoaccum"]
 WORKLOADS = ROOT / "tests" / "shared" / "workloads"
 PLANS = {"resnet50": ("256", "rtx3090"), "gpt2": ("256", "rtx4090"), "llama_8b": ("64", "b200")}
 FLOOR = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)"
@@ -33,7 +35,8 @@ def main(names: list[str]) -> None:
     for name in names or list(PLANS):
         target, card = PLANS[name]
         words = ["plan", str(WORKLOADS / f"{name}.py"), "--target-batch", target, "--gpu", card, "--json"]
-        plain, explained = take_turns(words, [*words, "--explain"])
+        rounds = [(run([*AUTOACCUM, *words]), run([*AUTOACCUM, *words, "--explain"])) for _ in range(REPEATS)]
+        plain, explained = zip(*rounds, strict=True)
         seconds = statistics.median(one.seconds for one in plain)
         most_bytes = max(one.most_bytes for one in plain)
         ratio = statistics.median(one.cpu_seconds for one in explained)
@@ -55,17 +58,10 @@ class Run:
     printed: str
 
 
-def take_turns(*commands: list[str]) -> list[list[Run]]:
-    """Run commands of autoaccum some times, one after the other, so that a busier moment is a moment of them all."""
-    rounds = [[run([sys.executable, "-m", "autoaccum", *words]) for words in commands] for _ in range(REPEATS)]
-    return [list(runs) for runs in zip(*rounds, strict=True)]
-
-
 def run(command: list[str]) -> Run:
     """Run a command; its bytes are those resident in the process and its children together."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment())
     most = [0]
     watcher = threading.Thread(target=watch, args=(process, most))
     watcher.start()

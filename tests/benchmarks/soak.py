@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import random
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,9 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
 
 
-def train(folder: Path, updates: int, workers: int) -> str:
+def train(folder: Path, updates: int, workers: int) -> None:
+    """Run to the end, and leave a digest of weights and state in the folder."""
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result = autoaccum.fit(
@@ -67,58 +67,28 @@ def train(folder: Path, updates: int, workers: int) -> str:
         workers=workers,
         progress=False,
     )
-    return Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
+    (folder / "digest").write_text(Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()]))
 
 
-def start(folder: Path, updates: int, workers: int) -> int:
-    """Fork a run; it leaves its digest in the folder."""
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        import warnings
-
-        warnings.simplefilter("ignore")
-        digest = train(folder, updates, workers)
-        (folder / "digest").write_text(digest)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def run_through(folder: Path, updates: int, workers: int, kill_after: Callable[[], float | None]) -> int:
-    """Start runs in `folder` until one ends by itself; how many were killed.
+def run_through(folder: Path, updates: int, workers: int, kill_after: list[float]) -> int:
+    """Start runs in `folder` until one ends by itself, and kill the first after these seconds; how many were killed.
 
     Raises:
         RuntimeError: A run failed by itself.
     """
     kills = 0
     while True:
-        process, seconds = start(folder, updates, workers), kill_after()
-        ended = wait(process, seconds)
-        if ended is None:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        run = multiprocessing.get_context("fork").Process(target=train, args=(folder, updates, workers))
+        run.start()
+        run.join(kill_after.pop() if kill_after else None)
+        if run.exitcode is None:
+            run.kill()
+            run.join()
             kills += 1
-        elif ended:
+        elif run.exitcode:
             raise RuntimeError(f"a run in {folder} failed by itself after {kills} kills")
         else:
             return kills
-
-
-def wait(process: int, seconds: float | None) -> int | None:
-    """The exit code of `process`; None if it takes longer than `seconds`."""
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while deadline is None or time.monotonic() < deadline:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
 
 
 def figures(folder: Path) -> list[tuple[int, float, float]]:
@@ -132,14 +102,14 @@ def soak(kills: int, updates: int, workers: int, draw: random.Random) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         reference = Path(scratch) / "reference"
-        run_through(reference, updates, workers, lambda: None)
+        run_through(reference, updates, workers, [])
         whole_seconds = time.monotonic() - began
         expected, log = (reference / "digest").read_text(), figures(reference)
         made = runs = different = 0
         while made < kills:
             folder = Path(scratch) / f"run{runs}"
             limits = [draw.random() * whole_seconds for _ in range(min(kills - made, 8))]
-            made += run_through(folder, updates, workers, lambda limits=limits: limits.pop() if limits else None)  # type: ignore[misc]
+            made += run_through(folder, updates, workers, limits)
             runs += 1
             weights, logged = (folder / "digest").read_text() == expected, figures(folder) == log
             different += not (weights and logged)

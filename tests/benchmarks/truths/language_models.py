@@ -1,6 +1,7 @@
-"""Language models by name: what their published `config.json` says, as far as memory follows from it. Pure.
+"""Language models by name, as xMem trained them: what their published `config.json` says, as far as memory goes.
 
-Only what differs from the defaults of the configuration's class in transformers is written out.
+There, transformers 4.51.3 built them; another release casts, masks and caches in other places, which costs or saves a
+few percent. Weights do not matter. Only what differs from the defaults of the configuration's class is written out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-EAGER_TYPES: Final = frozenset({"t5", "gpt_neo", "bloom"})
+import torch
+from torch import Tensor, nn
+from truths.scores import UnknownModel
+
+_LENGTH: Final = 128
+_SOME_TOKENS: Final = 1000
+_EAGER_TYPES: Final = frozenset({"t5", "gpt_neo", "bloom"})
 """Those whose attention transformers 4.51.3 writes out: `_supports_sdpa` is not set in their `modeling_*.py`."""
 
 
@@ -26,24 +33,44 @@ class Architecture:
     model_type: str
     settings: Mapping[str, Any]
 
-    @property
-    def translates(self) -> bool:
-        """Whether it reads one sequence and writes another."""
-        return self.model_type == "t5"
+    def build(self) -> nn.Module:
+        """With the attention that transformers 4.51.3 chose for it."""
+        import transformers
 
-    @property
-    def attention(self) -> str:
-        """The implementation of attention that transformers 4.51.3 chose for it."""
-        return "eager" if self.model_type in EAGER_TYPES else "sdpa"
+        transformers.logging.set_verbosity_error()
+        config = transformers.AutoConfig.for_model(self.model_type, **self.settings)
+        translates = self.model_type == "t5"
+        kind = transformers.AutoModelForSeq2SeqLM if translates else transformers.AutoModelForCausalLM
+        attention = "eager" if self.model_type in _EAGER_TYPES else "sdpa"
+        model: nn.Module = kind.from_config(config, attn_implementation=attention)
+        return model
 
 
-def find_architecture(name: str) -> Architecture | None:
-    """The model of that name, with or without who published it; None of one that is not known here.
+def find_architecture(name: str) -> Architecture:
+    """The model of that name, with or without who published it.
 
     >>> find_architecture("openai-community/gpt2").settings["n_layer"]
     12
+
+    Raises:
+        UnknownModel: It is not known here.
     """
-    return _KNOWN.get(name.lower().rpartition("/")[2])
+    try:
+        return _KNOWN[name.lower().rpartition("/")[2]]
+    except KeyError:
+        raise UnknownModel(name) from None
+
+
+def make_tokens(batch: int) -> Mapping[str, Tensor]:
+    """Tokens padded to one length; which of them are padding, nobody reads."""
+    tokens = torch.randint(0, _SOME_TOKENS, (batch, _LENGTH))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+
+
+def loss_of_tokens(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    """The model's own loss, and its outputs."""
+    outputs = model(**batch)
+    return outputs.loss, outputs
 
 
 def _gpt2(layers: int, width: int, heads: int, **settings: Any) -> Architecture:

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from truths.cases import Predicted
+from truths.scores import Predicted
 
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.context import Outside, context_bytes
-from autoaccum.devices.simulated.device import Band
 from autoaccum.devices.simulated.jobs import collecting_by_hand
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
@@ -76,28 +75,19 @@ class Loop:
 def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> Predicted:
     """Trace `loop`, whose batches have `batch` samples, on `card`, and replay it there.
 
-    Args:
-        loop: The loop.
-        card: The card.
-        batch: Samples in a batch.
-        eager: All kernels are loaded with the context, as before PyTorch 1.13 and CUDA 11.7.
+    `eager`: all kernels are loaded with the context, as before PyTorch 1.13 and CUDA 11.7.
     """
     trace = trace_loop(loop, card, batch)
     settings = read_settings(os.environ).for_card(card.total_bytes)
     replays = Replays(card, settings, torch_release())
     outside = _eager_context(card) if eager else context_bytes(card)
     capacity_bytes = card.total_bytes - outside.bytes
-    trial = replays.trial(trace, capacity_bytes)
-    peak_bytes = replays.peak_bytes(trace)
     return Predicted(
         batch=batch,
-        outcome=trial.outcome,
+        outcome=replays.trial(trace, capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
-        peak_bytes=peak_bytes,
         shown_bytes=replays.held_bytes(trace, capacity_bytes),
-        allocated_bytes=trial.peak_allocated_bytes or 0,
-        least_bytes=replays.least_bytes(trace, peak_bytes),
-        band_bytes=Band(outside, replays.weigh(trace)).bytes,
+        least_bytes=replays.least_bytes(trace, replays.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )

@@ -1,94 +1,219 @@
-"""Scores of many cases: counts and percentiles, per class of models. Pure."""
+"""Predictions of measured runs, how they compare, and the scores of many as tables in markdown. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from truths.cases import Scored, Verdict
+import numpy as np
+from measuring import format_markdown
 
-ALL = "all"
+from autoaccum.units import MIB
+
+OTHERS: Final = "others"
+
+_FAMILIES: Final[tuple[tuple[str, str], ...]] = (
+    ("T5", r"(^|/|flan-|m|by)t5|umt5"),
+    ("BERTs", r"bert|electra|deberta"),
+    ("GPTs", r"gpt|(^|/)opt-|llama|pythia|bloom|qwen(?!3_vit)|mistral|falcon|(^|/)phi|codegen|gemma(?!4_vit)"),
+    (
+        "attention hybrids",
+        r"bot(net|next)|halo(net|next|regnet)|lambda_|(^|_)bat_|coat|max(x)?vit|mobilevit|edgenext|levit|visformer"
+        r"|efficient(former|vit|vim)|nextvit|fastvit|repvit|tiny_vit|swiftformer|shvit|iformer|caformer|lowformer"
+        r"|cpubone|csatv2|mobilenetv5|mobilenetv4_hybrid|vitamin|vit_.*_(resnet|r\d)|cvt",
+    ),
+    ("mixers", r"mixer|(g|res)mlp|poolformer|sequencer|convmixer"),
+    (
+        "ViTs",
+        r"vit|deit|beit|(^|_)eva|swin|twins|nest_|(^|_)pit_|(^|_)tnt_|xformer|volo|pvt|focalnet|hiera|aimv2|sam2|xcit"
+        r"|cait",
+    ),
+    (
+        "EfficientNets",
+        r"efficientnet|mob(il)?e(net|one)|mnasnet|mixnet|fbnet|tinynet|ghostnet|rexnet|hardcorenas|lcnet|spnasnet|starnet"
+        r"|shufflenet|squeezenet",
+    ),
+    (
+        "other CNNs",
+        r"vgg|densenet|inception|xception|nasnet|nfnet|repvgg|vovnet|darknet|edgenet|dla\d|dpn\d|hrnet|hgnet|selecsls"
+        r"|conv(next|former)|cspnext|rdnet|mambaout|fasternet|googlenet|alexnet|repghost",
+    ),
+    ("ResNets", r"res(net|next|nest|2ne)|(^|_)senet|regnet|gernet"),
+)
+"""Each class and what its families' names have in them; the first that is found counts.
+
+A `vit` with a ResNet below is a hybrid, and so is a ResNet with attention in its blocks."""
+
+
+def class_of(model: str) -> str:
+    """The class of `model`.
+
+    >>> class_of("tf_efficientnet_b1_ap"), class_of("vit_base_resnet26d_224"), class_of("t5-base")
+    ('EfficientNets', 'attention hybrids', 'T5')
+    """
+    name = model.lower()
+    return next((kind for kind, pattern in _FAMILIES if re.search(pattern, name)), OTHERS)
+
+
+class UnknownModel(Exception):
+    """The model of a row is not in the library that is installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
-    """Of one class of models, or of all.
+class Case:
+    """One row of a table.
 
     Attributes:
-        kind: The class.
-        judged: Cases of which something is known that fits, or does not.
-        right: Those where nothing speaks against the prediction.
-        complete: Those where both is known, a size or cap that fits and one that does not,
-        complete_right: and those of them that are right.
-        would_crash: Cases where something is predicted to fit that did not.
-        too_timid: Cases where something is predicted not to fit that did.
-        peaks: Cases whose peak was measured.
-        median_error: Of the peak, relative and without its sign, as the next two.
-        high_error: Its 95th percentile.
-        bias: The median with its sign: below 0 the predictions are too low.
-        median_error_bytes: The median with its sign, in bytes.
-        median_growth_error: Of the growth with the batch.
+        table: The table's name: its file's, without the ending.
+        row: The row, by column.
+        model: As the row names it.
+        batches: The batches of the row, in samples, that are to be predicted, ascending.
     """
 
-    kind: str
-    judged: int
-    right: int
-    complete: int
-    complete_right: int
-    would_crash: int
-    too_timid: int
-    peaks: int
-    median_error: float | None
-    high_error: float | None
-    bias: float | None
-    median_error_bytes: float | None
-    median_growth_error: float | None
+    table: str
+    row: Mapping[str, str]
+    model: str
+    batches: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """The row in one line, to find it again (and for `--only`)."""
+        return " ".join([self.table, *(value for value in self.row.values() if value)])
 
 
-def score_classes(done: Iterable[Scored]) -> list[Score]:
-    """A score of each class, by name, and then of all."""
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What is predicted of one batch of a case.
+
+    Attributes:
+        batch: In samples.
+        outcome: At `capacity_bytes`: `ok`, `tight` or `oom`.
+        capacity_bytes: What the allocator may hold on the card, beside what the process holds outside of it.
+        shown_bytes: The most it holds on the card, where it gives cached segments back before it runs out.
+        least_bytes: The smallest capacity at which it goes through.
+        start_bytes: What the process is taken to hold outside of the allocator before it runs any kernel,
+        modules_bytes: and what is loaded there later.
+    """
+
+    batch: int
+    outcome: str
+    capacity_bytes: int
+    shown_bytes: int
+    least_bytes: int
+    start_bytes: int
+    modules_bytes: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is predicted to train on the card."""
+        return self.outcome != "oom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How predictions of one case compare with what was measured; None where nothing was measured.
+
+    Attributes:
+        would_crash: Something is predicted to fit that did not.
+        too_timid: Something is predicted not to fit that did.
+        complete: Both were measured: a size, or a cap, that went through and one that did not.
+        peak_error: Of the predicted peak, relative to the measured one.
+        error_bytes: The same in bytes.
+    """
+
+    would_crash: bool | None = None
+    too_timid: bool | None = None
+    complete: bool = False
+    peak_error: float | None = None
+    error_bytes: int | None = None
+
+    @property
+    def right(self) -> bool | None:
+        """Whether nothing that was measured speaks against the prediction; None where fitting was not measured."""
+        judged = [wrong for wrong in (self.would_crash, self.too_timid) if wrong is not None]
+        return not any(judged) if judged else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One case, done: with a verdict, or why there is none.
+
+    Attributes:
+        case: The row.
+        predicted: For each of its batches.
+        verdict: None where there are no predictions.
+        unknown: The model is not in the installed library.
+        failure: Why else there are none.
+    """
+
+    case: Case
+    predicted: tuple[Predicted, ...] = ()
+    verdict: Verdict | None = None
+    unknown: bool = False
+    failure: str | None = None
+
+
+def format_scores(about: str, done: Sequence[Scored]) -> str:
+    """The heading, a row for each class and for all, and the cases that are not in it.
+
+    Columns for which nothing was measured are left out.
+    """
     verdicts: dict[str, list[Verdict]] = {}
     for one in done:
         if one.verdict is not None:
-            verdicts.setdefault(one.case.kind, []).append(one.verdict)
+            verdicts.setdefault(class_of(one.case.model), []).append(one.verdict)
     scores = [score(kind, verdicts[kind]) for kind in sorted(verdicts, key=str.lower)]
-    return [*scores, score(ALL, [verdict for group in verdicts.values() for verdict in group])]
+    scores.append(score("all", [verdict for group in verdicts.values() for verdict in group]))
+    columns = [name for name in scores[0] if any(row[name] != "-" for row in scores)]
+    parts = [f"### {about}", format_markdown([columns, *([row[name] for name in columns] for row in scores)])]
+    unknown = dict.fromkeys(one.case.model for one in done if one.unknown)
+    if unknown:
+        parts.append(f"skipped, since the installed library has no such model: {', '.join(unknown)}")
+    failed = [f"- {one.case.label}: {' '.join(one.failure.split())}" for one in done if one.failure]
+    if failed:
+        parts.append("\n".join([f"{len(failed)} rows could not be predicted:", *failed]))
+    return "\n\n".join(parts)
 
 
-def score(kind: str, verdicts: Sequence[Verdict]) -> Score:
-    """The score of some verdicts."""
+def format_misses(done: Sequence[Scored]) -> list[str]:
+    """A line for each case that is not right."""
+    return [_miss(one) for one in done if one.verdict is not None and one.verdict.right is False]
+
+
+def score(kind: str, verdicts: Sequence[Verdict]) -> dict[str, str]:
+    """The score of some verdicts, by column; errors are medians, the one in bytes with its sign, as the bias."""
     judged = [verdict for verdict in verdicts if verdict.right is not None]
+    complete = [verdict for verdict in judged if verdict.complete]
     errors = [verdict.peak_error for verdict in verdicts if verdict.peak_error is not None]
-    growth = [abs(verdict.per_sample_error) for verdict in verdicts if verdict.per_sample_error is not None]
-    absolute = [abs(error) for error in errors]
-    return Score(
-        kind=kind,
-        judged=len(judged),
-        right=sum(verdict.right is True for verdict in judged),
-        complete=sum(verdict.complete for verdict in judged),
-        complete_right=sum(verdict.complete and verdict.right is True for verdict in judged),
-        would_crash=sum(verdict.would_crash is True for verdict in judged),
-        too_timid=sum(verdict.too_timid is True for verdict in judged),
-        peaks=len(errors),
-        median_error=percentile(absolute, 0.5),
-        high_error=percentile(absolute, 0.95),
-        bias=percentile(errors, 0.5),
-        median_error_bytes=percentile([v.error_bytes for v in verdicts if v.error_bytes is not None], 0.5),
-        median_growth_error=percentile(growth, 0.5),
+    off_bytes = [verdict.error_bytes for verdict in verdicts if verdict.error_bytes is not None]
+    return {
+        "class": kind,
+        "judged": str(len(judged)) if judged else "-",
+        "right": _share([verdict.right for verdict in judged]),
+        "would crash": _share([verdict.would_crash for verdict in judged]),
+        "too timid": _share([verdict.too_timid for verdict in judged]),
+        "both sides": str(len(complete)) if judged else "-",
+        "right of these": _share([verdict.right for verdict in complete]),
+        "peaks": str(len(errors)) if errors else "-",
+        "median error": f"{100 * np.median(np.abs(errors)):.1f} %" if errors else "-",
+        "95th percentile": f"{100 * np.quantile(np.abs(errors), 0.95):.1f} %" if errors else "-",
+        "bias": f"{100 * np.median(errors):+.1f} %" if errors else "-",
+        "off by, median": f"{np.median(off_bytes) / MIB:+.0f} MiB" if off_bytes else "-",
+    }
+
+
+def _share(answers: Sequence[bool | None]) -> str:
+    yes = sum(answer is True for answer in answers)
+    return f"{yes} ({100 * yes / len(answers):.1f} %)" if answers else "-"
+
+
+def _miss(one: Scored) -> str:
+    assert one.verdict is not None
+    wrong = "would crash" if one.verdict.would_crash else "too timid"
+    runs = ", ".join(
+        f"{run.batch}: {run.outcome}, least {run.least_bytes / MIB:.0f} of {run.capacity_bytes / MIB:.0f} MiB"
+        for run in one.predicted
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that `share` of `values` do not exceed, between two of them in proportion; None of none.
-
-    >>> percentile([4, 1, 3, 2], 0.5), percentile([7], 0.95), percentile([], 0.5)
-    (2.5, 7.0, None)
-    """
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below]) + 0.0
+    return f"{one.case.label} ({class_of(one.case.model)}): {wrong} ({runs})"

@@ -1,0 +1,49 @@
+"""How benchmarks measure and print: what takes turns meets the same busy moments, and medians are compared."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 2
+
+
+def take_turns(*runs: Callable[[], float], times: int) -> list[list[float]]:
+    """What each of `runs` returns, `times` times, the first rounds left out; who begins changes with every round."""
+    taken: list[list[float]] = [[] for _ in runs]
+    for round_ in range(times + WARM_UP):
+        turns = list(zip(taken, runs, strict=True))
+        for kept, run in turns if round_ % 2 else reversed(turns):
+            kept.append(run())
+    return [kept[WARM_UP:] for kept in taken]
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def environment() -> dict[str, str]:
+    """For processes that import this checkout and the files beside this one."""
+    paths = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def format_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, the first row its head, padded so that the source reads as a table too."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *rest = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["-" * width for width in widths], *rest))
+
+
+def load_model(name: str) -> Any:
+    """A module of the folder `models`, which has `model`, `criterion`, `dataset` and `batch`."""
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "models" / f"{name}.py")))
