@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
-import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,39 +89,17 @@ class Child:
 
     def _trial(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One trial under the limit, which is lifted before anything is said about it."""
-        from autoaccum.accumulation.reach import find_beside, placed
-        from autoaccum.devices.recording import Reading, without_stretch
-        from autoaccum.devices.rehearsal import Rehearsal
+        from autoaccum.devices.rehearsal import rehearse
 
         assert self._workload is not None
         assert self._meter is not None
-        meter = self._meter
         _collect()
-        meter.start()
-        beside: list[Reading] = []
-        rehearsal = Rehearsal(
-            self._workload,
-            request["share"],
-            device=meter.device,
-            beside_evaluation=lambda: beside.append(meter.read()),
-        )
-        failure: BaseException | None = None
-        began = time.perf_counter()
-        with meter.limit(request["limit_bytes"]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The inspection has shown them.
-            try:
-                with placed(find_beside(self._workload).values(), meter.device):
-                    rehearsal.run(request["parts"])
-            except BaseException as error:
-                failure = error
-        seconds = time.perf_counter() - began
-        reading = without_stretch(meter.read(), beside)
-        reply: dict[str, Any] = {"seconds": seconds, "reading": dataclasses.asdict(reading)}
-        if failure is not None:
-            doing = f"micro-batch {max(request['parts'])}, {rehearsal.phase}"
-            return {**reply, **failure_reply(failure, doing, at=f"{doing}: "), "phase": rehearsal.phase}
-        del rehearsal
-        return {**reply, "kept_bytes": _settle(meter)}
+        parts, limit_bytes = request["parts"], request["limit_bytes"]
+        done = rehearse(self._workload, request["share"], parts, meter=self._meter, limit_bytes=limit_bytes)
+        if done.failure is not None:
+            doing = f"micro-batch {max(parts)}, {done.reply['phase']}"
+            return {**done.reply, **failure_reply(done.failure, doing, at=f"{doing}: ")}
+        return {**done.reply, "kept_bytes": _settle(self._meter)}
 
 
 def _simulated_child() -> Jobs:

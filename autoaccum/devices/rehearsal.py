@@ -7,9 +7,13 @@ behind it: what that finds cached is the evaluation's, what the last one finds i
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +23,11 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.devices.base import Phase
 from autoaccum.devices.companions import Averages, KeptOutputs, evaluate, naming
+from autoaccum.devices.meters import Meter
+from autoaccum.devices.recording import Reading, without_stretch
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.spec import Workload
@@ -137,6 +144,51 @@ class Rehearsal:
         evaluate(self._workload, model)
         self._beside_evaluation()
         self._phase = "forward"
+
+
+class Rehearsed(NamedTuple):
+    """What came of a rehearsal under a limit.
+
+    Attributes:
+        reply: `seconds`, the fields of the reading, and the phase where it failed, as a child answers them.
+        reading: What it took.
+        beside: Readings before and after the evaluation, and after the update behind it.
+        failure: What was raised.
+    """
+
+    reply: dict[str, Any]
+    reading: Reading
+    beside: list[Reading]
+    failure: BaseException | None
+
+
+def rehearse(
+    workload: Workload,
+    share: int,
+    parts: Sequence[int],
+    *,
+    meter: Meter,
+    limit_bytes: int,
+    window: AbstractContextManager[None] | None = None,
+) -> Rehearsed:
+    """Rehearse `parts` under the limit, which is lifted at the end; within, `window` is open."""
+    beside: list[Reading] = []
+    rehearsal = Rehearsal(workload, share, meter.device, beside_evaluation=lambda: beside.append(meter.read()))
+    failure: BaseException | None = None
+    meter.start()
+    began = time.perf_counter()
+    with meter.limit(limit_bytes), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The inspection has shown them.
+        try:
+            with placed(find_beside(workload).values(), meter.device), window or nullcontext():
+                rehearsal.run(parts)
+        except BaseException as error:
+            failure = error
+    reading = without_stretch(meter.read(), beside)
+    reply = {"seconds": time.perf_counter() - began, "reading": dataclasses.asdict(reading)}
+    if failure is not None:
+        reply["phase"] = rehearsal.phase
+    return Rehearsed(reply, reading, beside, failure)
 
 
 def place_model(model: nn.Module, device: torch.device | None) -> nn.Module:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices import nvml
 from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing, ask_card, read_all_cards, read_nvml
 from autoaccum.units import GIB, MIB
 
@@ -73,7 +72,7 @@ def test_a_slice() -> None:
 
 
 def test_what_is_not_told_is_none() -> None:
-    card = ask_card(Recorded(**dict.fromkeys(RTX_3090)), "handle")
+    card = ask_card(Recorded("GPU-abc", **dict.fromkeys(RTX_3090)), "handle")
     assert card == Nvml(uuid="", driver=None, used_bytes=None, mig=None, slice=None, processes=None)
     for used in (None, 2**64 - 1):
         untold = [SimpleNamespace(pid=7, usedGpuMemory=used)]
@@ -84,7 +83,7 @@ def test_what_is_not_told_is_none() -> None:
 @pytest.mark.parametrize("prefix", ["GPU-", "MIG-"])
 def test_a_card_is_found_with_and_without_its_prefix(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorded(f"{prefix}abc")
-    monkeypatch.setattr(nvml.importlib, "import_module", lambda name: library)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     assert isinstance(read_nvml(f"{prefix}abc"), Nvml)
     assert isinstance(read_nvml("abc"), Nvml)
     assert read_nvml("xyz") == NvmlMissing("no card MIG-xyz: Not Found")

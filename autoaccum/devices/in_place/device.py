@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -13,23 +11,20 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.reach import find_beside, placed
 from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.in_place.keeper import StateKeeper, check_host_copy, count_live_bytes, inspection_error
+from autoaccum.devices.in_place.keeper import StateKeeper, check_host_copy, count_live_bytes
 from autoaccum.devices.in_place.places import Place, make_place
 from autoaccum.devices.in_place.subjects import LiveObjects, prepare
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.meters import warm_up
-from autoaccum.devices.recording import Reading, describe_failure, record_reply, without_stretch
-from autoaccum.devices.rehearsal import Rehearsal
-from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.units import MIB, MemorySize, format_bytes
+from autoaccum.devices.recording import describe_failure, failure_error, record_reply
+from autoaccum.devices.rehearsal import rehearse
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import MemorySize, format_bytes
 from autoaccum.workload.spec import Workload
-
-_LEAST_TOLD_BYTES = MIB
 
 
 class InPlaceDevice:
@@ -118,7 +113,7 @@ class InPlaceDevice:
         """
         place, _ = self._start()
         inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
-        place.meter.settle()
+        place.settle()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions(place)))
 
     def trial(
@@ -139,7 +134,7 @@ class InPlaceDevice:
         place.check()
         held_to = budget_bytes if limit_bytes is None else limit_bytes
         trial = self._keeper.run(lambda interruptions: self._try(place, parts, held_to, interruptions))
-        place.meter.settle()
+        place.settle()
         return dataclasses.replace(trial, limit_bytes=limit_bytes)
 
     def close(self) -> None:
@@ -170,7 +165,7 @@ class InPlaceDevice:
         with ExitStack() as resources:
             resources.enter_context(place.measuring())
             self._keeper.run(lambda _: _warm_up(place))
-            budget_bytes = place.choose_budget(place.meter.begin(), self._memory, self._reserve)
+            budget_bytes = place.choose_budget(place.begin(), self._memory, self._reserve)
             if budget_bytes <= self._live.held_bytes:
                 raise UsageError(
                     f"a budget of {format_bytes(budget_bytes)} is less than the"
@@ -182,58 +177,40 @@ class InPlaceDevice:
         return self._started
 
     def _inspect(self, place: Place, interruptions: Interruptions) -> Inspection:
-        failure: BaseException | None = None
+        name = self._tried.workload.name
         try:
             with interruptions.window():
-                return inspect_workload(self._tried.workload, self._share, place.meter)
+                return inspect_workload(self._tried.workload, self._share, place)
         except BaseException as error:
-            failure = error
-        try:
-            if interruptions.ended(failure):
-                raise failure
-            raise inspection_error(failure, self._tried.workload.name, self._tried.device) from None
-        finally:
-            forget(failure)
-            del failure  # the traceback holds this frame
+            forget(error)
+            if interruptions.ended(error) or isinstance(error, UsageError | WorkloadError):
+                raise
+            owner = "the machine" if self._tried.device.type == "cpu" else self.name
+            failure = describe_failure(error, f"an update from a small batch of {name}")
+        raise failure_error(failure, owner)
 
     def _try(self, place: Place, parts: tuple[int, ...], held_to: int, interruptions: Interruptions) -> Trial:
         """One trial under the limit, which is lifted before anything is said about it."""
-        beside: list[Reading] = []
-        rehearsal = Rehearsal(
+        release_memory(self._tried.device)
+        done = rehearse(
             self._tried.workload,
             self._share,
-            self._tried.device,
-            beside_evaluation=lambda: beside.append(place.meter.read()),
+            parts,
+            meter=place,
+            limit_bytes=held_to,
+            window=interruptions.window(),
         )
-        failure: BaseException | None = None
-        release_memory(self._tried.device)
-        place.meter.start()
-        began = time.perf_counter()
-        with place.meter.limit(held_to), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The inspection has shown them.
-            try:
-                with (
-                    placed(find_beside(self._tried.workload).values(), self._tried.device),
-                    interruptions.window(),
-                ):
-                    rehearsal.run(parts)
-            except BaseException as error:
-                failure = error
-        reading = without_stretch(place.meter.read(), beside)
-        reply = {"seconds": time.perf_counter() - began, "reading": dataclasses.asdict(reading)}
-        phase = rehearsal.phase
-        del rehearsal
-        if failure is None:
-            return place.judge(record_reply(reply, held_to, {"parts": parts}), reading, beside)
+        if done.failure is None:
+            return place.judge(record_reply(done.reply, held_to, {"parts": parts}), done.reading, done.beside)
         try:
-            if interruptions.ended(failure):
-                raise failure
-            doing = f"micro-batch {max(parts)}, {phase}"
-            told = dataclasses.asdict(describe_failure(failure, doing, at=f"{doing}: "))
-            return record_reply({**reply, "failure": told, "phase": phase}, held_to, {"parts": parts})
+            if interruptions.ended(done.failure):
+                raise done.failure
+            doing = f"micro-batch {max(parts)}, {done.reply['phase']}"
+            told = dataclasses.asdict(describe_failure(done.failure, doing, at=f"{doing}: "))
+            return record_reply({**done.reply, "failure": told}, held_to, {"parts": parts})
         finally:
-            forget(failure)
-            del failure
+            forget(done.failure)
+            del done  # the traceback holds this frame
 
     def _cautions(self, place: Place) -> list[str]:
         """What the caller has to know of trials in place."""
@@ -242,15 +219,10 @@ class InPlaceDevice:
             said.append(
                 "the model is in eval mode, and was measured so: training may take more, call model.train() before"
             )
-        if self._live.gradient_bytes >= _LEAST_TOLD_BYTES:
-            said.append(
-                f"gradients of {format_bytes(self._live.gradient_bytes)} lie beside the trials:"
-                " optimizer.zero_grad() first leaves more to them"
-            )
         return [*said, *self._keeper.warnings]
 
 
 def _warm_up(place: Place) -> None:
-    place.meter.open()
+    place.open()
     with torch.enable_grad():
-        warm_up(place.meter.device)
+        warm_up(place.device)

@@ -19,8 +19,7 @@ from autoaccum.accumulation.state import TorchState, dense_parts, tensor_bytes
 from autoaccum.devices.budget import Supply
 from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.interruptions import Interruptions
-from autoaccum.devices.recording import describe_failure, failure_error
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import NotMeasuredError, UsageError, first_line
 from autoaccum.units import MIB, format_bytes
 
 _LEAST_MARGIN_BYTES = 256 * MIB
@@ -34,33 +33,23 @@ class LiveBytes:
     Attributes:
         copy_bytes: What a copy of all of it takes: parameters, buffers, `.grad`, optimizer state, and tensors that
             modules keep as attributes.
-        guard_bytes: What the Accumulator's own copy takes, with which it guards a trial's first update: parameters
-            and the optimizer state there is by then.
         held_bytes: What it takes of the model's device as it lies there; storages that several share count once.
-        gradient_bytes: How much of that is `.grad`.
     """
 
     copy_bytes: int
-    guard_bytes: int
     held_bytes: int
-    gradient_bytes: int
 
 
 def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveBytes:
     """Add up what is there; what is not live training state (a criterion, a template) holds nothing of a trial's."""
     modules = [module for root in roots.values() for module in root.modules()]
-    parameters = _distinct(parameter for root in roots.values() for parameter in root.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kept = _tensors([[vars(module), module._buffers] for module in modules])
-    state = _distinct(_tensors([] if optimizer is None else list(optimizer.state.values())))
-    trained = _distinct(_tensors([] if optimizer is None else [group["params"] for group in optimizer.param_groups]))
-    everything = _distinct([*parameters, *gradients, *kept, *state, *trained])
-    return LiveBytes(
-        copy_bytes=_size(everything),
-        guard_bytes=_size([*trained, *state]) if optimizer is not None else _size(parameters),
-        held_bytes=_storage_size(everything) if is_live else 0,
-        gradient_bytes=_storage_size(gradients) if is_live else 0,
-    )
+    parameters = [parameter for root in roots.values() for parameter in root.parameters()]
+    kept = [[vars(module), module._buffers] for module in modules]
+    trained = [] if optimizer is None else [list(optimizer.state.values()), optimizer.param_groups]
+    found = _tensors([parameters, [parameter.grad for parameter in parameters], kept, trained])
+    everything = list({id(tensor): tensor for tensor in found}.values())
+    copy_bytes = sum(tensor_bytes(tensor) for tensor in everything)
+    return LiveBytes(copy_bytes, _storage_size(everything) if is_live else 0)
 
 
 def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host: bool) -> None:
@@ -70,12 +59,13 @@ def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host
         name: What the message calls the model.
         live: What there is.
         host: Read now.
-        guarded_on_host: Whether the Accumulator's copy comes on top; on the CPU it is within the budget.
+        guarded_on_host: Whether the copy comes on top with which the Accumulator guards a trial's first update; on the
+            CPU it is within the budget.
 
     Raises:
         UsageError: It does not fit; nothing was touched.
     """
-    needed = live.copy_bytes + (live.guard_bytes if guarded_on_host else 0)
+    needed = live.copy_bytes * (2 if guarded_on_host else 1)
     margin = max(_LEAST_MARGIN_BYTES, int(host.free_bytes * _MARGIN_SHARE))
     if needed + margin > host.free_bytes:
         raise UsageError(
@@ -101,14 +91,6 @@ def _tensors(root: Any) -> Iterator[Tensor]:
             waiting.extend(node)
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor_bytes(tensor) for tensor in _distinct(tensors))
-
-
 def _storage_size(tensors: Iterable[Tensor]) -> int:
     storages = {}
     parts = [part for tensor in tensors for part in dense_parts(tensor.detach())]
@@ -125,19 +107,11 @@ def _storage_size(tensors: Iterable[Tensor]) -> int:
 _RELOAD = "the model is not as it was: load it again before training"
 
 
-def inspection_error(failure: BaseException, name: str, device: torch.device) -> BaseException:
-    """The error an inspection of `name` on `device` ends with."""
-    if isinstance(failure, UsageError | WorkloadError):
-        return failure
-    owner = "the machine" if device.type == "cpu" else str(device)
-    return failure_error(describe_failure(failure, f"an update from a small batch of {name}"), owner)
-
-
 def not_restored(what: Exception | list[str]) -> NotMeasuredError:
     """The error that says what a trial in place has changed for good."""
     if isinstance(what, Exception):
-        text = (str(what).splitlines() or [""])[0]
-        return NotMeasuredError(f"a trial in place could not be undone ({type(what).__name__}: {text})", hint=_RELOAD)
+        told = f"{type(what).__name__}: {first_line(what)}"
+        return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
     return NotMeasuredError(f"a trial in place has changed {listed(what)}, which could not be put back", hint=_RELOAD)
 
 

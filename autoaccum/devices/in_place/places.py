@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,14 +15,11 @@ import torch
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.budget import Supply, choose_budget, room_above
+from autoaccum.devices.card import CardReport
+from autoaccum.devices.card_meter import CardMeter, start_error
+from autoaccum.devices.cuda import choose_card_budget, describe_card
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.host_meter import (
-    ProcessMemory,
-    check_data_limit,
-    data_limit,
-    read_process_memory,
-    reset_peak,
-)
+from autoaccum.devices.host_meter import HostMeter, data_limit, read_process_memory
 from autoaccum.devices.in_place.keeper import LiveBytes
 from autoaccum.devices.recording import Reading
 from autoaccum.errors import UsageError
@@ -100,86 +98,21 @@ def _runs(thread: threading.Thread) -> bool:
     return thread.is_alive() and (number is None or Path(f"/proc/{os.getpid()}/task/{number}").exists())
 
 
-class InPlaceHostMeter:
+class HostPlace(HostMeter):
     """What this process takes of the host's memory above what it holds already.
 
     To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
-    refuse at the budget, is set above it (`budget.room_above`). Libraries
-    do not survive every refusal (oneDNN's backward of a convolution ends the process by SIGSEGV where a small block
-    is refused, seen in 3 of 13 plans with torch 2.13), and this process is the user's. Far above the budget it
-    is a large tensor that is refused, which PyTorch answers with an exception.
+    refuse at the budget, is set above it (`budget.room_above`). Libraries do not survive every refusal (oneDNN's
+    backward of a convolution ends the process by SIGSEGV where a small block is refused, seen in 3 of 13 plans with
+    torch 2.13), and this process is the user's. Far above the budget it is a large tensor that is refused, which
+    PyTorch answers with an exception.
 
     A limit counts from what the process holds when a trial begins, without what the first job left for good (modules,
-    compiled kernels), which a fresh process would need as well. VmHWM, the kernel's statistic, is reset for each trial.
+    compiled kernels), which a fresh process would need as well.
 
     Args:
-        held_bytes: What the live objects take of the budget already.
+        live: What live objects take of the budget already, and their copy of what is free.
     """
-
-    def __init__(self, held_bytes: int) -> None:
-        self.device = torch.device("cpu")
-        self._held_bytes = held_bytes
-        self._resets_peak = False
-        self._base: ProcessMemory | None = None
-        self._kept_bytes: int | None = None
-        self._before = read_process_memory()
-        self._room_bytes = 0
-
-    def open(self) -> None:
-        """See that the kernel does hold a process to the limit.
-
-        Raises:
-            NotMeasuredError: It does not.
-        """
-        check_data_limit()
-
-    def begin(self) -> Mapping[str, Any]:
-        """Whether the peak can be reset."""
-        trim_heap()
-        self._base = read_process_memory()
-        self._resets_peak = reset_peak()
-        return {"resets_peak": self._resets_peak}
-
-    def start(self) -> None:
-        """Begin a new VmHWM, where the kernel allows it, with everything set aside already."""
-        trim_heap()
-        self._resets_peak = reset_peak()
-        self._before = read_process_memory()
-
-    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
-        self._room_bytes = max(0, budget_bytes - self._held_bytes - (self._kept_bytes or 0))
-        slack_bytes = room_above(self._room_bytes, read_host_memory().free_bytes)
-        return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
-
-    def read(self) -> Reading:
-        """The peak since `start`, live objects included; None where it could not be reset and was not passed."""
-        before, after = self._before, read_process_memory()
-        measured = self._resets_peak or after.peak_bytes > before.peak_bytes
-        return Reading(
-            peak_reserved_bytes=self._held_bytes + after.peak_above(before) if measured else None,
-            shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
-        )
-
-    def excess(self, reading: Reading) -> int:
-        """By how much a trial went beyond its budget; 0 when it did not."""
-        if reading.peak_reserved_bytes is None:
-            return 0
-        return max(0, reading.peak_reserved_bytes - self._held_bytes - self._room_bytes)
-
-    def settle(self) -> int:
-        """What the last job did not give back, in resident bytes; that of the first job is remembered."""
-        trim_heap()
-        now = read_process_memory()
-        assert self._base is not None
-        kept = max(0, now.anonymous_bytes - self._base.anonymous_bytes)
-        if self._kept_bytes is None:
-            self._kept_bytes = kept
-        return kept
-
-
-class HostPlace:
-    """The host's memory; see `InPlaceHostMeter`."""
 
     weakness = (
         "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
@@ -187,9 +120,11 @@ class HostPlace:
     )
 
     def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
         self._live = live
         self._host: Supply | None = None
-        self.meter = InPlaceHostMeter(live.held_bytes)
+        self._kept_bytes: int | None = None
+        self._room_bytes = 0
 
     def check(self) -> None:
         """See `check_single_thread`."""
@@ -198,6 +133,37 @@ class HostPlace:
     def measuring(self) -> AbstractContextManager[None]:
         """See `tight_heap`."""
         return tight_heap()
+
+    def begin(self) -> Mapping[str, Any]:
+        """As `HostMeter`."""
+        trim_heap()
+        return super().begin()
+
+    def start(self) -> None:
+        """Begin a new VmHWM, where the kernel allows it, with everything set aside already."""
+        trim_heap()
+        super().start()
+
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
+        self._room_bytes = max(0, budget_bytes - self._live.held_bytes - (self._kept_bytes or 0))
+        slack_bytes = room_above(self._room_bytes, read_host_memory().free_bytes)
+        return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
+
+    def read(self) -> Reading:
+        """The peak since `start`, live objects included."""
+        reading = super().read()
+        peak = reading.peak_reserved_bytes
+        return replace(reading, peak_reserved_bytes=None if peak is None else self._live.held_bytes + peak)
+
+    def settle(self) -> int:
+        """What the last job did not give back, in resident bytes; that of the first job is remembered."""
+        trim_heap()
+        assert self._base is not None
+        kept = max(0, read_process_memory().anonymous_bytes - self._base.anonymous_bytes)
+        if self._kept_bytes is None:
+            self._kept_bytes = kept
+        return kept
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """The budget in bytes: of what is free beside a copy, and what the live objects hold.
@@ -214,48 +180,43 @@ class HostPlace:
         """The host, what training may have of it, and how it is enforced."""
         assert self._host is not None
         return {
-            "total_bytes": self._host.total_bytes,
-            "free_bytes": self._host.free_bytes,
-            "bound": self._host.bound,
+            **asdict(self._host),
             "enforced_by": "the peak, and RLIMIT_DATA some way above, in this process",
             "peak": "what live objects hold, and VmHWM above what was resident before, and what is untouched",
         }
 
-    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading] = ()) -> Trial:
+    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading]) -> Trial:
         """Out of memory where the peak went beyond the budget."""
-        excess = self.meter.excess(reading)
+        excess = self._excess(reading)
         if not (trial.ran and excess):
             return trial
-        before_and_after = [self.meter.excess(one) > 0 for one in beside_evaluation[:2]]
-        message = (
-            f"micro-batch {trial.micro_batch} held {format_bytes(reading.peak_reserved_bytes or 0)},"
-            f" {format_bytes(excess)} more than it may"
-        )
-        return Trial(
-            parts=trial.parts,
+        held = format_bytes(reading.peak_reserved_bytes or 0)
+        before_and_after = [self._excess(one) > 0 for one in beside_evaluation[:2]]
+        return replace(
+            trial,
             outcome="oom",
             phase="evaluation" if before_and_after == [False, True] else "update",
-            message=message,
+            message=f"micro-batch {trial.micro_batch} held {held}, {format_bytes(excess)} more than it may",
             peak_reserved_bytes=reading.peak_reserved_bytes,
-            seconds=trial.seconds,
-            limit_bytes=trial.limit_bytes,
         )
 
+    def _excess(self, reading: Reading) -> int:
+        """By how much a trial went beyond its budget; 0 when it did not, or nobody can tell."""
+        return max(0, (reading.peak_reserved_bytes or 0) - self._live.held_bytes - self._room_bytes)
 
-class CardPlace:
+
+class CardPlace(CardMeter):
     """A card, with whatever else PyTorch's allocator in this process holds there."""
 
     weakness = None
 
     def __init__(self, device: torch.device) -> None:
-        from autoaccum.devices.card_meter import CardMeter, start_error
-
         try:
             torch.get_device_module("cuda").init()
         except (RuntimeError, AssertionError) as error:  # No driver that works; a build without CUDA.
             raise start_error(device, error) from error
-        self._report: Any = None
-        self.meter = CardMeter(torch.cuda.current_device() if device.index is None else device.index)
+        super().__init__(torch.cuda.current_device() if device.index is None else device.index)
+        self._report: CardReport | None = None
 
     def check(self) -> None:
         """Other threads share a card's limit as they share the card."""
@@ -266,19 +227,15 @@ class CardPlace:
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """Of what is free and what this process's allocator holds, its cache released."""
-        from autoaccum.devices.card import CardReport
-        from autoaccum.devices.cuda import choose_card_budget
-
         self._report = read_record(facts["card"], CardReport)
         return choose_card_budget(self._report, memory, reserve)
 
     def describe(self) -> dict[str, Any]:
         """The card, and who holds it."""
-        from autoaccum.devices.cuda import describe_card
-
+        assert self._report is not None
         return describe_card(self._report)
 
-    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading] = ()) -> Trial:
+    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading]) -> Trial:
         """The allocator sees all of it."""
         return trial
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.changes import state_digest
-from autoaccum.devices.in_place import device as device_module
+from autoaccum.devices import rehearsal
 from autoaccum.devices.rehearsal import Rehearsal
 
 STRIDE = 3
@@ -57,7 +57,7 @@ def test_a_shortage_at_every_allocation(
 
     device = live_device(model, pairs, optimizer=made)
     assert device.limit_bytes
-    monkeypatch.setattr(device_module, "Rehearsal", Short)
+    monkeypatch.setattr(rehearsal, "Rehearsal", Short)
     before, phases = state_digest(model, made), set()
     for number in itertools.count(0, STRIDE):
         modes.append(ShortageAt(number))
