@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import (
-    batchnorm_names,
-    batchnorm_warning,
-    has_norms,
-    instancenorm_names,
-    instancenorm_warning,
-)
+from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
 from autoaccum.accumulation.cautions import compares_samples
 from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.accumulation.gradients import GradientBuffers
@@ -137,15 +131,8 @@ class Backpropagation:
 
     def cautions(self, *, accumulates: bool) -> list[str]:
         """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
-        if not accumulates or not has_norms(self._model, self._criterion):
-            return []
-        names = batchnorm_names(self._model, self._criterion)
-        said = [batchnorm_warning(names)] if names else []
-        return said + self._instancenorm_cautions(accumulates=accumulates)
-
-    def _instancenorm_cautions(self, *, accumulates: bool) -> list[str]:
-        names = instancenorm_names(self._model, self._criterion) if accumulates else []
-        return [instancenorm_warning(names)] if names else []
+        names = batchnorm_names(self._model, self._criterion) if accumulates else []
+        return [batchnorm_warning(names)] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -17,15 +17,15 @@ from autoaccum.accumulation.batchnorm import (
     STATISTICS,
     batchnorm_names,
     check_frozen,
-    check_watchable,
     frozen_warning,
     is_compiled,
+    is_scripted,
     named_modules,
     running_warning,
 )
-from autoaccum.accumulation.cautions import KeptStatistics
 from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.state import is_plain_tensor
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 from autoaccum.workload.weights import Weights
@@ -220,10 +220,10 @@ class RunningBackpropagation(Backpropagation):
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.running_mean is not None
         }
-        kept = KeptStatistics(norms, by_value=self._is_first)
+        changed = _watched(norms if self._is_first else {})
         with RunningStatistics(list(norms.values())) as self._statistics, _uncompiled(norms):
             record = super().run(parts, shares, buffers)
-        if names := kept.changed():
+        if names := changed():
             raise UsageError(
                 f'batchnorm is "running", and the running statistics of {listed(names)} were changed unseen: by a call'
                 " of forward itself, or of a function",
@@ -236,9 +236,7 @@ class RunningBackpropagation(Backpropagation):
     def cautions(self, *, accumulates: bool) -> list[str]:
         """That the gradient is still not the full batch's."""
         names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        without = batchnorm_names(self._model, self._criterion, without_statistics=True)
-        said = [running_warning(names, without)] if names else []
-        return said + self._instancenorm_cautions(accumulates=accumulates)
+        return [running_warning(names)] if names else []
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         with self._statistics.part():
@@ -249,7 +247,7 @@ class FrozenBackpropagation(Backpropagation):
     """BatchNorm is at rest: running statistics normalise and stay as they are, weight and bias train."""
 
     _resting: Mapping[str, nn.Module]
-    _is_first = _is_new = True
+    _is_first = True
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """As every Backpropagation.
@@ -263,7 +261,7 @@ class FrozenBackpropagation(Backpropagation):
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.training
         }
-        kept = KeptStatistics(self._resting, by_value=self._is_new)
+        changed = _watched(self._resting if self._is_first else {})
         # For where the loss calls train(); compiled code would break its graph, or not see them.
         watched = () if is_compiled(self._model) else self._resting.values()
         hooks = [module.register_forward_pre_hook(_put_to_rest) for module in watched]
@@ -274,20 +272,19 @@ class FrozenBackpropagation(Backpropagation):
                 hook.remove()
             for module in self._resting.values():
                 module.training = True
-        if names := kept.changed():
+        if names := changed():
             raise UsageError(
                 f'batchnorm is "frozen", and within the loss {listed(names)} ran in training mode, by train() there or'
                 " a function, and changed running statistics",
                 hint='leave the mode of these modules alone within the loss, or take batchnorm="micro"',
             )
-        self._is_new = False
+        self._is_first = False
         return record
 
     def cautions(self, *, accumulates: bool) -> list[str]:
         """That the statistics mean nothing yet, where that is so; they are read once only."""
         warning = frozen_warning(self._model, self._criterion) if self._is_first else None
-        self._is_first = False
-        return [*([] if warning is None else [warning]), *self._instancenorm_cautions(accumulates=accumulates)]
+        return [] if warning is None else [warning]
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         for module in self._resting.values():
@@ -311,11 +308,34 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
     if mode not in BACKPROPAGATIONS:
         known = ", ".join(f'"{known}"' for known in BACKPROPAGATIONS)
         raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {known}")
-    if mode != "micro":
-        check_watchable(mode, model, criterion)
+    scripted = [name for name, module in named_modules(model, criterion) if is_scripted(module)]
+    if scripted and mode != "micro":
+        raise UsageError(
+            f'batchnorm is "{mode}", and {listed(scripted)} are TorchScript\'s, which cannot be watched',
+            hint='script the model after training, or take batchnorm="micro"',
+        )
     if mode == "frozen":
         check_frozen(model, criterion)
     return cast("BatchNormMode", mode)
+
+
+def _watched(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
+    """What tells later which of `norms`, in training mode, have had their statistics written to: by their values.
+
+    BatchNorm's kernels write to them without counting that as a version.
+    """
+    kept = [
+        (called, module, buffer, buffer.clone())
+        for called, module in norms.items()
+        for buffer in (getattr(module, name) for name in STATISTICS)
+        if buffer is not None and is_plain_tensor(buffer) and not buffer.is_meta
+    ]
+
+    def changed() -> list[str]:
+        written = (name for name, module, now, before in kept if module.training and not torch.equal(now, before))
+        return list(dict.fromkeys(written))
+
+    return changed
 
 
 def _put_to_rest(module: nn.Module, _: Any = None) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.rows import find_layouts
 from autoaccum.workload import nests
 
 Name: TypeAlias = "tuple[str, str, int]"
@@ -18,7 +17,7 @@ Name: TypeAlias = "tuple[str, str, int]"
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 _HALF_TOLERANCE = 5e-2
-_MOST_ROWS = 512
+_MOST_ROWS = 2048
 
 
 class ModuleCalls:
@@ -104,29 +103,25 @@ class ModuleCalls:
         for other in growing:  # Padding to the longest may be shorter in a part.
             whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
         right = self._rows(whole, part, dim, call) if growing else whole
-        if right is None or right.shape != part.shape or is_close(right, part) or len(growing) > 1:
+        if right.shape != part.shape or is_close(right, part) or len(growing) > 1:
             return part
         self._found[blamed] = None
         return right.clone().requires_grad_().clone() if part.requires_grad else right.clone()
 
-    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Name) -> Tensor | None:
+    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Name) -> Tensor:
         """The whole's rows of a part: where they are equal, or else where its samples likely are."""
-        assert self.part is not None
-        rest = whole.shape[dim] - part.shape[dim]
-        lengths = (part.shape[dim], rest) if self.part == 0 else (rest, part.shape[dim])
-        shapes = [(*whole.shape[:dim], length, *whole.shape[dim + 1 :]) for length in lengths]
-        known = self._known.setdefault((self.part, call[0], call[2], *lengths), [])
-        every = torch.arange(whole.shape[dim], device=whole.device)
-        for layout in find_layouts(whole.shape, shapes, self._sizes):
-            known.append(type(layout)(0, layout.outer).cut(every, lengths)[self.part])
-        if whole.shape[dim] <= _MOST_ROWS:  # In any order: a batch may be sorted by length.
+        length, total = part.shape[dim], whole.shape[dim]
+        first = 0 if self.part == 0 else total - length
+        known = self._known.setdefault((self.part, call[0], call[2], length, total), [])
+        known.append(torch.arange(first, first + length, device=whole.device))
+        if total <= _MOST_ROWS:  # In any order: a batch may be sorted by length, or flattened with time first.
             wholes, rows = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
             known.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
         for places in known:
             if is_close(found := whole.index_select(dim, places), part):
                 known.insert(0, places)
                 return found
-        return whole.index_select(dim, known[0]) if known else None
+        return whole.index_select(dim, known[0])
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:

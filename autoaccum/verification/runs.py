@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.draws import DrawMismatch, Draws, HostDraws
 from autoaccum.accumulation.module_calls import ModuleCalls
+from autoaccum.accumulation.random_calls import RandomCalls
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.comparing import distance, largest_entry
@@ -25,10 +26,10 @@ from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.weights import Objective
 
+_ANY_ORDER = DrawMismatch("a loop may draw in any order")
 _KEPT = 3
 """Pairs of updates beside the unchanged one: each holds gradients and parameters twice."""
 
-_MOST_RECORDINGS = 8
 _APART, _APART_NARROW = 1e-8, 2e-2
 """Of gradients, relative to the largest entry; in float64, and in other precisions."""
 
@@ -94,12 +95,6 @@ class Runs:
         return self.fixture.workload.objective
 
     @property
-    def shared_draws(self) -> tuple[str, ...]:
-        """Draws without a dimension of samples, as `aten.normal_ (model.py:31)`: the first part's serve for all."""
-        pair = self._pairs.get(UNCHANGED)
-        return () if pair is None or pair.is_calm else pair.draws.shared
-
-    @property
     def draw_sites(self) -> tuple[str, ...]:
         """Where random numbers are drawn, and were joined for the full batch."""
         pair = self._pair(UNCHANGED)
@@ -134,23 +129,20 @@ class Runs:
         return self._pair(change).accumulated
 
     def own(self, change: Change = UNCHANGED) -> Outcome:
-        """One update by the workload's own `accumulate`.
-
-        Raises:
-            NotMeasuredError: It draws otherwise than the Accumulator does; see `for_own`.
-        """
-        try:
-            return self._own(change)
-        except DrawMismatch as error:
-            raise _not_matched("accumulate()", error) from error
+        """One update by the workload's own `accumulate`; see `for_own`."""
+        pair = self._pair(change)
+        if change not in self._owns:
+            seed_everything()
+            with calmed() if pair.is_calm else nullcontext():
+                self._owns[change] = Run(self.fixture, change).own(self.parts, pair.draws.take, pair.draws.end_part)
+        return self._owns[change]
 
     def for_own(self) -> Runs:
-        """These; where the draws of the workload's own loop cannot be matched, runs in which all draws do nothing."""
-        try:
-            self._own(UNCHANGED)
-        except DrawMismatch as error:
-            return Runs(self.fixture, self._given, self.sizes, error)
-        return self
+        """These; runs in which all draws do nothing where it draws, since a loop may do so in any order."""
+        sites = list(self._pair(UNCHANGED).draws.sites)
+        with RandomCalls(lambda call: sites.append(str(call.site))):
+            self.own()
+        return Runs(self.fixture, self._given, self.sizes, _ANY_ORDER) if sites else self
 
     def host_freedom(self) -> str | None:
         """Whose generators change the full batch's gradient, and draw otherwise for parts; None where none does.
@@ -231,51 +223,41 @@ class Runs:
         pair = self._try(change)
         if not isinstance(pair, Pair):
             return self._calm(change), pair
-        unsure = ", ".join(pair.draws.unsure)
         if not self._differ(pair.full, pair.accumulated) or not (pair.draws.sites or pair.uses_host):
             return pair, None
-        for innermost in (False, True) if unsure else (False,):
-            for onward in (False, True) if pair.uses_host else (False,):
-                other = self._try(change, innermost=innermost, onward=onward) if innermost or onward else pair
-                if isinstance(other, Pair) and not self._differ(other.full, other.accumulated):
-                    return other, None
+        other = self._try(change, onward=True) if pair.uses_host else None
+        if isinstance(other, Pair) and not self._differ(other.full, other.accumulated):
+            return other, None
         held = self._calm(change) if pair.draws.sites else pair
-        if self._differ(held.full, held.accumulated) or (not unsure and self.draws_mix is not False):
+        is_told = math.isfinite(held.full.loss)  # Where draws that do nothing hide all words, a mean is over none.
+        if not is_told or self._differ(held.full, held.accumulated) or self.draws_mix:
             return pair, None
-        sites = unsure or ", ".join(pair.draws.sites)
+        sites = ", ".join(pair.draws.sites)
         return held, DrawMismatch(f"{sites} draws rows of which shapes do not tell whose they are")
 
-    def _try(self, change: Change, *, innermost: bool = False, onward: bool = False) -> Pair | DrawMismatch:
-        """Both updates under joined draws; of those found to be shared, the next recording takes the first's."""
+    def _try(self, change: Change, *, onward: bool = False) -> Pair | DrawMismatch:
+        """Both updates under joined draws."""
         host = HostDraws(self.fixture.generators, onward=onward)
-        draws = Draws(self.sizes, innermost=innermost, host=host)
-        mismatch = DrawMismatch("which draws are shared never settles")
-        for _ in range(_MOST_RECORDINGS):
-            shared = draws.shared
-            seed_everything()
-            host.ends.clear()
-            with draws.recording():
-                accumulated = self._recorded(draws, change)
-            ends = set(host.ends)
-            seed_everything()
-            try:
-                with draws.joined():
-                    full, uses_host = self._full(change, draws)
-            except DrawMismatch as error:
-                if draws.shared == shared:
-                    return error
-                continue
-            if draws.shared == shared:
-                # Onward, an order of all samples takes as many numbers as those of the parts.
-                is_matched = not onward and ends == {host.ends[-1]} and not self.fixture.keeps_generators
-                return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host and not is_matched)
-        return mismatch
+        draws = Draws(self.sizes, host=host)
+        seed_everything()
+        with draws.recording():
+            accumulated = self._recorded(draws, change)
+        ends = set(host.ends)
+        seed_everything()
+        try:
+            with draws.joined():
+                full, uses_host = self._full(change, draws)
+        except DrawMismatch as error:
+            return error
+        # Onward, an order of all samples takes as many numbers as those of the parts.
+        is_matched = not onward and ends == {host.ends[-1]} and not self.fixture.keeps_generators
+        return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host and not is_matched)
 
     def _recorded(self, draws: Draws, change: Change) -> Outcome:
         run = Run(self.fixture, change)
         outcome = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
         for index, part in enumerate(self.parts):
-            if not has_weight(self.objective.weight(part)):  # It did not run, and the full batch draws for it too.
+            if index not in draws.tracks:  # It has no weight and did not run, and the full batch draws for it too.
                 unweighed = Run(self.fixture, replace(change, weights=None, summed=False))
                 unweighed.part(part, partial(draws.begin_part, index))
         return outcome
@@ -286,41 +268,6 @@ class Runs:
         full = Run(self.fixture, change).full(self.batch, draws.end_part)
         may_draw = bool(self.fixture.generators or self.fixture.keeps_generators)
         return full, may_draw or host_state() != before
-
-    def _own(self, change: Change) -> Outcome:
-        """The workload's own loop under the draws of a pair, given in whichever way makes it equal.
-
-        Where none does, as the parts were taken, if each was given its draws once: it can only be the loop, then.
-
-        Raises:
-            DrawMismatch: It draws otherwise than they did.
-        """
-        pair = self._pair(change)
-        if change in self._owns:
-            return self._owns[change]
-        draws = pair.draws
-        ways: tuple[Callable[[], Any], ...] = (draws.as_taken, draws.in_order, draws.joined_elsewhere)
-        if pair.is_calm or not draws.sites:
-            ways = (calmed,) if pair.is_calm else ways[:1]
-        plain: Outcome | None = None
-        mismatch = DrawMismatch("it is not known which part it draws for, or when")
-        for way in ways:
-            seed_everything()
-            try:
-                with way():
-                    outcome = Run(self.fixture, change).own(self.parts, draws.take, draws.end_part)
-            except DrawMismatch as error:
-                mismatch = error
-                continue
-            if pair.is_calm or (way == draws.as_taken and draws.is_plain):
-                plain = outcome
-            if not self._differ(pair.full, outcome):
-                plain = outcome
-                break
-        if plain is None:
-            raise mismatch
-        self._owns[change] = plain
-        return plain
 
     def _differ(self, full: Outcome, other: Outcome) -> bool:
         """Whether gradients are further apart than rounding in any sum brings them."""

@@ -225,9 +225,6 @@ class Verifier:
             beside = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
             where = f"in the full batch's update and {beside} by {_words(runs.sizes)}"
             self._note([f"random draws were held at values that do nothing, {where}: {runs.mismatch}"])
-        elif runs.shared_draws:
-            all_given = "drawn for all samples alike, so that all parts were given what the first one drew"
-            self._note([f"{all_given}: {', '.join(runs.shared_draws)}"])
 
     def _note(self, notes: Sequence[str]) -> None:
         self._notes += [note for note in notes if note not in self._notes]

@@ -191,8 +191,6 @@ def test_what_is_said_of_each_mode() -> None:
     cases: list[tuple[str, nn.Module, str | None]] = [
         ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"running".*"frozen".*GroupNorm'),
         ("running", small(), r"in 0 and 2: running statistics are the full batch's, the gradient is not"),
-        ("running", small(track_running_stats=False), r"but for 0, which keep none, the gradient is not"),
-        ("running", nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)), r"there are no run"),
         ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),
     ]
     for mode, model, said in cases:
@@ -403,16 +401,6 @@ def test_the_criterion_s_norms_are_reached_and_named(mode: str, updates: int, sa
     if mode == "running":
         assert_same_statistics(criterion.norm, whole.norm)
     assert criterion.norm.training
-
-
-def test_instancenorm_s_statistics_are_told_of_in_every_mode() -> None:
-    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(14, 3)).double()
-    batch = torch.randn(8, 2, 7).double(), torch.arange(8) % 3
-    for mode in ("micro", "running", "frozen"):
-        with pytest.warns(AccumulationWarning, match=r"InstanceNorm updates .* in 0: use it without"):
-            step(model, batch, mode)
-    model.eval()
-    step(model, batch, "micro")
 
 
 def test_weights_that_came_without_a_count_are_no_untrained_ones() -> None:

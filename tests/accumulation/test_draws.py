@@ -1,26 +1,21 @@
-"""Random draws: heard, given to the whole batch, switched off, and where samples lie in them."""
+"""Random draws: heard, given to the whole batch, switched off."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import accumulate
-from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.draws import Draw, DrawMismatch, Draws, join_draws
 from autoaccum.accumulation.random_calls import DrawSite, OpenRNNs, RandomCall, RandomCalls, calm
-from autoaccum.accumulation.rows import Layout, find_layouts
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -156,25 +151,17 @@ def fresh(make: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
 def test_the_whole_batch_under_joined_draws_has_the_accumulated_gradient(make: Callable[[], nn.Module]) -> None:
-    model, draws = fresh(make), Draws(SIZES)
-    with draws.recording():
-        from_parts = accumulated(model, draws)
-    with draws.joined():
-        from_whole = full(model)
-    assert_equal(from_parts, from_whole)
-    assert draws.shared == ()
-    assert differs(full(model), from_whole), "nothing random happened"
-
-
-@pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
-def test_recording_changes_nothing(make: Callable[[], nn.Module]) -> None:
     plain = accumulated(fresh(make))
     after = torch.rand(1)
     model, draws = fresh(make), Draws(SIZES)
     with draws.recording():
-        recorded = accumulated(model, draws)
-    assert_equal(plain, recorded, 0.0)
+        from_parts = accumulated(model, draws)
+    assert_equal(plain, from_parts, 0.0)
     assert torch.equal(torch.rand(1), after)
+    with draws.joined():
+        from_whole = full(model)
+    assert_equal(from_parts, from_whole)
+    assert differs(full(model), from_whole), "nothing random happened"
 
 
 @pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
@@ -196,55 +183,6 @@ def run_both(model: nn.Module, draws: Draws, loss: Loss = mean_of_squares) -> tu
         return from_parts, full(model, loss)
 
 
-def test_what_is_drawn_once_for_all_samples_is_shared() -> None:
-    model, draws = fresh(lambda: Between(lambda x: F.dropout(x * torch.randn(4, dtype=x.dtype)))), Draws(SIZES)
-    from_parts, from_whole = run_both(model, draws)
-    assert differs(from_parts, from_whole), "the parts drew noise of their own"
-    assert len(draws.shared) == 1
-    assert draws.shared[0].startswith("aten.randn (test_draws.py:")
-    assert_equal(*run_both(model, draws))
-
-
-class LayerDrop(nn.Module):
-    """Leaves layers out for all samples at once: what is drawn afterwards depends on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand(()) < 0.5:
-                x = F.dropout(layer(x), 0.2)
-        return x
-
-
-def test_a_second_recording_holds_a_shared_draw_that_decides_what_is_drawn_next() -> None:
-    model, draws = fresh(LayerDrop), Draws(SIZES)
-    with pytest.raises(DrawMismatch, match=r"aten\.\w+ \(test_draws\.py:\d+\) draws where aten\.\w+ "):
-        run_both(model, draws)
-    assert "aten.rand (" in draws.shared[0]
-    assert_equal(*run_both(model, draws))
-
-
-def test_a_shared_draw_is_that_of_the_part_recorded_first() -> None:
-    """Parts without weight may be recorded after all others."""
-
-    def draw() -> Tensor:
-        return torch.rand(())
-
-    draws = Draws((1, 1, 1))
-    for _ in range(2):
-        drawn = {}
-        with draws.recording():
-            for index in (1, 2, 0):
-                draws.begin_part(index)
-                drawn[index] = draw()
-        with draws.joined():
-            whole = draw()
-    assert whole == drawn[1] == drawn[2]
-
-
 def test_the_generators_of_python_and_numpy_are_held() -> None:
     model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
     draws = Draws(SIZES)
@@ -263,34 +201,6 @@ def test_one_part_alone_draws_as_it_did() -> None:
         for total, gradient in zip(sums, gradients(model), strict=True):
             total += gradient * len(part) / sum(SIZES)
     assert_equal(from_parts, sums)
-
-
-def test_time_first_flattening_is_a_second_try() -> None:
-    def flattened(x: Tensor) -> Tensor:
-        steps = x.transpose(0, 1)
-        return F.dropout(steps.flatten(0, 1)).view(steps.shape).transpose(0, 1)
-
-    model = fresh(lambda: Between(flattened))
-    assert differs(*run_both(model, Draws(SIZES)))
-    assert_equal(*run_both(model, Draws(SIZES, innermost=True)))
-
-
-def test_a_part_left_out_draws_what_the_full_run_draws() -> None:
-    """A part without weight is not run; here the second."""
-
-    def weighted(model: nn.Module, x: Tensor) -> Tensor:
-        weights = torch.tensor([1, 1, 1, 0, 1, 1]) if len(x) == sum(SIZES) else torch.ones(len(x))
-        return torch.as_tensor((model(x).flatten(1).pow(2).sum(1) * weights).sum())
-
-    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
-    with draws.recording():
-        for index, part in enumerate(torch.split(batch(), list(SIZES))):
-            if index != 1:
-                draws.begin_part(index)
-                torch.autograd.backward(weighted(model, part))
-    from_parts = gradients(model)
-    with draws.joined():
-        assert_equal(from_parts, full(model, weighted))
 
 
 def test_draws_of_the_update_are_given_as_they_were() -> None:
@@ -318,6 +228,10 @@ def pairs(x: Tensor) -> Tensor:
     return x + torch.rand(len(x), len(x), dtype=x.dtype).sum()
 
 
+def noise_for_all(x: Tensor) -> Tensor:
+    return x * torch.randn(4, dtype=x.dtype)
+
+
 def sizes_of_draws(x: Tensor) -> Tensor:
     return x * (F.dropout(x) if len(x) > 2 else x)
 
@@ -328,9 +242,10 @@ def sizes_of_draws(x: Tensor) -> Tensor:
         (mixup, r"aten\.randperm \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
         (negatives, r"aten\.randint \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
         (pairs, r"aten\.rand .* draws \[6, 6\] for the whole batch and \[3, 3\], \[1, 1\], \[2, 2\] for its parts"),
+        (noise_for_all, r"aten\.randn .* draws \[4\] for the whole batch and \[4\] for its parts"),
         (sizes_of_draws, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
     ],
-    ids=["permutation", "indices of rows", "pairs of samples", "draws of some parts"],
+    ids=["permutation", "indices of rows", "pairs of samples", "once for all", "draws of some parts"],
 )
 def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
     with pytest.raises(DrawMismatch, match=said):
@@ -389,7 +304,7 @@ def test_kernels_that_keep_their_draws_are_named() -> None:
     assert call.is_drawing
     draw = Draw(call.site, None, call.is_sealed, ())
     with pytest.raises(DrawMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
-        join_draws(call, [draw, draw], (1, 1), innermost=False)
+        join_draws(call, [draw, draw], (1, 1))
 
 
 class Watching(TorchFunctionMode):
@@ -458,67 +373,3 @@ def test_python_and_numpy_start_alike_and_are_put_back() -> None:
             seen.append((random.random(), np.random.rand()))
     assert seen[0] == seen[1] != expected
     assert (random.random(), np.random.rand()) == expected
-
-
-SHAPES = st.lists(st.integers(1, 3), min_size=0, max_size=3)
-
-
-@given(before=SHAPES, after=SHAPES, outer=st.integers(1, 4), blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_cutting_and_joining_undo_each_other(
-    before: list[int], after: list[int], outer: int, blocks: list[int]
-) -> None:
-    layout = Layout(len(before), outer)
-    shape = [*before, outer * sum(blocks), *after]
-    whole = torch.arange(prod(shape)).reshape(shape)
-    parts = layout.cut(whole, [outer * block for block in blocks])
-    assert [part.shape[layout.dim] for part in parts] == [outer * block for block in blocks]
-    assert torch.equal(layout.join(parts), whole)
-
-
-@given(
-    before=SHAPES,
-    after=SHAPES,
-    outer=st.integers(1, 4),
-    inner=st.integers(1, 3),
-    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
-)
-def test_the_layout_of_samples_is_among_those_found(
-    before: list[int], after: list[int], outer: int, inner: int, sizes: list[int]
-) -> None:
-    shapes = [[*before, outer * size * inner, *after] for size in [*sizes, sum(sizes)]]
-    layouts = find_layouts(shapes[-1], shapes[:-1], sizes)
-    assert layouts[0] == Layout(len(before), 1)
-    assert Layout(len(before), outer) in layouts
-    samples = torch.arange(sum(sizes)).repeat_interleave(inner).repeat(outer)
-    parts = Layout(0, outer).cut(samples, [shape[len(before)] for shape in shapes[:-1]])
-    ends = list(accumulate(sizes, initial=0))
-    assert [sorted(set(part.tolist())) for part in parts] == [
-        list(range(start, start + size)) for start, size in zip(ends, sizes, strict=False)
-    ]
-
-
-def test_time_major_flattening_comes_second() -> None:
-    layouts = find_layouts((6 * 4, 5), [(size * 4, 5) for size in SIZES], SIZES)
-    assert layouts == [Layout(0, 1), Layout(0, 4), Layout(0, 2)]
-    samples = torch.arange(6).repeat(4)
-    assert [part.tolist() for part in layouts[1].cut(samples, [12, 4, 8])] == [[0, 1, 2] * 4, [3] * 4, [4, 5] * 4]
-
-
-def test_ragged_tokens_need_only_add_up() -> None:
-    assert find_layouts((10, 5), [(4, 5), (0, 5), (6, 5)], SIZES) == [Layout(0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("whole", "parts"),
-    [
-        ((4, 4), [(4, 4), (4, 4), (4, 4)]),
-        ((6, 6), [(3, 3), (1, 1), (2, 2)]),
-        ((6, 7), [(3, 5), (1, 5), (2, 7)]),
-        ((6, 1), [(3,), (1,), (2,)]),
-        ((7, 2), [(3, 2), (1, 2), (2, 2)]),
-        ((), [(), (), ()]),
-    ],
-    ids=["alike", "pairs of samples", "padded otherwise", "another rank", "not adding up", "scalars"],
-)
-def test_no_layout_where_shapes_do_not_say_so(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> None:
-    assert find_layouts(whole, parts, SIZES) == []
