@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.attempt import Attempt
-from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.changes import batch_versions
-from autoaccum.accumulation.gradients import choose_scaler
-from autoaccum.accumulation.observers import StepObserver, StepPhase, warn_caller
+from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
+from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
+from autoaccum.accumulation.cautions import BufferVersions, balancing_warning
+from autoaccum.accumulation.changes import ForwardWatch, batch_versions
+from autoaccum.accumulation.gradients import (
+    GradientBuffers,
+    choose_scaler,
+    clip_gradients,
+    dense_gradients,
+    needs_buffers,
+    rounding_warning,
+)
+from autoaccum.accumulation.observers import StepObserver, StepPhase, WeightingWarning, warn_caller
 from autoaccum.accumulation.observers import StepResult as StepResult
 from autoaccum.accumulation.planned import (
     PlanLike,
     check_plan,
-    choose_accumulation,
     choose_ceiling,
     choose_multiple,
     choose_objective,
     choose_recorded,
 )
+from autoaccum.accumulation.randomness import own_generators
 from autoaccum.accumulation.ranks import check_group
-from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
+from autoaccum.accumulation.recovery import (
+    HeldInterrupts,
+    find_shortage,
+    forget,
+    is_context_dead,
+    release_memory,
+    shrink,
+)
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
-from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.accumulation.state import Transaction
+from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.validation import (
     check_clip_norm,
     check_model,
@@ -40,10 +56,12 @@ from autoaccum.accumulation.validation import (
     check_scheduler,
     checked_micro_batch,
 )
-from autoaccum.errors import DoesNotFitError, UpdateInterrupted, UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode
-from autoaccum.workload.batches import batch_size, read_batching
+from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.workload.batches import batch_size, read_batching, split_batch
+from autoaccum.workload.candidates import ignored_labels_warning
 from autoaccum.workload.tracebacks import kernel_error
+from autoaccum.workload.weights import Weights
 
 
 class Accumulator:
@@ -70,6 +88,9 @@ class Accumulator:
     >>> accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), MSELoss(), micro_batch=100)
     >>> accumulator.step((torch.ones(256, 2), torch.zeros(256, 2))).micro_batches
     (86, 85, 85)
+
+    Attributes:
+        phase: Where a step is now, or was when it raised.
 
     Args:
         model: The model, in place on its device.
@@ -148,32 +169,23 @@ class Accumulator:
         norms = checked_batchnorm(
             choose_recorded(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
         )
-        sums = choose_accumulation(plan, accumulate_in)
+        sums = read_accumulate_in(choose_recorded(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms, sums)
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
-        self._model, self._objective = model, objective
-        self._recover = recover
-        self._observer = observer
-        self._attempt = Attempt(
-            model,
-            optimizer,
-            objective,
-            chosen,
-            clip_norm,
-            scaler,
-            scheduler,
-            batchnorm=norms,
-            accumulate_in=sums,
-            check_finite=check_finite,
-            observer=StepObserver() if observer is None else observer,
+        self.phase: StepPhase = "batch"
+        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._clip_norm, self._scaler, self._sums_wide = clip_norm, scaler, sums == "fp32"
+        self._recover, self._check_finite, self._observer = recover, check_finite, observer
+        self._updater = Updater(optimizer, scaler, scheduler)
+        self._backpropagation = BACKPROPAGATIONS[norms](
+            model, objective, precision=chosen, scaler=scaler, enter=self._enter
         )
-
-    @property
-    def phase(self) -> StepPhase:
-        """Where a step is now, or was when it raised."""
-        return self._attempt.phase
+        self._interrupts = HeldInterrupts()
+        self._generators = own_generators(self._modules())
+        self._is_first = True
+        self._has_warned = self._has_accumulated = False
 
     @property
     def micro_batch(self) -> int:
@@ -187,7 +199,7 @@ class Accumulator:
     @property
     def is_interrupted(self) -> bool:
         """Whether nobody knows what state model and optimizer are in: an update was cut in two, or not put back."""
-        return self._attempt.is_interrupted
+        return self._updater.is_interrupted
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from the effective batch `batch`, on any device.
@@ -200,7 +212,7 @@ class Accumulator:
             UsageError: The mode of BatchNorm could not be kept, or there are several ranks by now; the state is as
                 before.
         """
-        with self._attempt.interrupts:
+        with self._interrupts:
             return self._run([batch])
 
     def step_parts(self, batches: Sequence[Any]) -> StepResult:
@@ -219,11 +231,11 @@ class Accumulator:
         batches = list(batches)
         if not batches:
             raise UsageError("there is no micro-batch to step with", hint="give at least one")
-        with self._attempt.interrupts:
+        with self._interrupts:
             return self._run(batches)
 
     def _run(self, batches: list[Any]) -> StepResult:
-        self._attempt.check()
+        self._updater.check()
         check_group()
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
@@ -234,7 +246,7 @@ class Accumulator:
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
             cuts = [split_evenly(size, ceiling, self._each) for size in sizes]
-            outcome = self._attempt.run(batches, cuts, retries=len(failed_in))
+            outcome = self._attempt(batches, cuts, retries=len(failed_in))
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
@@ -246,6 +258,133 @@ class Accumulator:
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1, self._each)
             self._tell_shortage(largest, ceiling)
+
+    def _attempt(
+        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int
+    ) -> StepResult | BaseException:
+        """Make one update from `batches`, each cut into parts of `cuts` samples.
+
+        What it raises is returned, so that nobody recovers while handling it: a handled exception would pin the
+        tensors of every frame it passed through. By then the state is as before, unless it is UpdateInterrupted.
+        """
+        transaction = None
+        try:
+            parameters = self._parameters()
+            transaction = Transaction(self._modules(), parameters, generators=self._generators, scaler=self._scaler)
+            _drop_gradients(parameters)
+            result = self._update(batches, cuts, retries, transaction)
+            _drop_gradients(parameters)
+            return result
+        except BaseException as error:
+            failure = error
+        try:
+            return failure if transaction is None else self._roll_back(transaction, failure)
+        finally:
+            del failure  # the traceback holds this frame
+
+    def _update(
+        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int, transaction: Transaction
+    ) -> StepResult:
+        self._enter("batch")
+        parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
+        sizes = tuple(size for cut in cuts for size in cut)
+        shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
+        if not any(map(has_weight, shares)):
+            return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
+        record, buffers = self._accumulate(parts, shares)
+        self._enter("clip")
+        loss, terms, norm = self._measure(record, buffers)
+        if self._check_finite:
+            self._refuse_nonfinite(loss, norm)
+        self._enter("update")
+        if buffers is not None:
+            buffers.settle()
+        updated = self._updater.run(transaction)
+        return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
+
+    def _accumulate(self, parts: Sequence[Any], shares: Sequence[Weights]) -> tuple[LossRecord, GradientBuffers | None]:
+        accumulates = sum(map(has_weight, shares)) > 1
+        trained = optimizer_parameters(self._optimizer)
+        buffers = GradientBuffers(trained, wide=self._sums_wide) if accumulates and needs_buffers(trained) else None
+        watch = ForwardWatch(self._model, parts) if self._is_first else None
+        versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
+        said = [] if self._has_warned else self._backpropagation.cautions(accumulates=accumulates)
+        record = self._backpropagation.run(parts, shares, buffers)
+        self._has_warned, self._is_first = self._has_warned or bool(said), False
+        said += [] if watch is None else watch.warnings()
+        if versions is not None:
+            self._has_accumulated = True
+            rounds = buffers is not None and not self._sums_wide
+            said += [*balancing_warning(self._model), *versions.warnings(), *([rounding_warning(trained)] * rounds)]
+            if text := ignored_labels_warning(self._objective, self._model, parts):
+                warn_caller(text, WeightingWarning)
+        for text in said:
+            warn_caller(text)
+        return record, buffers
+
+    def _measure(
+        self, record: LossRecord, buffers: GradientBuffers | None
+    ) -> tuple[float, dict[str, float], float | None]:
+        """Unscale, clip, and read everything at once: the only synchronisation, and before anything is written."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        scalars = record.values
+        if self._clip_norm is not None:
+            trained = optimizer_parameters(self._optimizer)
+            gradients = dense_gradients(trained) if buffers is None else buffers.values()
+            if not gradients:
+                return *record.total(_read(scalars)), 0.0
+            scalars = [*scalars, clip_gradients(gradients, self._clip_norm)]
+        values = _read(scalars)
+        count = len(record.values)
+        return *record.total(values[:count]), values[count] if self._clip_norm is not None else None
+
+    def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
+        """A scaler skips an infinite gradient, and what overflowed by its scale: that is no fault of the training."""
+        if self._scaler is None and not math.isfinite(norm or 0.0):
+            raise _nonfinite(f"the gradient's norm is {norm}", loss, norm)
+        if math.isnan(loss) or (self._scaler is None and math.isinf(loss)):
+            raise _nonfinite(f"the loss is {loss}", loss, norm)
+
+    def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
+        """Undo everything and give `error` back; UpdateInterrupted when that cannot be done."""
+        if isinstance(error, UpdateInterrupted) or self._updater.is_interrupted:
+            return error
+        if is_context_dead(error):
+            self._updater.is_interrupted = True
+            return error
+        try:
+            try:
+                transaction.rollback()
+            except KeyboardInterrupt as interrupt:
+                transaction.rollback()
+                return interrupt
+        except Exception as second:
+            self._updater.is_interrupted = True
+            interrupted = UpdateInterrupted(
+                f"a step failed, and its state could not be put back ({type(second).__name__}: {second})",
+                hint="load a checkpoint and make a new Accumulator",
+            )
+            interrupted.__cause__ = error
+            return interrupted
+        return error
+
+    def _modules(self) -> list[nn.Module]:
+        criterion = self._objective.criterion_module
+        return [*self._model.modules(), *(() if criterion is None else criterion.modules())]
+
+    def _parameters(self) -> list[Tensor]:
+        criterion = self._objective.criterion_module
+        everything: list[Tensor] = [*self._model.parameters(), *optimizer_parameters(self._optimizer)]
+        if criterion is not None:
+            everything.extend(criterion.parameters())
+        return list({id(parameter): parameter for parameter in everything}.values())
+
+    def _enter(self, phase: StepPhase) -> None:
+        self._interrupts.deliver()
+        self.phase = phase
+        if self._observer is not None:
+            self._observer.phase(phase)
 
     def _tell_shortage(self, largest: int, ceiling: int) -> None:
         if self._observer is not None:
@@ -289,3 +428,24 @@ class Accumulator:
 
 def _samples(count: int) -> str:
     return "one sample" if count == 1 else f"{count} samples"
+
+
+def _nonfinite(seen: str, loss: float, norm: float | None) -> NonFiniteError:
+    return NonFiniteError(
+        f"{seen}, the update was not made",
+        loss=loss,
+        grad_norm=norm,
+        hint="lower the learning rate, clip the gradient, or look at this batch",
+    )
+
+
+def _drop_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of scalars of any dtype and device, in one transfer."""
+    device = scalars[0].device
+    values = torch.stack([scalar.to(device) for scalar in scalars]).tolist()
+    return [float(value) for value in values]

@@ -57,16 +57,14 @@ def balancing_factors(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for owner in _owners(model) for name in _FACTORS if getattr(owner, name, None)))
 
 
-def balancing_warning(model: nn.Module) -> str | None:
-    """A sentence for where parts make an update: the loss of `model` balances its experts. None where it does not."""
-    if not any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) or not balancing_factors(
-        model
-    ):
-        return None
-    return (
+def balancing_warning(model: nn.Module) -> list[str]:
+    """A sentence for where parts make an update, if the loss of `model` balances its experts."""
+    told = any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) and balancing_factors(model)
+    said = (
         "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
         " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
     )
+    return [said] if told else []
 
 
 def leave_out_balancing(model: nn.Module) -> None:
@@ -108,15 +106,13 @@ class BufferVersions:
             if buffer.is_floating_point() and not buffer.is_inference()
         }
 
-    def written(self) -> list[str]:
-        """Names of the buffers that were written to since."""
-        return [name for name, (buffer, version) in self._seen.items() if buffer._version != version]
-
-
-def buffers_warning(names: list[str]) -> str:
-    """One sentence on what accumulation changes for the buffers `names`, and the way out."""
-    return (
-        f"forward updates the buffers {listed(names)}, once per micro-batch instead of once per update: where outputs"
-        " depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with eval() on these"
-        " modules"
-    )
+    def warnings(self) -> list[str]:
+        """A sentence that names the buffers that were written to since, where there are any."""
+        names = [name for name, (buffer, version) in self._seen.items() if buffer._version != version]
+        if not names:
+            return []
+        return [
+            f"forward updates the buffers {listed(names)}, once per micro-batch instead of once per update: where"
+            " outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with"
+            " eval() on these modules"
+        ]

@@ -60,30 +60,25 @@ class OwnAttributes:
 
 
 class ForwardWatch:
-    """What a rollback cannot restore, and a forward may change: see `warning`."""
+    """What a rollback cannot restore, and a forward may change: see `warnings`."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
         self._model, self._batches = model, batches
         self._own = OwnAttributes({"": model}, kept=False)
         self._sums, self._versions = _sums(model), batch_versions(batches)
 
-    def warning(self) -> str | None:
-        """One sentence that names what has changed since; None when there is nothing."""
+    def warnings(self) -> list[str]:
+        """One sentence that names what has changed since, where something has."""
         attributes, now = self._own.changed(), _sums(self._model)
         parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
-        found = []
-        if attributes:
-            found.append(f"Python attributes ({listed(attributes)})")
-        if parameters:
-            found.append(f"parameters ({listed(parameters)})")
-        if batch_versions(self._batches) != self._versions:
-            found.append("the batch it is given")
-        if not found:
-            return None
-        return (
+        named = (("Python attributes", attributes), ("parameters", parameters))
+        found = [f"{what} ({listed(names)})" for what, names in named if names]
+        found += ["the batch it is given"] * (batch_versions(self._batches) != self._versions)
+        said = (
             f"forward changes {' and '.join(found)}, which cannot be rolled back when memory runs out within a step:"
             " keep state in buffers (register_buffer), and change no inputs in place"
         )
+        return [said] if found else []
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
-from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, read_accumulate_in
+from autoaccum.errors import UsageError
 from autoaccum.units import format_bytes
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
@@ -100,18 +99,6 @@ def choose_recorded(plan: PlanLike | None, name: str, given: Any, otherwise: Any
     """What is given, or else what the plan records by that name, or else the other; not yet checked."""
     planned = None if plan is None else plan.workload.get(name)
     return given or planned or otherwise
-
-
-def choose_accumulation(plan: PlanLike | None, accumulate_in: str | None) -> AccumulateIn:
-    """What is given, or else the plan's, or else `fp32`.
-
-    Raises:
-        UsageError: It is no such word.
-    """
-    try:
-        return read_accumulate_in(choose_recorded(plan, "accumulate_in", accumulate_in, "fp32"))
-    except WorkloadError as error:
-        raise UsageError(error.message, hint=error.hint) from None
 
 
 def choose_objective(

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.planned import choose_accumulation, choose_objective
+from autoaccum.accumulation.planned import choose_objective, choose_recorded
 from autoaccum.accumulation.reach import find_beside, find_named
 from autoaccum.accumulation.validation import check_model, check_optimizer
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.options import read_accumulate_in
 from autoaccum.planning.planner import plan as make_plan
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import LOOKED_AT
@@ -223,7 +224,9 @@ class LiveSubject:
             precision=options.precision or planned.get("precision") or "fp32",
             batchnorm=options.batchnorm or planned.get("batchnorm") or "micro",
             evaluate=request.evaluate,
-            accumulate_in=choose_accumulation(plan, options.accumulate_in),
+            accumulate_in=read_accumulate_in(
+                choose_recorded(plan, "accumulate_in", options.accumulate_in, "fp32"), UsageError
+            ),
             keeps=options.keeps or (),
         )
 

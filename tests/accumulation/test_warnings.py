@@ -114,7 +114,7 @@ def test_a_table_that_is_replaced_does_not_count() -> None:
     model = Growing()
     before = BufferVersions(model)
     model(torch.randn(2, 2, 3))
-    assert before.written() == []
+    assert before.warnings() == []
 
 
 SAYS = "the loss compares samples with each other"

@@ -26,7 +26,7 @@ _ANSWERS = (
     ("torch.amp.grad_scaler", "", 0.0),  # Whether gradients are infinite.
     ("torch.nn.utils.clip_grad", "", 0.0),  # Whether the norm is one to raise for.
     ("torch.optim", "", 1.0),
-    ("autoaccum.accumulation.attempt", "", 1.0),
+    ("autoaccum.accumulation.accumulator", "", 1.0),
     ("autoaccum.accumulation.changes", "", 1.0),
     # Whether the mask is all ones, so that none is needed. Some of it is taken to be padding, which is the worse
     # case: a mask of queries by keys is then made for each sample, and attention takes a kernel that can use one.
