@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.coupling import listed
@@ -61,9 +61,8 @@ def running_warning(names: Sequence[str]) -> str:
 
 def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
     """One sentence where `batchnorm="frozen"` would normalise by statistics that nothing was ever estimated from."""
-    pairs = [(norm.running_mean, norm.running_var) for norm in find_batchnorms(model, criterion)]
-    known = [(mean, var) for mean, var in pairs if mean is not None and is_plain_tensor(mean) and not mean.is_meta]
-    if not known or not all(not mean.any() and bool((var == 1).all()) for mean, var in known):
+    norms = [norm for norm in find_batchnorms(model, criterion) if _is_readable(norm.running_mean)]
+    if not norms or not all(map(_is_untouched, norms)):
         return None
     return (
         'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
@@ -96,3 +95,11 @@ def is_compiled(model: nn.Module) -> bool:
 def is_scripted(module: nn.Module) -> bool:
     """Whether it is a BatchNorm of TorchScript's."""
     return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in _SCRIPTED
+
+
+def _is_readable(tensor: Tensor | None) -> bool:
+    return tensor is not None and is_plain_tensor(tensor) and not tensor.is_meta
+
+
+def _is_untouched(norm: _BatchNorm) -> bool:
+    return not norm.get_buffer("running_mean").any() and bool((norm.get_buffer("running_var") == 1).all())
