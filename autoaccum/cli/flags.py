@@ -2,97 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import click
 
-_MOST_SHOWN = 40
-
-
-def count(text: str | int) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        click.BadParameter: It is not.
-    """
-    return _whole(text, 1)
-
-
-def natural(text: str | int) -> int:
-    """A whole number of at least 0.
-
-    Raises:
-        click.BadParameter: It is not.
-    """
-    return _whole(text, 0)
-
-
-def positive(text: str | float) -> float:
-    """A number above 0; infinity is one.
-
-    Raises:
-        click.BadParameter: It is not.
-    """
-    number = _number(text)
-    if not number > 0:
-        raise click.BadParameter(f"{_shown(text)} is not a number above 0")
-    return number
-
-
-def seconds(text: str | float) -> float:
-    """A finite number of seconds, more than 0.
-
-    Raises:
-        click.BadParameter: It is not.
-    """
-    number = _number(text)
-    if not math.isfinite(number) or number <= 0:
-        raise click.BadParameter(f"{_shown(text)} is not a number of seconds above 0")
-    return number
-
-
-def _number(text: str | float) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _whole(text: str | int, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise click.BadParameter(f"{_shown(text)} is not a whole number of at least {least}") from None
-    if number < least:
-        raise click.BadParameter(f"{number} is too small, the least is {least}")
-    return number
-
-
-def _shown(text: object) -> str:
-    return repr(text) if len(str(text)) <= _MOST_SHOWN else f"{str(text)[:_MOST_SHOWN]!r}..."
-
+count, natural = click.IntRange(1), click.IntRange(0)
+positive = seconds = click.FloatRange(0, min_open=True)
+"""What is infinite or no number at all is refused with the request."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _MODE = "What BatchNorm sees and remembers of a batch in parts, instead of the workload's."
+_SUMS = "What gradients of half-precision parameters are summed in, instead of the workload's."
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "device": {
-        "default": "auto",
-        "show_default": True,
-        "metavar": "auto|cpu|cuda|cuda:N",
-        "help": "Where trials run.",
-    },
+    "device": {"default": "auto", "metavar": "auto|cpu|cuda|cuda:N", "help": "Where trials run."},
     "gpu": {"metavar": "NAME", "help": "Predict for this card, which need not be here; see `autoaccum gpus`."},
     "memory": {"metavar": "SIZE", "help": "The budget: 10GiB, 24GB, 80%.  [default: what is free]"},
     "reserve": {"metavar": "SIZE", "help": "Kept free of it."},
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Instead of the workload's."},
     "batchnorm": {"metavar": "micro|running|frozen", "help": _MODE},
-    "accumulate_in": {
-        "metavar": "fp32|parameters",
-        "help": "What gradients of half-precision parameters are summed in, instead of the workload's.",
-    },
+    "accumulate_in": {"metavar": "fp32|parameters", "help": _SUMS},
     "optimizer": {"metavar": "NAME", "help": "One of torch.optim, instead of the workload's."},
     "keeps": {
         "multiple": True,
@@ -103,21 +33,11 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     },
     "evaluation_batch": {"type": count, "metavar": "N", "help": "Plan for an evaluation in batches of N, too."},
     "worst_of": {"type": count, "metavar": "N", "help": "Batches of the longest of N samples of the dataset."},
-    "world_size": {
-        "type": count,
-        "metavar": "N",
-        "default": 1,
-        "show_default": True,
-        "help": "Ranks that share the target.",
-    },
+    "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target."},
     "multiple_of": {"type": count, "metavar": "N", "help": "Micro-batches that are multiples of N only."},
     "equal": {"is_flag": True, "help": "Equal micro-batches only."},
     "time_limit": {"type": seconds, "metavar": "SECONDS", "help": "The search ends after so many seconds."},
-    "trial_limit": {
-        "type": seconds,
-        "metavar": "SECONDS",
-        "help": "When a trial is given up.  [default: 600]",
-    },
+    "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "When a trial is given up.  [default: 600]"},
 }
 
 
@@ -132,7 +52,7 @@ def options(*names: str, **changes: Any) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         for name in reversed(names):
             change = changes.get(name, {})
-            settings = {**_FLAGS[name], **({"help": change} if isinstance(change, str) else change)}
+            settings = {"show_default": "default" in _FLAGS[name], **_FLAGS[name], **({"help": change} if isinstance(change, str) else change)}
             command = click.option(f"--{name.replace('_', '-')}", **settings)(command)
         return command
 

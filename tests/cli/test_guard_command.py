@@ -191,7 +191,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
         (["train.py", "-o", "train.py", "--force"], "-o names a Python file, train.py"),
         (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
         (["-o", "/nowhere/report"], "there is no folder /nowhere"),
-        (["train.py", "--target-batch", "0"], "0 is too small, the least is 1"),
+        (["train.py", "--target-batch", "0"], "0 is not in the range x>=1"),
         (["train.py", "other.py"], "unexpected extra argument (other.py): see `autoaccum guard --help`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

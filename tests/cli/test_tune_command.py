@@ -203,7 +203,7 @@ def test_whatever_ends_it_is_said_in_the_last_line(study: Stand, error: BaseExce
         ("", "missing option '--target-batch': see `autoaccum tune --help`"),
         ("--target-batch 64..16", "the target batch is '64..16': give a whole number"),
         ("--target-batch 8 --learning-rate 0.1", "the learning rate is '0.1': give two numbers above 0"),
-        ("--target-batch 8 --trials 0", "'--trials': 0 is too small, the least is 1"),
+        ("--target-batch 8 --trials 0", "'--trials': 0 is not in the range x>=1"),
         ("--target-batch 8 -o there.json", "there.json is already there: add --force"),
         ("--target-batch 8 -o model.py --force", "-o names the workload itself, model.py"),
         ("--target-batch 8 --storage x.db -o ./x.db", "-o names the study itself, ./x.db"),

@@ -99,7 +99,7 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     ("words", "told"),
     [
         (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
-        (["model.py", "--micro-batch", "0"], "0 is too small, the least is 1"),
+        (["model.py", "--micro-batch", "0"], "0 is not in the range x>=1"),
         (["modle.py"], "did you mean model.py?"),
         (["model.py", "--optimizer", "Adm"], "did you mean Adam"),
         (["model.py", "--worst-of", "9"], "dataset"),
