@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autoaccum.errors import PlanFileError, UsageError
@@ -26,12 +27,8 @@ def check_output(path: str | Path, *, force: bool = False, way_out: str = _ON_ST
     """
     if path in ("", "-"):
         raise UsageError(f"{path!r} is not the name of a file", hint=way_out)
-    target = _target(Path(path), force, way_out)
-    try:
-        temporary = _create(target)
-        temporary.unlink()
-    except OSError as error:
-        raise _unwritable(target, error) from None
+    with _writing(Path(path)):
+        _create(_target(Path(path), force, way_out)).unlink()
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
@@ -45,23 +42,18 @@ def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
     Raises:
         UsageError: As in `check_output`.
     """
-    target = _target(path, force)
-    try:
+    with _writing(path):
+        target = _target(path, force)
         temporary = _create(target)
-    except OSError as error:
-        raise _unwritable(target, error) from None
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        _name(temporary, target, force)
-    except FileExistsError:
-        raise _exists(target) from None
-    except OSError as error:
-        raise _unwritable(target, error) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            _target(path, force)  # One may have come meanwhile.
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def read_text(path: Path) -> str:
@@ -74,30 +66,35 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PlanFileError(f"there is no file {path}", hint="make one with `autoaccum plan ... -o FILE`") from None
-    except OSError as error:
-        raise PlanFileError(f"{path} cannot be read ({error.strerror})", hint="give a plan file") from None
     except UnicodeDecodeError:
         raise PlanFileError(f"{path} is not a plan: it is not text", hint="give a file of `plan -o FILE`") from None
-    except ValueError as error:  # A null byte in its name.
+    except (OSError, ValueError) as error:  # A null byte in its name.
         raise PlanFileError(f"{str(path)!r} cannot be read ({error})", hint="give a plan file") from None
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Within, what keeps a file from being written is a `UsageError`."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path} cannot be written ({reason})", hint="choose another place") from None
 
 
 def _target(path: Path, force: bool, way_out: str = _ON_STDOUT) -> Path:
     """The file itself, behind any symbolic links, once it may be written."""
     mode = None
-    try:
-        # Before it is resolved: what /dev/stdout leads to has no name when it is a pipe.
-        with suppress(FileNotFoundError):
-            mode = path.stat().st_mode
-        target = path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _unwritable(path, error) from None
+    # Before it is resolved: what /dev/stdout leads to has no name when it is a pipe.
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+    target = path.resolve()
     if mode is not None and stat.S_ISDIR(mode):
         raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
     if mode is not None and not stat.S_ISREG(mode):
         raise UsageError(f"{path} is not a plain file", hint=way_out)
     if mode is not None and not force:
-        raise _exists(path)
+        raise UsageError(f"{path} is already there", hint="add --force to overwrite it, or choose another name")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent} for {target.name}", hint="create it first")
     return target
@@ -107,27 +104,3 @@ def _create(target: Path) -> Path:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     temporary.touch(exist_ok=False)
     return temporary
-
-
-def _name(temporary: Path, target: Path, force: bool) -> None:
-    if force:
-        temporary.replace(target)
-        return
-    try:
-        # Unlike a rename, a link never replaces a file that came to be meanwhile.
-        target.hardlink_to(temporary)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Some file systems have no hard links.
-        with target.open("xb") as file:
-            file.write(temporary.read_bytes())
-
-
-def _exists(path: Path) -> UsageError:
-    return UsageError(f"{path} is already there", hint="add --force to overwrite it, or choose another name")
-
-
-def _unwritable(path: Path, error: Exception) -> UsageError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UsageError(f"{path} cannot be written ({reason})", hint="choose another place")

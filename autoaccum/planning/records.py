@@ -15,9 +15,8 @@ import msgspec
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Trial
-from autoaccum.devices.explanation import CATEGORIES, Explanation
+from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
-from autoaccum.options import MODES
 from autoaccum.planning.files import read_text, write_text
 from autoaccum.records import RecordError, freeze, read_record, to_plain
 
@@ -164,7 +163,6 @@ class Plan:
                 f"{source} is not a plan: it has no schema, kind and target_batch", hint="give a file of `plan -o FILE`"
             )
         _check_schema(plain["schema"], source)
-        _check_mode(plain.get("workload"), source)
         try:
             return read_record(plain, cls)
         except RecordError as error:
@@ -201,36 +199,22 @@ class Plan:
             schedule = self.schedule
         except UsageError as error:
             return [error.message]
-        same = {
-            "target_batch": schedule.target_batch,
-            "world_size": schedule.world_size,
-            "iter_size": schedule.iter_size,
-            "micro_batch": schedule.micro_batch,
-            "micro_batches": schedule.micro_batches,
-        }
+        names = ("target_batch", "world_size", "iter_size", "micro_batch", "micro_batches")
         found = [
-            f"{name} is {getattr(self, name)}, its parts give {value}"
-            for name, value in same.items()
-            if getattr(self, name) != value
+            f"{name} is {getattr(self, name)}, its parts give {getattr(schedule, name)}"
+            for name in names
+            if getattr(self, name) != getattr(schedule, name)
         ]
-        if self.multiple_of < 1 or any(part % self.multiple_of for parts in schedule.ranks for part in parts):
-            found.append(f"multiple_of is {self.multiple_of}, and not every part is a multiple of that")
         if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
             found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
         found += self._unproved()
-        if (self.band_bytes or 0) < 0 or (self.kind == "predicted") != (self.band_bytes is not None):
+        if (self.kind == "predicted") != (self.band_bytes is not None):
             found.append(f"band_bytes is {self.band_bytes}, and it is {self.kind}")
-        if self.capped and self.stopped is not None:
-            found.append(f"the limit on {self.stopped} stopped a search that is capped")
         if self.largest_fit < self.micro_batch:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
-        if self.limit_bytes < 1:
-            found.append(f"limit_bytes is {self.limit_bytes}")
-        if (self.peak_bytes or 0) < 0:
-            found.append(f"peak_bytes is {self.peak_bytes}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             found.append(f"learning_rate is {self.learning_rate}")
-        return found if self.explanation is None else [*found, *_unexplained(self.explanation)]
+        return found
 
     def _unproved(self) -> list[str]:
         """What no trial has run, each within the budget it is claimed for."""
@@ -243,19 +227,6 @@ class Plan:
         if self.least_bytes not in budgets | {None, self.limit_bytes}:
             found.append(f"least_bytes is {self.least_bytes}, and no trial ran within that")
         return found
-
-
-def _unexplained(explanation: Explanation) -> list[str]:
-    """What does not add up in an explanation."""
-    held, peak_bytes = explanation.categories, explanation.peak_bytes
-    if set(held) != set(CATEGORIES) or sum(held.values()) != peak_bytes:
-        return [f"{', '.join(held)} of its explanation take {sum(held.values())} bytes, its peak is {peak_bytes}"]
-    below = [f"{name} of its explanation takes {taken} bytes" for name, taken in held.items() if taken < 0]
-    return below + [
-        f"with {change.name} the peak of its explanation is {change.peak_bytes}, and {change.saved_bytes} less"
-        for change in explanation.changes
-        if change.peak_bytes is not None and change.saved_bytes != peak_bytes - change.peak_bytes
-    ]
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -271,9 +242,3 @@ def _check_schema(schema: object, source: str) -> None:
             f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
             hint=f"upgrade autoaccum, or {_AGAIN}",
         )
-
-
-def _check_mode(workload: object, source: str) -> None:
-    mode = workload.get("batchnorm") if isinstance(workload, dict) else None
-    if mode is not None and mode not in MODES:
-        raise PlanFileError(f"{source} is damaged: its batchnorm is {mode!r}", hint=_AGAIN)

@@ -132,19 +132,12 @@ def test_the_design_names_its_fields(a_plan: Plan) -> None:
         ({"largest_fit": 101}, "no trial ran at size 101"),
         ({"largest_fit": 1}, "the largest that ran is 1"),
         ({"trials": ()}, "no trial ran at size 86"),
-        ({"limit_bytes": 0}, "limit_bytes is 0"),
-        ({"peak_bytes": -1}, "peak_bytes is -1"),
         ({"least_bytes": GIB}, None),
         ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
         ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
         ({"least_bytes": GIB - 1}, f"least_bytes is {GIB - 1}, and no trial ran within that"),
         ({"learning_rate": 0.1}, None),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
-        ({"learning_rate": -0.1}, "learning_rate is -0.1"),
-        ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"stopped": "time"}, None),
-        ({"stopped": "time", "capped": True}, "the limit on time stopped a search that is capped"),
     ],
 )
 def test_contradictions_are_refused(a_plan: Plan, change: dict[str, Any], text: str | None) -> None:
@@ -168,16 +161,9 @@ def changed(plan: Plan, **changes: Any) -> str:
     [
         ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 2, this one reads up to 1): upgrade"),
         ({"schema": "1"}, "is damaged: its schema is '1'"),
-        ({"schema": 0}, "is damaged: its schema is 0"),
-        ({"schema": True}, "is damaged: its schema is True"),
         ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
-        ({"peak_bytes": True}, "is damaged: peak_bytes: Expected `int | null`, got `bool`"),
         ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),
-        ({"least_bytes": 10**15}, "contradicts itself: least_bytes is 1000000000000000, limit_bytes"),
-        ({"learning_rate": -1}, "contradicts itself: learning_rate is -1.0"),
         ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1]: Expected `int`, got `str`"),
-        ({"workload": {"batchnorm": "bogus"}}, "is damaged: its batchnorm is 'bogus'"),
-        ({"device": []}, "is damaged: device: Expected `object`, got `array`"),
         ({"trials": [{"parts": [1]}]}, "is damaged: trials[0]: Object missing required field `outcome`"),
         ({"trials": [{"parts": [1], "outcome": "ok", "seconds": 10**400}]}, "trials[0].seconds: Number out of range"),
         ({"trials": [{"parts": [], "outcome": "ok"}]}, "contradicts itself: a trial has no parts"),
@@ -237,7 +223,6 @@ def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
     for change, text in (
-        ({"band_bytes": -1}, "band_bytes is -1"),
         ({"band_bytes": None}, "band_bytes is None, and it is predicted"),
         ({"kind": "measured", "least_bytes": None}, f"band_bytes is {40 * MIB}, and it is measured"),
         ({"least_bytes": None}, "no least_bytes are predicted"),
