@@ -52,7 +52,11 @@ def options(*names: str, **changes: Any) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         for name in reversed(names):
             change = changes.get(name, {})
-            settings = {"show_default": "default" in _FLAGS[name], **_FLAGS[name], **({"help": change} if isinstance(change, str) else change)}
+            settings = {
+                "show_default": "default" in _FLAGS[name],
+                **_FLAGS[name],
+                **({"help": change} if isinstance(change, str) else change),
+            }
             command = click.option(f"--{name.replace('_', '-')}", **settings)(command)
         return command
 

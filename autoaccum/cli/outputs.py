@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import combinations
 from pathlib import Path
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoaccum.planning.events import Event
     from autoaccum.planning.records import Plan
 
-_WHAT = {"-o": "the plan is JSON", "--emit": "the step Python", "--plot": "the picture SVG or PNG"}
 _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",
     "--emit": "give a name that ends in .py",
@@ -69,8 +68,7 @@ class Outputs:
             check_apart(option, file, workload)
         for (one, file), (other, same) in combinations(self._asked.items(), 2):
             if Path(file).resolve() == Path(same).resolve():
-                hint = f"{_WHAT[one]}, {_WHAT[other]}: take two names"
-                raise UsageError(f"{one} and {other} both name {same}", hint=hint)
+                raise UsageError(f"{one} and {other} both name {same}", hint="take two names")
         if "--emit" in self._asked:
             module_name(self._asked["--emit"])
             check_emittable(world_size=world_size)
@@ -98,7 +96,7 @@ class Outputs:
         Raises:
             UsageError: One cannot be written, the first such; `written` has the others.
         """
-        writers: dict[str, tuple[str, Callable[[Plan, Path], None]]] = {
+        writers = {
             "-o": ("kept", self._write_plan),
             "--emit": ("emitted", self._write_step),
             "--plot": ("pictured", self._write_picture),
@@ -108,10 +106,9 @@ class Outputs:
             name, write = writers[option]
             try:
                 write(plan, Path(file))
+                self.written[name] = Path(file)
             except Exception as error:
                 failed.append(error)
-            else:
-                self.written[name] = Path(file)
         if failed:
             raise failed[0]
 
@@ -185,12 +182,8 @@ def _program() -> list[str]:
     """How this program was called, so that what is offered can be pasted."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "autoaccum":
-        found = shutil.which("python")
-        return ["python" if found and found == sys.executable else sys.executable, "-m", "autoaccum"]
-    found = shutil.which("autoaccum")
-    if called.name != "autoaccum" or (found and called.exists() and Path(found).samefile(called)):
-        return ["autoaccum"]
-    return [sys.argv[0]]
+        return [sys.executable, "-m", "autoaccum"]
+    return [sys.argv[0]] if called.name == "autoaccum" and shutil.which("autoaccum") is None else ["autoaccum"]
 
 
 @contextmanager

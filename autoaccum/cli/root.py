@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -91,9 +90,7 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
 
 
 def _report_unforeseen(error: Exception) -> int:
-    """A stdout that cannot be written is not ours to mend, nor a folder that was deleted; anything else is."""
-    if isinstance(error, FileNotFoundError) and not _has_folder():
-        return _report(UsageError("the current folder is not there any more", hint="change to one that is"))
+    """A stdout that cannot be written is not ours to mend; anything else is."""
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         _silence_stdout()
         return _report(UsageError(f"stdout cannot be written ({error.strerror})", hint="send it to another place"))
@@ -102,14 +99,6 @@ def _report_unforeseen(error: Exception) -> int:
     _say("".join(traceback.format_exception(error)).rstrip())
     _say("error: this is a fault of autoaccum, not of your workload: please report it with the lines above")
     return _CODE_OUR_BUG
-
-
-def _has_folder() -> bool:
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _report(error: AutoaccumError) -> int:

@@ -138,7 +138,7 @@ def _warnings(tried: Tried, stop: SearchStopped | None, need: Need | None) -> It
     if any(t.outcome == "tight" and t.micro_batch == tried.largest_fit for t in tried.trials):
         yield tight_warning(tried.largest_fit, predicted=predicted)
     if stop is not None:
-        yield stop_warning(str(stop), tried.largest_fit, tried.first_fail, predicted=predicted)
+        yield stop_warning(str(stop), tried.largest_fit, tried.first_fail)
 
 
 @dataclass(frozen=True)

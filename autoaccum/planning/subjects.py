@@ -80,7 +80,7 @@ def choose_way(
         return _adapted(workload, options, share, verb)
     if options.optimizer is not None and not isinstance(options.optimizer, str):
         raise UsageError(
-            f"optimizer is {_kind(options.optimizer)}, and the workload is a file",
+            f"optimizer is of type {type(options.optimizer).__name__}, and the workload is a file",
             hint="give a name of torch.optim, or write def optimizer(params) in the file",
         )
     return os.fspath(workload)
@@ -154,12 +154,5 @@ def _adapted(workload: Any, options: Options, share: int, verb: str) -> Workload
     from autoaccum.workload.spec import Workload
 
     if not isinstance(workload, Workload):
-        raise UsageError(f"the workload is {_kind(workload)}", hint=_ways(verb))
+        raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_ways(verb))
     return adapt(workload, most=share, worst_of=options.worst_of, **options.overrides)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,17 @@ def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> Do
     held, there = peak_bytes(trial), f"{format_bytes(limit_bytes)} are there"
     known = max(held or 0, need.least_bytes)
     where = f" in {trial.phase}" if trial.phase else ""
+    hint = f"take {_LESS_MEMORY}"
+    if trial.phase == "batch":
+        hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
     if trial.phase == "evaluation":
-        return _evaluation_does_not_fit(trial, held if need.predicted else None, there)
-    if need.predicted and held:
+        hint = f"take {_SMALLER_EVALUATION}"
+        taken = f"; it would take {format_bytes(held)} where nothing limits it" if need.predicted and held else ""
+        message = (
+            f"the evaluation does not fit: after an update of micro-batch {trial.micro_batch} it ran out of memory, "
+            f"{there}{taken}"
+        )
+    elif need.predicted and held:
         message = (
             f"micro-batch {trial.micro_batch} does not fit: it would take {format_bytes(held)} where nothing limits "
             f"it, {there}"
@@ -75,20 +83,7 @@ def does_not_fit(trial: Trial, limit_bytes: int, need: Need | None = None) -> Do
     else:
         so_far = f" with {format_bytes(held)} taken" if held else ""
         message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
-    if trial.phase == "batch":
-        hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
-    else:
-        hint = f"take {_LESS_MEMORY}"
     return DoesNotFitError(message, hint=hint)
-
-
-def _evaluation_does_not_fit(trial: Trial, predicted_bytes: int | None, there: str) -> DoesNotFitError:
-    peak = "" if predicted_bytes is None else f"; it would take {format_bytes(predicted_bytes)} where nothing limits it"
-    return DoesNotFitError(
-        f"the evaluation does not fit: after an update of micro-batch {trial.micro_batch} it ran out of memory, {there}"
-        f"{peak}",
-        hint=f"take {_SMALLER_EVALUATION}",
-    )
 
 
 def doubtful(trial: Trial) -> NotMeasuredError:
@@ -99,39 +94,29 @@ def doubtful(trial: Trial) -> NotMeasuredError:
     )
 
 
-def monotony_warnings(trials: Iterable[Trial]) -> list[str]:
+def monotony_warnings(trials: Sequence[Trial]) -> list[str]:
     """Sentences on memory that does not grow with the size; none where it does."""
-    ordered = sorted(trials, key=lambda t: t.micro_batch)
-    found = []
-    ran = {t.micro_batch for t in ordered if t.ran}
-    failed = [t.micro_batch for t in ordered if t.outcome == "oom" and t.micro_batch not in ran]
-    above = [size for size in sorted(ran) if failed and size > failed[0]]
-    if above:
-        found.append(
-            f"memory is not monotone here: size {above[0]} ran although size {failed[0]} did not, so that other sizes "
-            "may not do what their neighbours did"
-        )
-    return found
+    ran = {t.micro_batch for t in trials if t.ran}
+    failed = {t.micro_batch for t in trials if t.outcome == "oom"} - ran
+    above = [size for size in sorted(ran) if failed and size > min(failed)]
+    if not above:
+        return []
+    return [
+        f"memory is not monotone here: size {above[0]} ran although size {min(failed)} did not, so that other sizes "
+        "may not do what their neighbours did"
+    ]
 
 
-def tight_warning(largest_fit: int, *, predicted: bool = False) -> str:
+def tight_warning(largest_fit: int, *, predicted: bool) -> str:
     """The sentence on a largest size that runs only by the allocator's retries."""
-    if predicted:
-        return (
-            f"micro-batch {largest_fit} fits only if the allocator releases its cache and tries again in every update,"
-            " which is slow"
-        )
-    return f"micro-batch {largest_fit} ran only because the allocator released its cache and tried again"
+    how = "fits only if" if predicted else "ran only because"
+    return f"micro-batch {largest_fit} {how} the allocator released its cache and tried again, which is slow"
 
 
-def stop_warning(limit: str, largest_fit: int, first_fail: int | None, *, predicted: bool = False) -> str:
+def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
     """The sentence on a search that `limit` ended early."""
-    if predicted:
-        return f"{limit} ended the search: sizes above {largest_fit} were not all tried, larger ones may fit"
-    if first_fail == largest_fit + 1:
-        return f"{limit} ended the search before {first_fail}, which did not fit, was tried in a fresh process"
     fails = "" if first_fail is None else f" and below {first_fail}"
-    return f"{limit} ended the search: no size above {largest_fit}{fails} ran to its end, larger ones may fit"
+    return f"{limit} ended the search: no size above {largest_fit}{fails} was tried to its end, larger ones may fit"
 
 
 def peak_bytes(trial: Trial) -> int | None:

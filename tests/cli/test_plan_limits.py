@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -42,16 +41,18 @@ def test_few_trials_are_marked(folder: Path) -> None:
     assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
 
 
-def test_the_least_budget(folder: Path) -> None:
-    done = run(folder, "--max-micro-batch", "1000", "--least", "--json")
+def test_the_least_budget_and_the_training_step_beside_the_plan(folder: Path) -> None:
+    done = run(folder, "--max-micro-batch", "1000", "--least", "-o", "plan.json", "--emit", "train_step.py")
     assert done.returncode == 0, done.stderr
-    plan = Plan.from_json(done.stdout)
+    plan = Plan.load(folder / "plan.json")
     assert plan.least_bytes is not None
     assert plan.peak_bytes is not None
     assert plan.least_bytes == pytest.approx(plan.peak_bytes, abs=4 * MIB), "malloc needs what it holds"
     below = [t.limit_bytes for t in plan.trials if t.limit_bytes is not None and not t.ran]
     assert max(b for b in below if b is not None) >= plan.least_bytes - 2 * MIB
     assert "the least budget at which that still runs\n" in done.stderr
+    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in done.stdout
+    assert f"MICRO_BATCH = {plan.micro_batch}  #" in (folder / "train_step.py").read_text()
 
 
 ENDLESS = """
@@ -67,7 +68,6 @@ Path("pids").open("a").write(f"{os.getpid()} ")
         ("plan --device cpu --time-limit 1", "while True: pass", "loading the workload"),
         ("tune --time-limit 1", "time.sleep(1e9)", "loading the workload"),
         ("guard --gpu 24GiB --time-limit 1 --update", "while True: pass", "loading the workload"),
-        ("plan --device cpu --time-limit 1", "def model(): time.sleep(1e9)", "building the model"),
     ],
 )
 def test_what_does_not_end_is_ended_and_named(
@@ -89,44 +89,35 @@ def test_what_does_not_end_is_ended_and_named(
     assert not Path(f"/proc/{pids[0]}").exists()
 
 
-def test_the_training_step_is_written_beside_the_plan(folder: Path) -> None:
-    done = run(folder, "--max-micro-batch", "1000", "-o", "plan.json", "--emit", "train_step.py")
-    assert done.returncode == 0, done.stderr
-    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in done.stdout
-    plan = json.loads((folder / "plan.json").read_text())
-    text = (folder / "train_step.py").read_text()
-    assert f"MICRO_BATCH = {plan['micro_batch']}  #" in text
-    assert "import autoaccum" not in text
-    compile(text, "train_step.py", "exec")
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--emit", "model.py", "--force"], "--emit names the workload itself, model.py: choose another name"),
-        (["--emit", "same", "-o", "./same"], "-o and --emit both name same: the plan is JSON, the step Python"),
-        (["--emit", "my step.py"], "the emitted my step.py cannot be imported under that name"),
+        (["--emit", "same", "-o", "./same"], "-o and --emit both name same: take two names"),
         (["--emit", "torch.py"], "would hide the module torch"),
         (["--emit", "step.py", "--world-size", "2"], "--world-size"),
+        (["--plot", "memory.pdf"], "the picture memory.pdf ends in .pdf: give a name that ends in .svg or .png"),
+        (["--plot", "/dev/null"], "/dev/null is not a plain file: give a name that ends in .svg or .png"),
+        (["--plot", "model.svg"], "model.svg is already there: add --force to overwrite it, or choose another name"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_any_trial(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
     monkeypatch.chdir(folder)
+    (folder / "model.svg").write_text("precious")
     result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "8", *words])
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    assert (folder / "model.py").read_text() == MODEL
-    assert [path.name for path in folder.iterdir()] == ["model.py"]
+    assert (folder / "model.svg").read_text() == "precious"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.py", "model.svg"]
 
 
-@pytest.mark.parametrize("workload", ["model", "model:MODEL", "model.py:MODEL", "./model.py"])
+@pytest.mark.parametrize("workload", ["model:MODEL", "model.py:MODEL", "./model.py"])
 def test_the_workload_is_never_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, workload: str) -> None:
     monkeypatch.chdir(folder)
     (folder / "link.py").symlink_to(folder / "model.py")
-    for words in (["-o", "model.py"], ["--emit", "link.py"]):
+    for words in (["-o", "model.py"], ["--emit", "link.py"], ["--plot", "model.py"]):
         result = CliRunner().invoke(main, ["plan", workload, "--target-batch", "8", "--force", *words])
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"{words[0]} names the workload itself, {words[1]}: choose another name" in result.stderr

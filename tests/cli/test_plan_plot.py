@@ -7,11 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 from command_line import Done, autoaccum
 from pictured_plans import usual
 
-from autoaccum.cli import main
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
@@ -77,36 +75,6 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--plot", "memory.pdf"], "the picture memory.pdf ends in .pdf: give a name that ends in .svg or .png"),
-        (["--plot", "/dev/null"], "/dev/null is not a plain file: give a name that ends in .svg or .png"),
-        (["--plot", "there.svg"], "there.svg is already there: add --force to overwrite it, or choose another name"),
-        (["--plot", "model.py", "--force"], "--plot names the workload itself, model.py: choose another name"),
-        (
-            ["--plot", "memory.svg", "-o", "./memory.svg"],
-            "-o and --plot both name memory.svg: the plan is JSON, the picture SVG or PNG: take two names",
-        ),
-        (
-            ["--plot", "step.py", "--emit", "step.py"],
-            "--emit and --plot both name step.py: the step Python, the picture SVG or PNG: take two names",
-        ),
-    ],
-)
-def test_bad_usage_is_refused_before_any_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text("raise SystemExit('loaded')")
-    (tmp_path / "there.svg").write_text("precious")
-    result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "8", "--device", "cpu", *words])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {says}")
-    assert (tmp_path / "there.svg").read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py", "there.svg"]
-
-
 def test_says_what_is_missing_before_any_trial(folder: Path) -> None:
     (folder / "model.py").write_text("raise SystemExit('loaded')")
     done = run(folder, "--target-batch", "8", "--device", "cpu", "--plot", "memory.svg", code=WITHOUT)
@@ -129,8 +97,3 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
     assert outputs.written == {"pictured": files["memory.svg"]}
     assert any(text.startswith("limit") for text in texts(files["memory.svg"]))
     assert files["plan.json"].read_text() == "came meanwhile"
-
-
-def test_without_pictures_matplotlib_is_not_needed(folder: Path) -> None:
-    done = run(folder, *GPU, "-q", code=WITHOUT)
-    assert done.returncode == 0, done.stderr

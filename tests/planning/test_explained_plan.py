@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import ChangeFailed
-from autoaccum.errors import AutoaccumError, NotMeasuredError, PlanFileError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.confirmation import explain_proof
 from autoaccum.planning.events import Event, Explained, ExplanationStarted, TrialFinished
 from autoaccum.planning.planner import plan_on
@@ -93,19 +92,13 @@ def test_it_decides_nothing() -> None:
     assert replace(explained, explanation=None, trials=plain.trials) == plain
 
 
-@pytest.mark.parametrize("most", [None, 20])
-@pytest.mark.parametrize("activations", [linear(), lambda size: 100_000 * size * size], ids=["affine", "not affine"])
-def test_it_takes_about_as_many_rehearsals_as_the_plan_itself(
-    activations: Callable[[int], int], most: int | None
-) -> None:
+def test_it_takes_about_as_many_rehearsals_as_the_plan_itself() -> None:
     offers = dict.fromkeys(("bf16", "checkpoint", "foreach=False", "SGD"), linear(sample=3 * MIB))
-    plain, explained = (SyntheticTracer(activations, offers=offers) for _ in range(2))
-    explain(plain, explain=False, max_micro_batch=most)
-    found = changes_of(explain(explained, max_micro_batch=most))
-    assert len(found) == 4
+    plain, explained = SyntheticTracer(offers=offers), SyntheticTracer(offers=offers)
+    explain(plain, explain=False)
+    found = changes_of(explain(explained))
     # Each question with a limit is a rehearsal: one that labels, and one for each change, whatever the plan took.
-    assert len(explained.limits) - len(plain.limits) == 1 + len(found)
-    assert len(explained.limits) <= 2 * len(plain.limits) + 1, (plain.asked, explained.asked)
+    assert len(explained.limits) - len(plain.limits) == 1 + len(found) == 5
 
 
 def test_it_is_told_after_the_proof_along_with_what_pictures_need() -> None:
@@ -130,14 +123,6 @@ def test_a_picture_alone_simulates_no_changes_and_is_not_kept() -> None:
     assert told[-1].account.explanation.changes == ()
     assert told[-1].account.curve
     assert plan == replace(explain(explain=False), trials=plan.trials)
-
-
-def test_the_pair_with_the_highest_peak_is_what_is_explained() -> None:
-    plan = explain(target=65)
-    assert len(set(plan.micro_batches)) == 2
-    assert plan.explanation is not None
-    assert max(plan.explanation.parts) == plan.micro_batch
-    assert plan.explanation.peak_bytes == plan.peak_bytes
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -265,11 +250,10 @@ def test_what_cannot_be_simulated_is_said_and_the_plan_kept(error: AutoaccumErro
 
 
 @pytest.mark.without_gpu
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_on_the_cpu_it_is_refused_before_anything_runs(device: str, tmp_path: Path) -> None:
+def test_on_the_cpu_it_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("raise SystemExit('it was run')\n")
     with pytest.raises(UsageError) as refused:
-        autoaccum.plan(tmp_path / "model.py", target_batch=8, device=device, explain=True)
+        autoaccum.plan(tmp_path / "model.py", target_batch=8, explain=True)
     assert str(refused.value) == (
         "explain (--explain) tells where the memory of a card goes, and trials run on the CPU: predict for a card,"
         " which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)"
@@ -291,37 +275,6 @@ def test_it_is_kept_on_disk(tmp_path: Path) -> None:
     record = json.loads(plan.to_json())["explanation"]
     assert sum(record["categories"].values()) == record["peak_bytes"]
     assert {change["name"] for change in record["changes"]} == {*OFFERS, "expandable_segments"}
-
-
-def moved(held: dict[str, int], one: str, other: str) -> dict[str, int]:
-    """A byte of `one` counted as `other`."""
-    return {**held, one: held[one] - 1, other: held[other] + 1}
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda found: {**found, "phase": "lunch"}, "explanation.phase: Invalid enum value 'lunch'"),
-        (
-            lambda found: {**found, "categories": {"parameters": 5}},
-            "a plan that contradicts itself: parameters of its explanation take 5 bytes, its peak is",
-        ),
-        (lambda found: {**found, "peak_bytes": 7}, "of its explanation take"),
-        (
-            lambda found: {**found, "categories": moved(found["categories"], "averages", "unused")},
-            "a plan that contradicts itself: averages of its explanation takes -1 bytes",
-        ),
-        (
-            lambda found: {**found, "changes": [{"name": "x", "what": "x", "peak_bytes": 5, "saved_bytes": 5}]},
-            "with x the peak of its explanation is 5, and 5 less",
-        ),
-    ],
-)
-def test_a_damaged_one_is_a_damaged_plan(damage: Callable[[Any], Any], said: str) -> None:
-    record = json.loads(explain().to_json())
-    record["explanation"] = damage(record["explanation"])
-    with pytest.raises(PlanFileError, match=re.escape(said)):
-        Plan.from_json(json.dumps(record))
 
 
 # --- with processes of its own ----------------------------------------------------------------------------------------

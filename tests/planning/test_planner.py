@@ -397,8 +397,8 @@ def test_a_failure_closes_the_device(use_device: Any, error: AutoaccumError) -> 
         ({"reserve": 0.1}, "reserve is 0.1: write its unit too"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
         ({"device": None}, "there is no device None: take auto, cpu, cuda or cuda:N"),
-        ({"optimizer": list}, "optimizer is the class list, and the workload is a file"),
-        ({"workload": 3}, "the workload is an int: give one"),
+        ({"optimizer": list}, "optimizer is of type type, and the workload is a file"),
+        ({"workload": 3}, "the workload is of type int: give one"),
     ],
 )
 def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) -> None:

@@ -74,7 +74,7 @@ def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
         assert outcomes[plan.largest_fit + 1] != "ok"
 
 
-@pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (256, 20.0), (64, 2.0), (1000, 5.0), (8, 20.0), (5, 20.0)])
+@pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (256, 20.0), (1000, 5.0), (5, 20.0)])
 def test_at_most_four_traces(target: int, gib: float) -> None:
     tracer = SyntheticTracer()
     predict(tracer, target, gib=gib)
@@ -90,7 +90,7 @@ def test_the_whole_share_in_one_micro_batch_is_one_trace_more() -> None:
     assert [trial.parts for trial in plan.trials] == [(64,)]
 
 
-@pytest.mark.parametrize("target", [101, 251, 333])
+@pytest.mark.parametrize("target", [101, 251])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: int, expandable: bool) -> None:

@@ -57,8 +57,8 @@ def test_a_workload_made_in_code_is_tried_in_place() -> None:
         ("model.py", live(weight=None), "a workload is given, and model, batch and criterion too"),
         (None, live(batch=None), "model and criterion given, batch missing"),
         (None, {**PARTS, "loss": nn.MSELoss()}, "loss given, model and batch missing"),
-        (3, PARTS, "the workload is an int"),
-        (nn.Linear(4, 2), PARTS, "the workload is a Linear"),
+        (3, PARTS, "the workload is of type int"),
+        (nn.Linear(4, 2), PARTS, "the workload is of type Linear"),
     ],
 )
 def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: str) -> None:
@@ -73,7 +73,7 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
         ("model.py", PARTS, "cuda:1", "both --device cuda:1 and --gpu rtx3090 are given: .* take one"),
         ("model.py", PARTS, "cpu", "both --device cpu and --gpu rtx3090 are given"),
         (None, live(), "cpu", "both --device cpu and --gpu rtx3090 are given"),
-        (nn.Linear(2, 2), PARTS, "auto", "the workload is a Linear"),
+        (nn.Linear(2, 2), PARTS, "auto", "the workload is of type Linear"),
     ],
 )
 def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
@@ -88,5 +88,5 @@ def test_a_reduction_belongs_to_live_objects() -> None:
 
 def test_a_live_optimizer_does_not_go_with_a_file() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(UsageError, match=r"optimizer is a SGD, and the workload is a file: .*def optimizer\(params\)"):
+    with pytest.raises(UsageError, match=r"optimizer is of type SGD, and .*def optimizer\(params\)"):
         plan("model.py", target_batch=8, optimizer=optimizer)

@@ -278,10 +278,10 @@ def test_a_shorter_window_of_batchnorm_has_no_single_sample() -> None:
         ({}, 'there is nothing to verify: give one: verify("model.py", ...)'),
         ({"workload": WORKLOAD, "model": _model()}, "a workload is given, and model too"),
         ({"model": _model()}, "model given, batch missing"),
-        ({"workload": 3}, "the workload is an int: give one: verify("),
+        ({"workload": 3}, "the workload is of type int: give one: verify("),
         (
             {"workload": "model.py", "optimizer": torch.optim.SGD},
-            "optimizer is the class SGD, and the workload is a file",
+            "optimizer is of type type, and the workload is a file",
         ),
     ],
     ids=["nothing", "both", "missing", "kind", "optimizer"],
