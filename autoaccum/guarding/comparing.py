@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoaccum.devices.explanation import CATEGORIES
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.allocator import LARGE_SEGMENT_BYTES
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.growth import growths
@@ -16,9 +16,6 @@ from autoaccum.guarding.measuring import what_is_missing
 from autoaccum.guarding.modules import LASTING
 from autoaccum.guarding.records import Growth, Judgement, Measured, Measurement, Outcome, Tolerance
 from autoaccum.units import percent, precise_bytes, signed_bytes
-
-_SEGMENT_BYTES = AllocatorSettings().large_segment_bytes
-"""What PyTorch's allocator asks the driver for at a time: a peak that grew by less tells nothing by itself."""
 
 _ROUNDING = 1e-9
 _MOST_CAUSES, _LITTLE = 3, 0.1
@@ -101,7 +98,7 @@ class _Figures:
     def worse(self) -> _Figure | None:
         """What regressed: the peak, if another figure says so too or a whole segment; or what is held; or nothing."""
         peak, held, least = self.all
-        alone = peak.more_bytes >= _SEGMENT_BYTES or not held.before_bytes
+        alone = peak.more_bytes >= LARGE_SEGMENT_BYTES or not held.before_bytes
         if peak.grew and (alone or held.grew or least.grew):
             return peak
         return held if held.grew and least.more_bytes >= 0 else None
@@ -115,7 +112,7 @@ class _Figures:
     def improved(self) -> bool:
         """Whether something is less, and nothing more: a part of a segment is no news here either."""
         less = self.held.shrank or self.least.shrank
-        peak_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.more_bytes >= _SEGMENT_BYTES)
+        peak_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.more_bytes >= LARGE_SEGMENT_BYTES)
         return not self.grew and (less or peak_less)
 
     @property

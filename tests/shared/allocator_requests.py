@@ -7,22 +7,16 @@ from collections.abc import Iterator
 MIB = 1 << 20
 SIZES = (1, 512, 513, 3000, 100 << 10, MIB - 1, MIB, MIB + 1, 3 * MIB, 5 * MIB + 77, 9 * MIB + 7, 10 * MIB)
 LARGE_SIZES = (11 * MIB + 5, 21 * MIB, 22 * MIB - 512, 33 * MIB, 47 * MIB + 1, 64 * MIB)
-CASES = (
-    "",
-    "expandable_segments:True",
-    "expandable_segments:True,large_segment_size_mb:12",
-    "large_segment_size_mb:32",
-    "max_split_size_mb:20",
-    "max_split_size_mb:21,max_non_split_rounding_mb:22",
-    "roundup_power2_divisions:4",
-    "roundup_power2_divisions:[1:2,4:8,16:4,>:2]",
-    "roundup_power2_divisions:[2:4,8:0,>:1]",
-    "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6",
-    "per_process_memory_fraction:0.6,garbage_collection_threshold:0.8,max_split_size_mb:32",
-    "per_process_memory_fraction:0.5,expandable_segments:True",
-    "expandable_segments:True,max_split_size_mb:24",
-    "expandable_segments:True,roundup_power2_divisions:8",
-)
+CASES = {
+    "": 0,
+    "expandable_segments:True": 1,
+    "max_split_size_mb:20": 4,
+    "roundup_power2_divisions:4": 6,
+    "per_process_memory_fraction:0.5,expandable_segments:True": 11,
+    "expandable_segments:True,max_split_size_mb:24": 12,
+    "expandable_segments:True,roundup_power2_divisions:8": 13,
+}
+"""Settings, and a number for each that the seeds of its requests follow from."""
 CAPACITIES = ((None, 1000 * MIB), (500 * MIB, 1000 * MIB), (200 * MIB, 400 * MIB), (61 * MIB, 400 * MIB))
 """What CUDA has to give (None: any number), and what the card says it has in all."""
 

@@ -19,7 +19,6 @@ MIB = 1 << 20
 class Cell:
     size: int
     state: str  # "free", "unmapped", or the number of a block in use
-    since: int = 0
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Segment:
     number: int
     cells: list[Cell] = field(default_factory=list)
 
-    def normalise(self, searches: int) -> None:
+    def normalise(self) -> None:
         """Join neighbours that are both free, or both without memory."""
         joined = []
         for state, group in groupby(self.cells, key=lambda cell: cell.state):
@@ -36,7 +35,7 @@ class Segment:
             if len(cells) == 1:
                 joined += cells
             else:
-                joined.append(Cell(sum(cell.size for cell in cells), state, searches))
+                joined.append(Cell(sum(cell.size for cell in cells), state))
         self.cells = joined
 
 
@@ -49,7 +48,6 @@ class Reference:
         self.settings, self.capacity = settings, capacity
         self.segments: list[Segment] = []
         self.created = self.peak_reserved = self.peak_allocated = self.retries = self.releases = 0
-        self.searches = {True: 0, False: 0}
 
     @property
     def reserved(self) -> int:
@@ -64,7 +62,7 @@ class Reference:
         power = 1
         while power * 2 <= size:
             power *= 2
-        divisions = self.settings.roundup_divisions[max(0, min(15, len(bin(power)) - 3 - 20))]
+        divisions = self.settings.roundup_divisions
         step = power // divisions if divisions > 1 and size > 512 * divisions else 512
         while size % step:
             size += step - size % step
@@ -73,7 +71,6 @@ class Reference:
     def malloc(self, block: int, asked: int) -> None:
         size = self.round(asked)
         small = size <= MIB
-        self.searches[small] += 1
         place = self.best(small, size) or self.ask(small, size)
         if place is None:
             raise NoRoom
@@ -82,7 +79,7 @@ class Reference:
         splits = rest >= 512 if small or self.settings.expandable_segments else rest > MIB and not self.oversize(size)
         if splits:
             cell.size = size
-            segment.cells.insert(segment.cells.index(cell) + 1, Cell(rest, "free", self.searches[small]))
+            segment.cells.insert(segment.cells.index(cell) + 1, Cell(rest, "free"))
         cell.state = str(block)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
@@ -90,8 +87,8 @@ class Reference:
         for segment in self.segments:
             for cell in segment.cells:
                 if cell.state == str(block):
-                    cell.state, cell.since = "free", self.searches[segment.small]
-                    segment.normalise(self.searches[segment.small])
+                    cell.state = "free"
+                    segment.normalise()
                     return
 
     def oversize(self, size: int) -> bool:
@@ -120,7 +117,7 @@ class Reference:
         held = chosen[1].size
         if self.oversize(held) and not self.oversize(size):
             return None
-        if self.oversize(size) and held >= size + self.settings.max_unsplit_rounding_bytes:
+        if self.oversize(size) and held >= size + 20 * MIB:
             return None
         return chosen
 
@@ -129,7 +126,6 @@ class Reference:
         return cell.size + (after[0].size if after and after[0].state == "unmapped" else 0)
 
     def ask(self, small: bool, size: int) -> tuple[Segment, Cell] | None:
-        self.collect()
         found = self.grow(small, size)
         if found is None and self.release_some(small, size):
             found = self.grow(small, size)
@@ -143,7 +139,7 @@ class Reference:
         if size <= MIB:
             return 2 * MIB
         if size < 10 * MIB:
-            return self.settings.large_segment_bytes
+            return 20 * MIB
         return (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
 
     def room(self, size: int) -> bool:
@@ -167,7 +163,7 @@ class Reference:
         return self.segments[-1]
 
     def expand(self, small: bool, size: int) -> tuple[Segment, Cell] | None:
-        handle = 2 * MIB if small else self.settings.large_segment_bytes
+        handle = 2 * MIB if small else 20 * MIB
         segment, index = self.lowest_room(small, size, handle)
         while True:
             cell = segment.cells[index]
@@ -180,7 +176,7 @@ class Reference:
                 return None
             rest = segment.cells[bare].size - mapped
             segment.cells[bare : bare + 1] = [Cell(mapped, "free")] + [Cell(rest, "unmapped")] * bool(rest)
-            segment.normalise(self.searches[small])
+            segment.normalise()
             self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def lowest_room(self, small: bool, size: int, handle: int) -> tuple[Segment, int]:
@@ -222,7 +218,7 @@ class Reference:
                 if [cell.state for cell in segment.cells] == ["free"]:
                     self.drop(segment)
                 continue
-            handle = 2 * MIB if segment.small else self.settings.large_segment_bytes
+            handle = 2 * MIB if segment.small else 20 * MIB
             cells, start, gave = [], 0, False
             for cell in segment.cells:
                 end = start + cell.size
@@ -235,27 +231,9 @@ class Reference:
                     cells.append(cell)
                 start = end
             segment.cells = cells
-            segment.normalise(0)
+            segment.normalise()
             if gave and [cell.state for cell in segment.cells] == ["unmapped"]:
                 self.segments.remove(segment)
-
-    def collect(self) -> None:
-        allowed, threshold = self.settings.allowed_bytes, self.settings.garbage_collection_threshold
-        if allowed is None or not threshold:
-            return
-        excess = self.reserved - int(threshold * allowed)
-        while excess > 0:
-            whole = [
-                (self.searches[False] - segment.cells[0].since, segment)
-                for segment in self.segments
-                if not segment.small and [cell.state for cell in segment.cells] == ["free"]
-            ]
-            old = [segment for age, segment in whole if age * len(whole) >= sum(age for age, _ in whole)]
-            if not old:
-                return
-            for segment in old:
-                excess -= segment.cells[0].size
-                self.drop(segment)
 
     def drop(self, segment: Segment) -> None:
         self.releases += 1

@@ -18,6 +18,7 @@ from autoaccum.units import MIB, format_bytes
 SMALL_BYTES: Final = MIB
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_GRAIN_BYTES: Final = 2 * MIB
+LARGE_SEGMENT_BYTES: Final = 20 * MIB
 _LARGE_ALONE_BYTES: Final = 10 * MIB
 _LEAST_BYTES: Final = 512
 _NO_LIMIT: Final = 1 << 60
@@ -63,9 +64,7 @@ class Allocator:
         self._settings, self._expandable = settings, settings.expandable_segments
         self._capacity = _NO_LIMIT if capacity is None else capacity
         self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
-        self._collects = settings.garbage_collection_threshold > 0 and settings.allowed_bytes is not None
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
-        self._rounds = any(divisions > 1 for divisions in settings.roundup_divisions)
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._handles = {pool: self._handles_of(pool) for pool in (self._small, self._large)}
         self._next_address = self._given_bytes = 0
@@ -80,7 +79,7 @@ class Allocator:
         Raises:
             CapacityExceeded: There is no room for it.
         """
-        asked, size = size, -(-size // _LEAST_BYTES) * _LEAST_BYTES if not self._rounds else self._round(size)
+        asked, size = size, self._round(size)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._find(pool, size)
         if block is not None:
@@ -109,30 +108,23 @@ class Allocator:
 
     def _round(self, size: int) -> int:
         """`round_size`: up to 512 bytes, or to a step between two powers of two."""
-        if size < _LEAST_BYTES:
-            return _LEAST_BYTES
-        interval = min(max(size.bit_length() - 1 - 20, 0), len(self._settings.roundup_divisions) - 1)
-        divisions = self._settings.roundup_divisions[interval]
-        step = _LEAST_BYTES
+        divisions, step = self._settings.roundup_divisions, _LEAST_BYTES
         if divisions > 1 and size > _LEAST_BYTES * divisions:
             step = (1 << size.bit_length() - 1) // divisions
         return -(-size // step) * step
 
     def _find(self, pool: Pool, size: int) -> Block | None:
         """`get_free_block`: the best fit, unless it is too large to be split and too large for what is asked."""
-        pool.searches += self._collects
         block = self._handles[pool].best(size) if self._expandable else pool.best(size)
         if block is None or block.size < self._max_split:
             return block
-        if size < self._max_split or block.size >= size + self._settings.max_unsplit_rounding_bytes:
+        if size < self._max_split or block.size >= size + LARGE_SEGMENT_BYTES:
             return None
         return block
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
         """The second half of `malloc`: CUDA, then giving back as little as will do, then giving back everything."""
         given_bytes = self._given_bytes
-        if self._collects:
-            self._collect()
         block = self._grow(pool, size)
         if block is None and self._release_enough(pool, size):
             block = self._grow(pool, size)
@@ -157,7 +149,7 @@ class Allocator:
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < _LARGE_ALONE_BYTES:
-            return self._settings.large_segment_bytes
+            return LARGE_SEGMENT_BYTES
         return -(-size // LARGE_GRAIN_BYTES) * LARGE_GRAIN_BYTES
 
     def _release_enough(self, pool: Pool, size: int) -> bool:
@@ -186,19 +178,6 @@ class Allocator:
                 if not block.split:
                     self._release(block)
 
-    def _collect(self) -> None:
-        """`garbage_collect_cached_blocks`: large segments that were not used for longer than others."""
-        excess = self.reserved_bytes - int(self._settings.garbage_collection_threshold * self._allowed)
-        whole = [block for block in self._large.free() if not block.split and block.segment_bytes is None]
-        ages = {block: self._large.searches - block.since for block in whole}
-        while excess > 0 and ages:
-            mean = sum(ages.values()) / len(ages)
-            old = [block for block, age in ages.items() if age >= mean]
-            for block in old:
-                del ages[block]
-                excess -= block.size
-                self._release(block)
-
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self._give(block.size)
@@ -225,7 +204,7 @@ class Allocator:
         total_bytes = self._settings.total_bytes
         return Handles(
             pool,
-            handle_bytes=SMALL_SEGMENT_BYTES if pool.small else self._settings.large_segment_bytes,
+            handle_bytes=SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES,
             # As many addresses as the card has, and an eighth more, so that some may stay without memory.
             address_bytes=_ADDRESSES_WITHOUT_CARD if total_bytes is None else total_bytes + total_bytes // 8,
             place=self._place,

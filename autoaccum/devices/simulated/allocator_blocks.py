@@ -23,10 +23,9 @@ class Block:
         segment_bytes: Of an expandable segment: all its addresses; None of others.
         before: The block in front of it in the same segment.
         behind: The one behind it.
-        since: The count of searches in its pool when it became free.
     """
 
-    __slots__ = ("address", "allocated", "before", "behind", "mapped", "pool", "segment_bytes", "since", "size")
+    __slots__ = ("address", "allocated", "before", "behind", "mapped", "pool", "segment_bytes", "size")
 
     def __init__(
         self, pool: Pool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
@@ -35,7 +34,6 @@ class Block:
         self.allocated, self.mapped, self.segment_bytes = False, mapped, segment_bytes
         self.before: Block | None = None
         self.behind: Block | None = None
-        self.since = 0
 
     @property
     def split(self) -> bool:
@@ -76,7 +74,6 @@ class Pool:
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
-        self.searches = 0
         self._keys: list[int] = []
         self._blocks: dict[int, Block] = {}
         self._unmapped: list[int] = []
@@ -86,7 +83,6 @@ class Pool:
         address = block.address >> _GRAIN_BITS
         self._blocks[address] = block
         if block.mapped:
-            block.since = self.searches
             insort(self._keys, block.size >> _GRAIN_BITS << _ADDRESS_BITS | address)
         else:
             insort(self._unmapped, address)

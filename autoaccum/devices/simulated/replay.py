@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -204,8 +203,7 @@ def least_capacity(
     found = at(most)
     if not found.fits:
         raise ValueError("the trace does not go through: the settings allow too little of the card, or `most` is less")
-    grain = math.gcd(LARGE_GRAIN_BYTES, (settings or AllocatorSettings()).large_segment_bytes)
-    enough, fails = found.like_from_bytes, _floor_bytes(events, sizes, grain, optional) - 1
+    enough, fails = found.like_from_bytes, _floor_bytes(events, sizes, optional) - 1
     while enough - fails > 1:
         tried = at((enough + fails) // 2)
         if tried.fits:
@@ -216,7 +214,7 @@ def least_capacity(
     return enough
 
 
-def _floor_bytes(events: Sequence[int], sizes: Sequence[int], grain: int, optional: Container[int]) -> int:
+def _floor_bytes(events: Sequence[int], sizes: Sequence[int], optional: Container[int]) -> int:
     """Return what no allocator of such segments can do without: those of the small blocks alive, and the large."""
     alive, most = {True: 0, False: 0}, 0
     for event in events:
@@ -224,8 +222,8 @@ def _floor_bytes(events: Sequence[int], sizes: Sequence[int], grain: int, option
         size = 0 if block in optional else sizes[block]
         alive[size <= SMALL_BYTES] += size if event >= 0 else -size
         if event >= 0:
-            most = max(most, sum(-(-held // grain) for held in alive.values()))
-    return most * grain
+            most = max(most, sum(-(-held // LARGE_GRAIN_BYTES) for held in alive.values()))
+    return most * LARGE_GRAIN_BYTES
 
 
 def reserved_over(

@@ -19,12 +19,9 @@ SIZES = [1, 512, 513, 100 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB, 9 * MIB + 7, 10
 ALL_SETTINGS: list[dict[str, Any]] = [
     {},
     {"expandable_segments": True},
-    {"expandable_segments": True, "large_segment_bytes": 12 * MIB},
-    {"large_segment_bytes": 32 * MIB},
     {"max_split_bytes": 20 * MIB},
-    {"max_split_bytes": 21 * MIB, "max_unsplit_rounding_bytes": 22 * MIB},
-    {"roundup_divisions": (2, 4, 8, 4, 2) + (0,) * 11},
-    {"memory_fraction": 0.5, "garbage_collection_threshold": 0.6, "total_bytes": 400 * MIB},
+    {"roundup_divisions": 4},
+    {"memory_fraction": 0.5, "total_bytes": 400 * MIB},
     {"memory_fraction": 0.5, "expandable_segments": True, "total_bytes": 300 * MIB},
 ]
 

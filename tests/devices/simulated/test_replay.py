@@ -146,9 +146,8 @@ kinds = st.sampled_from(
     [
         AllocatorSettings(),
         EXPANDABLE,
-        AllocatorSettings(large_segment_bytes=11 * MIB),
         AllocatorSettings(max_split_bytes=20 * MIB),
-        AllocatorSettings(roundup_divisions=(4,) * 16),
+        AllocatorSettings(roundup_divisions=4),
     ]
 )
 

@@ -66,7 +66,7 @@ def main() -> None:
     """Print, case by case and capacity by capacity, the last line and a digest of all."""
     with tempfile.TemporaryDirectory() as name:
         build(Path(sys.argv[1]), Path(name))
-        for number, text in enumerate(CASES):
+        for text, number in CASES.items():
             print(f"    {text!r}: (")
             for index, (capacity, total) in enumerate(CAPACITIES):
                 lines = ask(Path(name), text, capacity, total, 10 * number + index)
