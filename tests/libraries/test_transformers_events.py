@@ -1,7 +1,7 @@
 """Models of transformers run the same operators on a simulated card as in a real run.
 
 The real run is one on the CPU. What CUDA does otherwise is brought to one vocabulary: attention is one call, noted with
-what it was given (which kernel a card takes for that, `test_attention_choice` tells); models have no dropout, which is
+what it was given (which kernel a card takes for that, `test_attention_kernels` tells); models have no dropout, which is
 one fused operator on CUDA; a number that is written into a tensor is copied there, and filled in on the CPU. No model
 here asks for its device otherwise: `use_gqa_in_sdpa`, by which heads of keys are not repeated, holds for both.
 """
