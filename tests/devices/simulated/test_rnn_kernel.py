@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
-from autoaccum.devices.simulated.kernels.rnn_meta import Cell, band_percent, reserve_bytes
+from autoaccum.devices.simulated.kernels.rnn import MODES, Form
 from autoaccum.devices.simulated.replay import replay
 from autoaccum.devices.simulated.replays import Replays
 from autoaccum.devices.simulated.trace import Scratch
@@ -26,29 +26,22 @@ def samples(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(BATCH, STEPS, INPUTS, device="cuda:0", dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.parametrize(("cell", "expected"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_reserve_is_what_was_measured(cell: Cell, expected: int) -> None:
+def form(kind: str = "lstm", **changes: Any) -> Form:
+    made = Form(MODES.index(kind), 320, 0, 4, batch_first=False, dropout=0.0, train=True, bidirectional=False)
+    return made._replace(**changes)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("lstm", 736_000_000), ("gru", 864_000_000)])
+def test_reserve_is_what_was_measured(kind: str, expected: int) -> None:
     """pytorch/pytorch#2895: four layers of 320 units."""
-    measured = reserve_bytes(cell, rows=25_000, hidden_size=320, num_layers=4, directions=1, element_bytes=4)
-    assert measured == expected
+    assert form(kind).reserve_bytes(25_000, 4) == expected
 
 
-@pytest.mark.parametrize(
-    ("cell", "changes", "percent"),
-    [
-        ("lstm", {}, 25),
-        ("gru", {}, 25),
-        ("lstm", {"layers": 1, "dropout": True}, 25),
-        ("lstm", {"dropout": True}, 50),
-        ("gru", {"directions": 2}, 50),
-        ("lstm", {"projection": 16}, 50),
-        ("rnn", {}, 100),
-    ],
-    ids=["lstm", "gru", "no-layer-to-drop", "dropout", "two-directions", "projection", "plain"],
-)
-def test_reserve_is_known_less_well_where_nobody_measured(cell: Cell, changes: dict[str, Any], percent: int) -> None:
-    form: dict[str, Any] = {"layers": 2, "directions": 1, "dropout": False, "projection": 0, **changes}
-    assert band_percent(cell, **form) == percent
+def test_reserve_is_known_less_well_where_nobody_measured() -> None:
+    measured = [form(), form("gru"), form(num_layers=1, dropout=0.1)]
+    guessed = [form(dropout=0.1), form("gru", bidirectional=True), form(proj_size=16)]
+    assert [one.band_percent() for one in (*measured, *guessed)] == [25] * 3 + [50] * 3
+    assert form("rnn_tanh").band_percent() == 100
 
 
 def test_band_of_the_reserve_lives_as_long() -> None:
@@ -98,9 +91,9 @@ def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
         assert [grad.shape for grad in grads if grad is not None] == [weight.shape for weight in network.parameters()]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn")])
+@pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn_tanh")])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_all_kinds_train(name: str, kind: Cell, bidirectional: bool) -> None:
+def test_all_kinds_train(name: str, kind: str, bidirectional: bool) -> None:
     with on_card() as recorder:
         build: Any = getattr(nn, name)
         network, x = (
@@ -110,9 +103,8 @@ def test_all_kinds_train(name: str, kind: Cell, bidirectional: bool) -> None:
         sizes = sizes_of(recorder, lambda: torch.autograd.backward(network(x)[0].sum()), above=4)
         assert rnn.DROPOUT_STATE_BYTES in sizes
         assert rnn.DROPOUT_STATE_BYTES not in sizes_of(recorder, lambda: network(x), above=4)
-        directions = 2 if bidirectional else 1
-        form = {"rows": ROWS, "hidden_size": UNITS, "num_layers": 3, "directions": directions, "element_bytes": 4}
-        assert reserve_bytes(kind, **form, dropout=True) in sizes
+        asked = form(kind, hidden_size=UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional)
+        assert asked.reserve_bytes(ROWS, 4) in sizes
         assert all(parameter.grad is not None for parameter in network.parameters())
 
 

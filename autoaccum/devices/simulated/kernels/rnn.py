@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.kernels.rnn_meta import MODES, cudnn_rnn, cudnn_rnn_backward
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.values import SimulationLimit
 
+MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+"""As cuDNN numbers them (`cudnnRNNMode_t`)."""
+_STORED = (1, 1, 5, 6)
+"""By mode, values a layer stores for each hidden unit and step: of an LSTM four gates and the cell. 1 is a guess."""
+_MEASURED_PERCENT, _GUESSED_PERCENT, _PLAIN_PERCENT = 25, 50, 100
+"""By how much of it the reserve may be off: in the form that was measured, with an older cuDNN; with dropout, a
+projection or a second direction, which were not; and of a plain RNN, for which nothing was."""
 
-@dataclass(frozen=True)
-class Network:
-    """In the order of their parameters.
+
+class Network(NamedTuple):
+    """In the order of the parameters of `_lstm` and its kin.
 
     Attributes:
         has_biases: Whether each linear map has one.
@@ -36,6 +41,91 @@ class Network:
     train: bool
     bidirectional: bool
     batch_first: bool = False
+
+
+class Form(NamedTuple):
+    """A call of cuDNN, in the order of the parameters of `_cudnn_rnn` and its backward."""
+
+    mode: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_sizes: Sequence[int] = ()
+    dropout_state: Tensor | None = None
+
+    @property
+    def directions(self) -> int:
+        """How many there are."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether cuDNN reads and writes samples and steps the other way round."""
+        return self.batch_first and not self.batch_sizes
+
+    def reserve_bytes(self, rows: int, element_bytes: int) -> int:
+        """The bytes of `reserveSpaceSize` (`cudnnGetRNNTempSpaceSizes`, whose source is closed) for steps x samples.
+
+        Derived from two measurements in pytorch/pytorch#2895 (cuDNN on a P100, fp32, 4 layers of 320 units, 25,000
+        rows): 736,000,000 bytes for an LSTM and 864,000,000 for a GRU, which are 5 and 6 values per unit, row and
+        layer, and the outputs of all layers but the last. Dropout between layers stores those once more.
+        """
+        outputs = (self.proj_size or self.hidden_size) * (self.num_layers - 1) * (2 if self.dropout else 1)
+        stored = (_STORED[self.mode] * self.hidden_size + self.proj_size) * self.num_layers
+        return rows * self.directions * element_bytes * (stored + outputs)
+
+    def band_percent(self) -> int:
+        """Return how far off `reserve_bytes` may be, either way, in percent of it."""
+        if _STORED[self.mode] == 1:
+            return _PLAIN_PERCENT
+        measured = not (self.bidirectional or self.proj_size or (self.dropout and self.num_layers > 1))
+        return _MEASURED_PERCENT if measured else _GUESSED_PERCENT
+
+
+def _cudnn_rnn(
+    input: Tensor, weight: Sequence[Tensor], stride: int, weight_buf: Tensor, hx: Tensor, cx: Tensor | None, *form: Any
+) -> tuple[Tensor, ...]:
+    """`_cudnn_rnn` in `aten/src/ATen/native/cudnn/RNN.cpp`; its own meta function has a reserve of 0 bytes."""
+    asked = Form(*form)
+    leading, outputs = tuple(input.shape[:-1]), asked.directions * (asked.proj_size or asked.hidden_size)
+    if asked.is_transposed:
+        output = input.new_empty((leading[1], leading[0], outputs)).transpose(0, 1)
+    else:
+        output = input.new_empty((*leading, outputs))
+    reserve = asked.reserve_bytes(input.numel() // input.size(-1), input.element_size()) if asked.train else 0
+    return (
+        output,
+        hx.new_empty(hx.shape),
+        input.new_empty(0) if cx is None else cx.new_empty(cx.shape),
+        input.new_empty(reserve, dtype=torch.uint8),
+        weight_buf,
+    )
+
+
+def _cudnn_rnn_backward(
+    input: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hx: Tensor, cx: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
+    """`_cudnn_rnn_backward`: the gradients of all weights are views of one buffer."""
+    *_, output_mask = rest
+    asked = Form(*rest[4:-2])  # Between the output with the gradients, and the reserve.
+    if not asked.train:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+    grad_input = input.new_empty((input.transpose(0, 1) if asked.is_transposed else input).shape)
+    gradients: list[Tensor | None] = [None] * len(weight)
+    if output_mask[3]:
+        whole = weight[0].new_empty(sum(tensor.numel() for tensor in weight))
+        pieces = torch.split_with_sizes(whole, [tensor.numel() for tensor in weight])
+        gradients = [piece.view(tensor.shape) for piece, tensor in zip(pieces, weight, strict=True)]
+    return (
+        (grad_input.transpose(0, 1) if asked.is_transposed else grad_input) if output_mask[0] else None,
+        hx.new_empty(hx.shape) if output_mask[1] else None,
+        cx.new_empty(cx.shape) if cx is not None and output_mask[2] else None,
+        gradients,
+    )
 
 
 def lstm_cell(
@@ -115,8 +205,8 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
         for key in ("AutogradCUDA", "CUDA"):
             register(f"{name}.input", _padded(mode), key)
             register(f"{name}.data", _packed(mode), key)
-    register("_cudnn_rnn", cudnn_rnn, "Meta", allow_override=True)
-    register("_cudnn_rnn_backward", cudnn_rnn_backward, "Meta", allow_override=True)
+    register("_cudnn_rnn", _cudnn_rnn, "Meta", allow_override=True)
+    register("_cudnn_rnn_backward", _cudnn_rnn_backward, "Meta", allow_override=True)
     for key in ("AutogradCUDA", "CUDA"):
         register("lstm_cell", lstm_cell, key)
         register("gru_cell", gru_cell, key)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.kernels.layers import convolution_format
-from autoaccum.devices.simulated.kernels.rnn_meta import CELLS, band_percent
+from autoaccum.devices.simulated.kernels.rnn import Form
 from autoaccum.devices.simulated.kernels.scratch_call import (
     Call,
     Handler,
@@ -24,7 +24,8 @@ from autoaccum.devices.simulated.patches import is_strictly_deterministic
 from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
 
 _cudnn: Any = torch.backends.cudnn
-_GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+_GATES = (1, 1, 4, 3)
+"""By mode of cuDNN's recurrent networks."""
 _RESERVE = 3
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
@@ -167,22 +168,13 @@ def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Scratch]:
 def _recurrent(call: Call) -> list[Scratch]:
     tensor, directions = call["input"], 2 if call["bidirectional"] else 1
     rows = tensor.numel() // max(1, tensor.shape[-1])
-    return [
-        Scratch(
-            "recurrent", (rows, call["hidden_size"], _GATES[CELLS[call["mode"]]], directions, tensor.dtype.itemsize)
-        )
-    ]
+    numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
+    return [Scratch("recurrent", numbers)]
 
 
 def _reserve(call: Call) -> list[tuple[int, Scratch]]:
     """Return how far off the reserve may be, as long as it lives."""
-    share = band_percent(
-        CELLS[call["mode"]],
-        layers=call["num_layers"],
-        directions=2 if call["bidirectional"] else 1,
-        dropout=call["dropout"] > 0,
-        projection=call["proj_size"],
-    )
+    share = Form(*(call[name] for name in Form._fields)).band_percent()
     return [(_RESERVE, Scratch("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
 
 
