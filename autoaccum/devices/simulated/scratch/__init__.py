@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.scratch import attention, estimates, layers, reductions
-from autoaccum.devices.simulated.scratch.estimates import Estimate, Rule, tensor_of_bytes
+from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, Rule
 from autoaccum.devices.simulated.trace import Scratch
 
 __all__ = ["RULES", "Estimate", "Rule", "estimate"]
 
-_OWN: tuple[Rule, ...] = (
-    reductions.reduction,
-    reductions.reduction_flags,
-    reductions.foreach_norm,
-    attention.flash_gradient,
-    attention.flash_row_sums,
-    attention.flash_grouped,
-    attention.flash_splits,
-    attention.flash_split_sums,
-    attention.efficient_gradient,
-    attention.efficient_cast,
-    attention.efficient_product,
-    attention.efficient_product_sums,
-    attention.efficient_row_sums,
-    attention.efficient_output,
-    attention.cudnn_gradient,
-    estimates.product,
-    estimates.product_with_bias,
-    layers.convolution,
-    layers.layer_norm_gradient,
-    layers.layer_norm_staging,
-    layers.layer_norm_flags,
-    layers.batch_norm,
-    layers.cudnn_batch_norm,
-    layers.group_norm,
-    layers.recurrent,
-    layers.recurrent_reserve,
-    layers.embedding_sums,
-    layers.embedding_indices,
-    layers.embedding_segments,
-    layers.embedding_partials,
-    layers.sorted_pairs,
-    layers.index_put,
-    layers.sort,
-    layers.scan,
-)
-_TENSORS = (
-    "layout_copy",  # Of operators that call contiguous() or clone() inside, such as Convolution.cpp.
-    "cast_copy",  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
-    "loss_elements",  # ATen/native/Loss.cpp: the losses before they are averaged.
-    "softmax_product",  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
-    "difference",  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
-    "ctc_gradient",  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
-)
+_PRODUCTS = {
+    "layout_copy": 1,  # Of operators that call contiguous() or clone() inside, such as Convolution.cpp.
+    "cast_copy": 1,  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
+    "loss_elements": 1,  # ATen/native/Loss.cpp: the losses before they are averaged.
+    "softmax_product": 1,  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
+    "difference": 1,  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
+    "ctc_gradient": 1,  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
+    "group_norm": 1,  # A number for each sample and channel, or group: how many, bytes of one.
+    "flash_grouped": 1,  # For every query head: batch, heads, keys, head size, bytes of an element.
+    "efficient_row_sums": 4,  # The rows' sums (`delta`): batch, heads, queries.
+    "index_put": 8,  # Indices: linear, sorted, original ones, or their range.
+}
+"""Rules by which it is the product of the numbers, so many times."""
+
+
+def _product(factor: int, numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    return Estimate(bytes=factor * prod(numbers))
+
+
+def _is_rule(name: str, value: Any) -> bool:
+    return not name.startswith("_") and getattr(value, "__annotations__", {}).get("return") == "Estimate"
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {**{rule.__name__: rule for rule in _OWN}, **dict.fromkeys(_TENSORS, tensor_of_bytes)}
+    {
+        **{name: partial(_product, factor) for name, factor in _PRODUCTS.items()},
+        **{
+            name: value
+            for module in (reductions, attention, estimates, layers)
+            for name, value in vars(module).items()
+            if _is_rule(name, value)
+        },
+    }
 )
 
 

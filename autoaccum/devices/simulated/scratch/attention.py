@@ -30,12 +30,6 @@ def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int])
     return Estimate(bytes=4 * batch * heads * round_up(queries, 128))
 
 
-def flash_grouped(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Gradients of keys or values for every query head. Numbers: batch, query heads, keys, head size, bytes."""
-    batch, heads, keys, head_size, element_bytes = numbers
-    return Estimate(bytes=batch * heads * keys * head_size * element_bytes)
-
-
 def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Partial outputs of a forward pass that is split over the keys, for want of other work (no dropout).
 
@@ -90,12 +84,6 @@ def _unless_summed(numbers: Numbers, card: Card, width: int) -> Estimate:
     """So many fp32 values for each row, where operators sum rows since no kernel does."""
     batch, heads, queries, *_ = numbers
     return Estimate(bytes=0 if _kernel_sums_rows(numbers, card) else 4 * batch * heads * queries * width)
-
-
-def efficient_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The rows' sums (`delta`). Numbers: batch, heads, queries."""
-    batch, heads, queries = numbers
-    return Estimate(bytes=4 * batch * heads * queries)
 
 
 def efficient_output(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:

@@ -66,11 +66,6 @@ def power_below(number: int) -> int:
     return 1 << max(number.bit_length() - 1, 0)
 
 
-def tensor_of_bytes(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A whole tensor inside an operator. Numbers: its bytes."""
-    return Estimate(bytes=numbers[0])
-
-
 _SMALL, _LARGE = 8_519_680, 32 << 20
 _UNSET = -1
 

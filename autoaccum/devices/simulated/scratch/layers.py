@@ -83,12 +83,6 @@ def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int
     return Estimate(bytes=0, band_bytes=2 * 4 * channels * shares, measured=False)
 
 
-def group_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A number for each sample and channel, or group. Numbers: how many, bytes of one."""
-    count, number_bytes = numbers
-    return Estimate(bytes=count * number_bytes)
-
-
 def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The workspace of cuDNN, a band. Numbers: steps x samples, hidden size, gates, directions, bytes of an element."""
     rows, hidden, gates, directions, element_bytes = numbers
@@ -144,11 +138,6 @@ def embedding_partials(numbers: Numbers, card: Card, torch_version: tuple[int, i
     """Return where each partial sum begins. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
     return Estimate(bytes=_partials(indices, rows, least) * index_bytes)
-
-
-def index_put(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Indices: linear, sorted, original ones, or their range. Numbers: indices."""
-    return Estimate(bytes=8 * numbers[0])
 
 
 def sorted_pairs(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
