@@ -90,16 +90,11 @@ def is_leaf(node: Any) -> bool:
                 hint="give a padded or dense tensor and convert it in the model",
             )
         if node.device.type == "meta":
-            raise without_values()
+            raise WorkloadError(
+                "the batch holds a tensor on the meta device, which has no values", hint="give a real one, on the CPU"
+            )
         return True
     return isinstance(node, np.ndarray)
-
-
-def without_values() -> WorkloadError:
-    """The error that says why a tensor on the meta device cannot be trained on."""
-    return WorkloadError(
-        "the batch holds a tensor on the meta device, which has no values", hint="give a real one, on the CPU"
-    )
 
 
 def holds_rows(node: Any) -> bool:

@@ -119,7 +119,6 @@ def test_bad_input(
     "words",
     [
         "plan model.py --target-batch 4 --device cpu",
-        "plan model.py --target-batch 4 --gpu rtx3090",
         "verify model.py",
         "fit model.py --target-batch 4 --micro-batch 2 --steps 1 --device cpu --run-dir run",
     ],

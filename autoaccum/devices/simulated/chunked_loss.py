@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial, partialmethod
-from numbers import Number
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 CHUNKS = 8
 _LEAST_CLASSES = 1024
 _LINEAR = (F.linear, torch._C._nn.linear)
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_BY_ELEMENT = ("float", "to", "tanh", "__neg__", "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__")
+"""What rows become as they are made, where it takes numbers alone."""
 _FIRST = slice(None)
 
 
@@ -81,14 +82,6 @@ class Logits:
         """Logits are, as they are made."""
         return self
 
-    def float(self) -> Any:
-        """Rows become so as they are made."""
-        return self._then(lambda made: made.float())
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise, onto a dtype or the device they are on."""
-        return self._then(lambda made: made.to(*args, **kwargs))
-
     def view(self, *sizes: Any) -> Any:
         """Rows are arranged as hidden states."""
         if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
@@ -121,31 +114,19 @@ class Logits:
         of_rows = keys[-1] == _FIRST if ... in keys or len(keys) == self.ndim else True
         return self._of(self.hidden[key]) if plain and of_rows and not self.swapped else self.whole()[key]
 
-    def _scaled(self, name: str, other: Any) -> Any:
-        """Numbers scale rows as they are made; anything else reads the whole."""
-        if isinstance(other, Number):
-            return self._then(lambda made: getattr(made, name)(other))
-        return getattr(self.whole(), name)(_read(other))
-
-    __mul__ = __rmul__ = partialmethod(_scaled, "__mul__")
-    __truediv__ = partialmethod(_scaled, "__truediv__")
-    __add__ = __radd__ = partialmethod(_scaled, "__add__")
-    __sub__ = partialmethod(_scaled, "__sub__")
-    __rsub__ = partialmethod(_scaled, "__rsub__")
-    __pow__ = partialmethod(_scaled, "__pow__")
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.whole() @ other
-
-    def __neg__(self) -> Any:
-        return self._then(torch.neg)
-
     def _of(self, hidden: Tensor) -> Logits:
         return Logits(hidden, self.head, self.classes)
 
-    def _then(self, step: Callable[[Tensor], Tensor]) -> Logits:
+    def _by_element(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, Tensor | Logits) for each in args):
+            return getattr(self.whole(), name)(*map(_read, args), **kwargs)
         head = self.head
+        step = methodcaller(name, *args, **kwargs)
         return Logits(self.hidden, lambda hidden: step(head(hidden)), self.classes, self.swapped)
+
+
+for _name in _BY_ELEMENT:
+    setattr(Logits, _name, partialmethod(Logits._by_element, _name))
 
 
 class ChunkedLoss(TorchFunctionMode):
@@ -165,17 +146,12 @@ class ChunkedLoss(TorchFunctionMode):
         if func in _LINEAR and not kwargs and is_wide(*args[1].shape[::-1]):
             weight, bias = args[1], args[2] if len(args) > 2 else None
             return Logits(args[0], lambda hidden: F.linear(hidden, weight, bias), weight.shape[0])
-        if func in _PRODUCTS and isinstance(args[0], Tensor) and _is_table(args[1]):
-            table = args[1]
-            return Logits(args[0], lambda hidden: hidden @ table, table.shape[1])
         if args and isinstance(args[0], Logits):
             if func is F.cross_entropy and _in_rows(args[0], args[1] if len(args) > 1 else kwargs.get("target")):
                 self.losses += 1
                 return self._in_chunks(*args, **kwargs)
-            if func in (torch.flatten, torch.reshape, torch.transpose):
+            if func in (torch.flatten, torch.reshape, torch.transpose, torch.tanh):
                 return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-            if func is torch.tanh:
-                return args[0]._then(torch.tanh)
         args, kwargs = tree_map(_read, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -215,10 +191,6 @@ def _in_rows(logits: Logits, target: Any) -> bool:
     """Return whether the target tells one class for each row, as PyTorch reads both."""
     plain = isinstance(target, Tensor) and not target.is_floating_point()
     return plain and target.shape == logits.hidden.shape[:-1] and (logits.swapped or logits.ndim == 2)
-
-
-def _is_table(other: Any) -> bool:
-    return isinstance(other, Tensor) and other.dim() == 2 and is_wide(*other.shape)
 
 
 def is_wide(inputs: int, outputs: int) -> bool:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -26,7 +25,7 @@ from autoaccum.devices.simulated.known import mark_unbuilt
 from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.values import SimulationLimit
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.nests import tensors, without_values
+from autoaccum.workload.nests import tensors
 from autoaccum.workload.spec import Workload
 
 _SHAPED = "have model() run one sample through before it returns"
@@ -74,7 +73,7 @@ def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     for name, value in vars(parameter).items():
         if name not in vars(made) and name != _REPLACED_BY:
             setattr(made, name, value)
-    _remember(parameter, made)
+    setattr(parameter, _REPLACED_BY, weakref.ref(made))
     return made
 
 
@@ -85,17 +84,13 @@ def _exchanged(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
     with torch.no_grad():
         applied = fn(buffer)
     if applied is not buffer:
-        _remember(buffer, applied)
+        setattr(buffer, _REPLACED_BY, weakref.ref(applied))
     return applied
 
 
 def _replacement(tensor: Tensor) -> Any:
     reference = vars(tensor).get(_REPLACED_BY)
     return None if reference is None else reference()
-
-
-def _remember(tensor: Tensor, replacement: Tensor) -> None:
-    setattr(tensor, _REPLACED_BY, weakref.ref(replacement))
 
 
 T = TypeVar("T")
@@ -116,25 +111,13 @@ def with_own_criterion(workload: Workload) -> Workload:
 
 
 def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
-    with _NoMeta():
-        made = batch(size)
+    made = batch(size)
     if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
         raise WorkloadError(
             f"batch({size}) is on the card, where a simulation cannot count its weight",
             hint="make it on the CPU: one part at a time is moved, so that the card holds no more than that",
         )
     return made
-
-
-class _NoMeta(TorchFunctionMode):
-    """Refuses tensors that are made on the meta device, which here is what C++ takes the card for."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        asked = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
-        if any(isinstance(device, (str, torch.device)) and str(device) == "meta" for device in asked):
-            raise without_values()
-        return func(*args, **kwargs)
 
 
 def built_lazily(workload: Workload, mode: CardMode, *, batches: bool) -> Workload:
@@ -185,13 +168,44 @@ def read_checkpoints(stack: ExitStack) -> None:
 
 
 def _load(native: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-    places = _Places(map_location)
+    """Read to the host what `map_location` wants on the card, and put it there afterwards."""
+    on_card: dict[int, torch.UntypedStorage] = {}
+    moved: dict[Any, Tensor] = {}
+
+    def put(storage: torch.UntypedStorage, device: Any = None, *_: Any, **__: Any) -> Any:
+        check_index(device)
+        on_card[storage._cdata] = storage
+        return storage
+
+    def choose(storage: torch.UntypedStorage, location: str) -> Any:  # As `_get_restore_location`.
+        if callable(map_location):
+            placed = map_location(storage, location)
+            if placed is not None:
+                return placed
+        elif map_location is not None:
+            wanted = map_location.get(location, location) if isinstance(map_location, dict) else map_location
+            location = wanted.decode() if isinstance(wanted, bytes) else str(wanted)
+        return put(storage, location) if location.startswith("cuda") else _RESTORE(storage, location)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return value._apply(move)  # type: ignore[no-untyped-call]
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage()._cdata
+        if storage not in on_card:
+            return value
+        key = storage, value.storage_offset(), value.shape, value.stride()
+        if key not in moved:
+            made = value.detach().to(DEVICE)
+            moved[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+        return moved[key]
+
     if options.get("mmap") is None and _can_be_mapped(f):
         options["mmap"] = True  # What is never read takes no memory.
-    onto_card = replaced(torch.UntypedStorage, "cuda", lambda storage, *args, **_: places.put_on_card(storage, *args))
-    with _disable_current_modes(), onto_card:
-        loaded = native(f, places.choose, *args, **options)
-    return tree_map(places.move, loaded) if places.on_card else loaded
+    with _disable_current_modes(), replaced(torch.UntypedStorage, "cuda", put):
+        loaded = native(f, choose, *args, **options)
+    return tree_map(move, loaded) if on_card else loaded
 
 
 def _can_be_mapped(f: Any) -> bool:
@@ -199,52 +213,3 @@ def _can_be_mapped(f: Any) -> bool:
         return False
     with Path(f).open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
-
-
-class _Places:
-    """Places where `map_location` wants each storage of a file.
-
-    Attributes:
-        on_card: Those that belong on the card, by their address; they are on the host as yet.
-    """
-
-    def __init__(self, map_location: Any) -> None:
-        self._map_location = map_location
-        self._moved: dict[Any, Tensor] = {}
-        self.on_card: dict[int, torch.UntypedStorage] = {}
-
-    def choose(self, storage: torch.UntypedStorage, location: str) -> Any:
-        """As `_get_restore_location` in `torch/serialization.py`."""
-        wanted = self._map_location
-        if isinstance(wanted, dict):
-            location = wanted.get(location, location)
-        elif callable(wanted):
-            placed = wanted(storage, location)
-            if placed is not None:
-                return placed
-        elif wanted is not None:
-            location = wanted.decode() if isinstance(wanted, bytes) else str(wanted)
-        if location.startswith("cuda"):
-            return self.put_on_card(storage, location)
-        return _RESTORE(storage, location)
-
-    def put_on_card(self, storage: torch.UntypedStorage, device: Any = None, *_: Any) -> Any:
-        """Note that `storage` goes there."""
-        check_index(device)
-        self.on_card[storage._cdata] = storage
-        return storage
-
-    def move(self, value: Any) -> Any:
-        """`value` on the card, if it is a tensor or a module that belongs there."""
-        if isinstance(value, nn.Module):
-            return value._apply(self.move)  # type: ignore[no-untyped-call]
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return value
-        storage = value.untyped_storage()._cdata
-        if storage not in self.on_card:
-            return value
-        key = storage, value.storage_offset(), value.shape, value.stride()
-        if key not in self._moved:
-            moved = value.detach().to(DEVICE)
-            self._moved[key] = nn.Parameter(moved, value.requires_grad) if isinstance(value, nn.Parameter) else moved
-        return self._moved[key]
