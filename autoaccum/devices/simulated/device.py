@@ -225,16 +225,8 @@ class SimulatedDevice:
             notes=(band.note(), *self._traces.notes, *assumed, band.made_of()),
         )
 
-    def explain(
-        self,
-        parts: tuple[int, ...],
-        *,
-        changes: bool = True,
-        curve: bool = False,
-        detail: bool = False,
-        limit_seconds: float | None = None,
-    ) -> Account:
-        """Account for `parts`, of which a fresh trial is known, whether they fit or not; `detail` is the accountant's.
+    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **asked: bool) -> Account:
+        """Account for `parts`, of which a fresh trial is known, whether they fit or not: `asked` as `Accountant` takes.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced.
@@ -242,7 +234,7 @@ class SimulatedDevice:
         clock = Clock(limit_seconds)
         made = self._traces.of_schedule(parts, True, clock.left_seconds)
         accountant = Accountant(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replays)
-        return accountant.account(made, clock, changes=changes, curve=curve, detail=detail)
+        return accountant.account(made, clock, **asked)
 
     def close(self) -> None:
         """End the tracer's process. Idempotent."""

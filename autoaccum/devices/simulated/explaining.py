@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -87,38 +87,27 @@ def curve_points(
     limit_bytes: int,
     events_for_least: int = _EVENTS_FOR_LEAST,
 ) -> tuple[CurvePoint, ...]:
-    """Peaks and least budgets from 2 samples to where the budget is crossed.
+    """Peaks and least budgets from 2 samples over `size` to where the budget is crossed, or to `most`; ascending.
 
-    Args:
-        follow: The trace of two parts of a size, where it follows from small ones.
-        replays: On the card.
-        size: The micro-batch that was chosen, in samples; one of the points.
-        most: The largest that makes sense, in samples.
-        limit_bytes: The budget.
-        events_for_least: Where the traces of all points have more, least budgets are left out: each takes several
-            replays.
-
-    Returns:
-        Ascending; empty where sizes do not follow from each other.
+    None where sizes do not `follow` from each other. Least budgets take several replays each, and are left out where
+    the traces of all points have more than so many events.
     """
     low, high = follow(2), follow(max(size, 3))
     if low is None or high is None:
         return ()
-    last = min(most, _last_size(max(size, 3), replays.peak_bytes(low), replays.peak_bytes(high), limit_bytes))
+    low_bytes, high_bytes = replays.peak_bytes(low), replays.peak_bytes(high)
+    # The line through both peaks leaves the picture there; far off where it is flat.
+    slope = max((high_bytes - low_bytes) / (max(size, 3) - 2), high_bytes / (4 * max(size, 3)))
+    last = min(most, max(size, 3) + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope)))
     cheap = _CURVE_POINTS * len(low.events) <= events_for_least
     found = []
     for at in _sizes(size, max(last, size)):
         trace = follow(at)
         if trace is None:
             return ()
-        found.append(_point(at, trace, replays, least=cheap))
+        peak_bytes = replays.peak_bytes(trace)
+        found.append(CurvePoint(at, peak_bytes, replays.least_bytes(trace, peak_bytes) if cheap else None))
     return tuple(found)
-
-
-def _last_size(size: int, low_bytes: int, high_bytes: int, limit_bytes: int) -> int:
-    """The size where the line through the peaks at 2 and at `size` leaves the picture; far off where it is flat."""
-    slope = max((high_bytes - low_bytes) / (size - 2), high_bytes / (4 * size))
-    return size + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope))
 
 
 def _sizes(size: int, last: int) -> list[int]:
@@ -137,12 +126,10 @@ def _sizes(size: int, last: int) -> list[int]:
     return sorted(even | ({size} if size >= 2 else set()))
 
 
-def _point(size: int, trace: Trace, replays: Replays, *, least: bool) -> CurvePoint:
-    peak_bytes = replays.peak_bytes(trace)
-    return CurvePoint(size, peak_bytes, replays.least_bytes(trace, peak_bytes) if least else None)
-
-
-_EXPANDING = "expandable_segments"
+_EXPANDING = Offer(
+    "expandable_segments",
+    "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
+)
 
 
 class Clock:
@@ -164,15 +151,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Accountant:
-    """Accounts for schedules of one workload on one simulated card.
-
-    Attributes:
-        card: What is simulated, as `Explanation.card`.
-        context_bytes: What the process holds outside of the allocator.
-        limit_bytes: The budget.
-        traces: Of the workload.
-        replays: On the card.
-    """
+    """Accounts for schedules of one workload on one simulated card, which `card` names as `Explanation.card` does."""
 
     card: str
     context_bytes: int
@@ -181,17 +160,13 @@ class Accountant:
     replays: Replays
 
     def account(
-        self, made: Sequence[Trace], clock: Clock, *, changes: bool, curve: bool, detail: bool = False
+        self, made: Sequence[Trace], clock: Clock, *, changes: bool = True, curve: bool = False, detail: bool = False
     ) -> Account:
-        """Account for the one of `made` whose peak is the highest.
+        """Account for the one of `made`, the traces a schedule rests on, whose peak is the highest.
 
-        Args:
-            made: The traces a schedule rests on.
-            clock: For traces beside those.
-            changes: Simulate what would change the peak, too.
-            curve: Tell how the peak grows with the micro-batch, too.
-            detail: Tell all that is held, to be compared (`Account.holdings`, `Account.moments`), in place of by how
-                much each module's share grows with the batch.
+        With `changes` it simulates what would change the peak, with `curve` it tells how the peak grows with the
+        micro-batch, and with `detail` all that is held, to be compared (`Account.holdings`, `Account.moments`), in
+        place of by how much each module's share grows with the batch.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced again; or, for the detail, took other
@@ -224,10 +199,7 @@ class Accountant:
         return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=clock.left_seconds))
 
     def _settled(self, trace: Trace, labelled: LabelledTrace, clock: Clock) -> LabelledTrace:
-        """The trace that others of the same parts are like; figures rest on it from then on.
-
-        The first may be another, by what is kept from call to call (a cached mask, the last outputs), or since it
-        followed from those of other sizes.
+        """The trace that others of the same parts are like; the first may be another, by what it keeps for later.
 
         Raises:
             NotMeasuredError: There is none, since each is another.
@@ -263,9 +235,7 @@ class Accountant:
         with suppress(AutoaccumError):
             if len(trace.parts) > 1:
                 pair = self._follow(size, clock=clock), self._follow(2 * size, clock=clock)
-            elif (
-                size > max(2, self.traces.step) and not clock.is_over
-            ):  # Nothing accumulates, so that the events are others.
+            elif size > max(2, self.traces.step) and not clock.is_over:  # Other events, since nothing accumulates.
                 pair = self.traces.make((size - self.traces.step,), clock.left_seconds), trace
         one, other = pair
         return None if one is None or other is None else (self.replays.weigh(one), self.replays.weigh(other))
@@ -278,11 +248,10 @@ class Accountant:
             return (), (
                 "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
             )
-        if clock.is_over:
-            return (), ("the limit on time was over before what would change the peak was asked",)
-        found = list(self._expanded(trace))
-        left: list[str] = []
+        found: list[Change] = []
         said: tuple[str, ...] = ()
+        if expanding := self.replays.expanding():
+            found.append(self._compare(_EXPANDING, trace, trace, expanding))
         try:
             offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=clock.left_seconds))
         except AutoaccumError as error:
@@ -292,21 +261,12 @@ class Accountant:
             if offer.name == CHECKPOINT and recomputes:
                 continue  # It is so already.
             if clock.is_over:
-                left.append(offer.name)
-            else:
-                change = self._change(offer, trace, clock)
-                if offer.name != CHUNKED or _saves_much(change):
-                    found.append(change)
-        if left:
-            said = (f"the limit on time ended the changes before {', '.join(left)}",)
+                said = (f"the limit on time ended the changes before {offer.name}",)
+                break
+            change = self._change(offer, trace, clock)
+            if offer.name != CHUNKED or _saves_much(change):
+                found.append(change)
         return tuple(sorted(found, key=_saving)), said
-
-    def _expanded(self, trace: Trace) -> Iterator[Change]:
-        """Return what another allocator would make of the same requests."""
-        replays = self.replays.expanding()
-        if replays is not None:
-            what = "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)"
-            yield self._compare(Offer(_EXPANDING, what), trace, trace, replays)
 
     def _change(self, offer: Offer, trace: Trace, clock: Clock) -> Change:
         try:
@@ -354,7 +314,7 @@ def foresee_peaks(
     card = card_at_hand(memory)
     traces = Traces(lambda: make_tracer(card), share)
     try:
-        replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+        replays = _replays_at_hand(card)
         follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
     except AutoaccumError as error:
         return _none(error.message)
@@ -377,9 +337,8 @@ def explain_at_hand(
     parts: tuple[int, ...],
     *,
     limit_bytes: int,
-    changes: bool,
-    curve: bool,
     limit_seconds: float | None = None,
+    **asked: bool,
 ) -> Account:
     """Account for the memory of `parts`, which ran on the card at hand, by simulating it: what it tells is predicted.
 
@@ -387,17 +346,17 @@ def explain_at_hand(
         WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
     """
     card, clock = card_at_hand(report.memory), Clock(limit_seconds)
-    replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
-    outside = report.context_bytes
-    if outside is None:
-        outside = context_bytes(card).bytes
+    outside = context_bytes(card).bytes if report.context_bytes is None else report.context_bytes
     traces = Traces(lambda: make_tracer(card), share)
     try:
-        made = traces.of_schedule(parts, True, clock.left_seconds)
-        accountant = Accountant(f"{card.name} (simulated)", outside, limit_bytes, traces, replays)
-        return accountant.account(made, clock, changes=changes, curve=curve)
+        accountant = Accountant(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
+        return accountant.account(traces.of_schedule(parts, True, clock.left_seconds), clock, **asked)
     finally:
         traces.close()
+
+
+def _replays_at_hand(card: Card) -> Replays:
+    return Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
 
 
 def _none(why: str) -> Foresight:

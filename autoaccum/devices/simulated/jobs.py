@@ -210,7 +210,7 @@ class SimulatedChild:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # The inspection has shown them.
                     self._known[parts], *_ = trace_rehearsal(workload, parts, mode)
-            return {"trace": self._known[parts].to_record()}
+            return {"trace": vars(self._known[parts])}
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card")
 
@@ -234,7 +234,7 @@ class SimulatedChild:
                 trace, *_ = trace_rehearsal(with_change(workload, change), parts, mode)
             if change == CHUNKED and not chunked.losses:
                 raise WorkloadError("no cross entropy is computed of a head's logits", hint="change something else")
-            return {"trace": trace.to_record()}
+            return {"trace": vars(trace)}
 
         assert self._mode is not None
         gc.collect()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
+from autoaccum.records import read_record
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """Memory a kernel takes beside its tensors: the rule that tells how much, and the numbers it follows from.
 
     Attributes:
@@ -44,28 +44,10 @@ class Trace:
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
 
-    def to_record(self) -> dict[str, Any]:
-        """As what JSON knows; `from_record` reads it."""
-        return {
-            "parts": self.parts,
-            "events": self.events,
-            "sizes": [size if isinstance(size, int) else [size.rule, *size.numbers] for size in self.sizes],
-            "phases": self.phases,
-            "last_update": self.last_update,
-        }
-
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trace:
-        """Read what `to_record` gave, once it has been JSON."""
-        return cls(
-            parts=tuple(record["parts"]),
-            events=tuple(record["events"]),
-            sizes=tuple(
-                size if isinstance(size, int) else Scratch(size[0], tuple(size[1:])) for size in record["sizes"]
-            ),
-            phases=tuple((index, phase) for index, phase in record["phases"]),
-            last_update=record["last_update"],
-        )
+        """Read what `vars` gave, once it has been JSON."""
+        return read_record(record, cls)
 
 
 @dataclass(frozen=True)
@@ -90,8 +72,7 @@ Role = Literal["plain", "recomputed", "summed", "workspace"]
 autograd hands a gradient to its parameter. `workspace`: memory that a kernel or a library takes beside tensors."""
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The origin of a block.
 
     Attributes:
@@ -107,8 +88,7 @@ class Origin:
     dtype: str = ""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """The purpose of a block, as who holds it says.
 
     Attributes:
@@ -120,8 +100,7 @@ class Claim:
     module: int = 0
 
 
-@dataclass(frozen=True)
-class ModuleName:
+class ModuleName(NamedTuple):
     """A module: its path in the model and the name of its class; both empty for what belongs to none."""
 
     path: str
@@ -149,22 +128,9 @@ class LabelledTrace:
 
     def to_record(self) -> dict[str, Any]:
         """As what JSON knows; `from_record` reads it."""
-        table = {origin: index for index, origin in enumerate(dict.fromkeys(self.origins))}
-        return {
-            "trace": self.trace.to_record(),
-            "modules": [[module.path, module.kind] for module in self.modules],
-            "table": [[origin.op, origin.module, origin.role, origin.dtype] for origin in table],
-            "origins": [table[origin] for origin in self.origins],
-            "claims": [[block, claim.category, claim.module] for block, claim in self.claims.items()],
-        }
+        return {**vars(self), "trace": vars(self.trace)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> LabelledTrace:
         """Read what `to_record` gave, once it has been JSON."""
-        table = [Origin(*origin) for origin in record["table"]]
-        return cls(
-            trace=Trace.from_record(record["trace"]),
-            modules=tuple(ModuleName(*module) for module in record["modules"]),
-            origins=tuple(table[index] for index in record["origins"]),
-            claims={block: Claim(category, module) for block, category, module in record["claims"]},
-        )
+        return read_record({**record, "claims": {int(block): claim for block, claim in record["claims"].items()}}, cls)

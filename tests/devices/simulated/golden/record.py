@@ -93,6 +93,7 @@ class DigestingTracer(TracerHere):
         record = reply["labelled"]["trace"] if "labelled" in reply else reply.get("trace")
         if record is not None:
             trace = dataclasses.asdict(Trace.from_record(record))
+            trace["sizes"] = [size if isinstance(size, int) else size._asdict() for size in trace["sizes"]]
             self.digest.update(json.dumps(trace, sort_keys=True).encode())
             self.traces += 1
         return reply
