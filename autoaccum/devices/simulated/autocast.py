@@ -67,30 +67,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({name: policy for policy, name
 - `banned`: refused.
 """
 
-DTYPE_OVERLOADS: Mapping[str, str] = MappingProxyType(
-    {
-        "norm.Scalar": "norm.ScalarOpt_dtype",
-        "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-        "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
-    }
-)
-"""The overload with a dtype of each operator under `append_dtype`."""
-
 RNN = "_cudnn_rnn"
 """Has a kernel of its own (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
-
-UNKNOWN: Policy = "fp32"
-"""For what a later PyTorch casts and no list names: a size that is too large rather than too small is promised."""
-
-
-def policy_of(name: str) -> Policy:
-    """Return what is done to an operator that has a kernel for autocast, `UNKNOWN` where no list names it.
-
-    >>> policy_of("linear"), policy_of("softmax.int"), policy_of("of_tomorrow")
-    ('lower', 'set_dtype', 'fp32')
-    """
-    return POLICIES.get(name, UNKNOWN)
-
 
 WIDE = torch.float32
 OUTSIDE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -236,7 +214,8 @@ def _has_kernel(name: str) -> bool:
 
 
 def _kernel(name: str, casts: Casts) -> Kernel:
-    return _MAKERS[policy_of(name)](_overload(name), casts)
+    # What a later PyTorch casts and no list names: rather a size that is too large.
+    return _MAKERS[POLICIES.get(name, "fp32")](_overload(name), casts)
 
 
 def _overload(name: str) -> Any:
@@ -313,7 +292,8 @@ def _set_dtype(operator: Any, _: Casts) -> Kernel:
 
 def _append_dtype(operator: Any, _: Casts) -> Kernel:
     schema = operator._schema
-    target = _overload(DTYPE_OVERLOADS[f"{schema.name.removeprefix('aten::')}.{schema.overload_name}"])
+    name = "ScalarOpt" if schema.overload_name == "Scalar" else schema.overload_name
+    target = _overload(f"norm.{name}_dtype")
     defaults = [argument.default_value for argument in schema.arguments]
 
     def kernel(*args: Any) -> Any:

@@ -8,7 +8,7 @@ cannot be seen: let them have no common factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -19,6 +19,9 @@ from autoaccum.errors import AutoaccumError
 
 class NotAffineError(AutoaccumError):
     """Traces of a few sizes do not tell those of others: each has to be traced."""
+
+
+_HINT = "trace that size"
 
 
 class _Line(NamedTuple):
@@ -38,12 +41,10 @@ class Family:
     Attributes:
         sizes: The micro-batches that were traced, ascending: the first is the least it can tell.
         model: The trace of the smallest.
-        checked: Whether a third size agreed with what two promise.
     """
 
     sizes: tuple[int, ...]
     model: Trace
-    checked: bool
     _lines: tuple[tuple[_Line, ...], ...]
 
     def at(self, size: int) -> Trace:
@@ -54,14 +55,13 @@ class Family:
         """
         if size < self.sizes[0]:
             raise NotAffineError(
-                f"{_samples(size)} are fewer than the {self.sizes[0]} from which traces follow", hint="trace that size"
+                f"{size} samples are fewer than {self.sizes[0]}, from where on sizes follow", hint=_HINT
             )
         grown = []
         for block, (lines, known) in enumerate(zip(self._lines, self.model.sizes, strict=True)):
-            numbers = tuple(line.base + line.slope * size for line in lines)
+            numbers = tuple(line.at(size) for line in lines)
             if any(number < 0 and line.slope for line, number in zip(lines, numbers, strict=True)):
-                taken = ", ".join(map(str, numbers))
-                raise NotAffineError(f"block {block} would take {taken} at {_samples(size)}", hint="trace that size")
+                raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
             grown.append(Scratch(known.rule, numbers) if isinstance(known, Scratch) else numbers[0])
         return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
 
@@ -81,7 +81,7 @@ def make_family(traces: Sequence[Trace]) -> Family:
     for other in ordered[1:]:
         _check_alike(ordered[0], other)
     lines = tuple(_lines_of(block, ordered) for block in range(len(ordered[0].sizes)))
-    return Family(sizes, ordered[0], len(sizes) > 2, lines)
+    return Family(sizes, ordered[0], lines)
 
 
 def grow_squarely(traces: Sequence[Trace]) -> bool:
@@ -98,41 +98,33 @@ def _is_square(sizes: Sequence[int], values: Sequence[int]) -> bool:
 
 
 def _check_alike(one: Trace, other: Trace) -> None:
+    sizes = f"at {one.parts[0]} and {other.parts[0]} samples"
     if len(one.parts) != len(other.parts):
         raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts make no family")
-    sizes = f"at {one.parts[0]} and {other.parts[0]} samples"
     for index, (event, another) in enumerate(zip_longest(one.events, other.events)):
         if event != another:
-            raise NotAffineError(f"event {index} {_does(event)} and {_does(another)} {sizes}")
+            raise NotAffineError(f"event {index} of the step is another {sizes}")
     if (one.phases, one.last_update) != (other.phases, other.last_update):
         raise NotAffineError(f"the phases of the step are not in the same places {sizes}")
     for block, (size, another) in enumerate(zip(one.sizes, other.sizes, strict=True)):
         if _rule(size) != _rule(another):
-            raise NotAffineError(f"block {block} is {_rule(size)} and {_rule(another)} {sizes}")
+            raise NotAffineError(f"block {block} is of another kind {sizes}")
 
 
-def _does(event: int | None) -> str:
-    if event is None:
-        return "is missing"
-    return f"allocates block {event}" if event >= 0 else f"frees block {~event}"
-
-
-def _rule(size: int | Scratch) -> str:
-    return f"scratch of {size.rule!r} by {len(size.numbers)} numbers" if isinstance(size, Scratch) else "a tensor's"
+def _rule(size: int | Scratch) -> tuple[str, int]:
+    return (size.rule, len(size.numbers)) if isinstance(size, Scratch) else ("", 1)
 
 
 def _lines_of(block: int, traces: Sequence[Trace]) -> tuple[_Line, ...]:
-    kinds = [trace.sizes[block] for trace in traces]
-    rows = [size.numbers if isinstance(size, Scratch) else (size,) for size in kinds]
+    rows = [size.numbers if isinstance(size, Scratch) else (size,) for size in (one.sizes[block] for one in traces)]
     sizes = [trace.parts[0] for trace in traces]
-    lines = tuple(_line(sizes, column) for column in zip(*rows, strict=True))
-    whole = [line for line in lines if line is not None]
-    if len(whole) < len(lines):
-        index = lines.index(None)
-        unit = "bytes" if isinstance(kinds[0], int) else f"as number {index} of {kinds[0].rule!r}"
-        values, at = _list(row[index] for row in rows), _list(sizes)
-        raise NotAffineError(f"block {block} takes {values} {unit} at {at} samples")
-    return tuple(whole)
+    lines = []
+    for column in zip(*rows, strict=True):
+        line = _line(sizes, column)
+        if line is None:
+            raise NotAffineError(f"block {block} takes {_list(column)} at {_list(sizes)} samples")
+        lines.append(line)
+    return tuple(lines)
 
 
 def _line(sizes: Sequence[int], values: Sequence[int]) -> _Line | None:
@@ -144,10 +136,5 @@ def _line(sizes: Sequence[int], values: Sequence[int]) -> _Line | None:
     return line
 
 
-def _list(values: Iterable[int]) -> str:
-    *most, last = [str(value) for value in values]
-    return f"{', '.join(most)} and {last}"
-
-
-def _samples(size: int) -> str:
-    return f"{size} sample" if size == 1 else f"{size} samples"
+def _list(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

@@ -1,6 +1,6 @@
 """Checks that do nothing but raise: which value the one that reads would have to see so that it passes.
 
-Whoever asks is a frame; what it asks stands in its source, by line and column (by line alone before Python 3.11).
+Whoever asks is a frame; what it asks stands in its source, by line and column, which Python tells from 3.11 on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _COMPARED: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 _HUGE = 1 << 62
 _DECIDES = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 _CASTS = ("bool", "int", "float")
-_ANSWERED = ("all", "any", "allclose", "equal", "item", "bool", "_is_all_true")
 _FINITE: Final[Mapping[str, bool]] = {"isfinite": True, "isnan": False, "isinf": False}
 _RAISING = ("_assert", "_check")
 """How functions begin that raise unless their argument is true: `torch._check`, `torch._assert`, ..."""
@@ -98,9 +97,8 @@ def _checks_of(node: ast.AST) -> Iterator[_Check]:
 def _asked(check: _Check, frame: FrameType) -> ast.expr | None:
     """The expression whose value is asked for, within the condition; None where it is another's."""
     code = frame.f_code
-    if not hasattr(code, "co_positions"):  # Python 3.10: it has to be the only one there is.
-        parts = list(_operands(check.test))
-        return parts[0] if len(parts) == 1 else None
+    if not hasattr(code, "co_positions"):
+        return None
     line, end_line, start, end = next(islice(code.co_positions(), _reading(code.co_code, frame.f_lasti) // 2, None))
     for node in ast.walk(check.test):
         if isinstance(node, ast.expr):
@@ -118,20 +116,6 @@ def _reading(instructions: bytes, last: int) -> int:
     while opname[instructions[last]] == "EXTENDED_ARG":
         last -= 2
     return last
-
-
-def _operands(test: ast.expr) -> Iterator[ast.expr]:
-    """Return what may be asked for within a condition, without its column; a number before the comparison it is for."""
-    if isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from _operands(value)
-    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _operands(test.operand)
-    elif isinstance(test, ast.Compare):
-        sides = (test.left, *test.comparators)
-        yield next((side for side in sides if isinstance(side, ast.Call) and _name_of(side) in (*_CASTS, "item")), test)
-    elif isinstance(test, ast.Name) or (isinstance(test, ast.Call) and _name_of(test) in _ANSWERED):
-        yield test
 
 
 def _name_of(call: ast.Call) -> str:

@@ -50,7 +50,7 @@ def test_what_follows_is_what_is_so(size: int, lines: list[tuple[int, int]]) -> 
     blocks = [lambda size, base=base, slope=slope: base + slope * size for base, slope in lines]
     family = make_family([trace(each, *blocks, scores) for each in (2, 5, 3)])
     assert family.at(size) == trace(size, *blocks, scores)
-    assert (family.sizes, family.checked) == ((2, 3, 5), True)
+    assert family.sizes == (2, 3, 5)
 
 
 @pytest.mark.parametrize("size", [2, 3, 9, 500])
@@ -62,18 +62,12 @@ def test_a_whole_step_follows(size: int) -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ((weight, lambda n: 16 * n * n), "block 1 takes 64, 256 and 1024 bytes at 2, 4 and 8 samples"),
-        ((lambda n: -(-n // 3) * 512,), "block 0 takes 512, 1024 and 1536 bytes at 2, 4 and 8 samples"),
-        ((lambda n: 3 * n // 2,), "block 0 takes 3, 6 and 12 bytes at 2, 4 and 8 samples"),
-        (
-            (lambda n: Scratch("rows", (5, n * n)),),
-            "block 0 takes 4, 16 and 64 as number 1 of 'rows' at 2, 4 and 8 samples",
-        ),
-        (
-            (lambda n: Scratch("one" if n < 8 else "other", (n,)),),
-            "block 0 is scratch of 'one' by 1 numbers and scratch of 'other' by 1 numbers at 2 and 8 samples",
-        ),
-        ((lambda n: n if n < 8 else Scratch("one", (n,)),), "block 0 is a tensor's and scratch of 'one' by 1 numbers"),
+        ((weight, lambda n: 16 * n * n), "block 1 takes 64, 256, 1024 at 2, 4, 8 samples"),
+        ((lambda n: -(-n // 3) * 512,), "block 0 takes 512, 1024, 1536 at 2, 4, 8 samples"),
+        ((lambda n: 3 * n // 2,), "block 0 takes 3, 6, 12 at 2, 4, 8 samples"),
+        ((lambda n: Scratch("rows", (5, n * n)),), "block 0 takes 4, 16, 64 at 2, 4, 8 samples"),
+        ((lambda n: Scratch("one" if n < 8 else "other", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
+        ((lambda n: n if n < 8 else Scratch("one", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
     ],
 )
 def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
@@ -88,21 +82,15 @@ def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
     assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ((0, ~0, 1), "event 1 allocates block 1 and frees block 0 at 2 and 3 samples"),
-        ((0, 1, ~1), "event 2 is missing and frees block 1 at 2 and 3 samples"),
-    ],
-)
-def test_other_events_are_named(other: tuple[int, ...], message: str) -> None:
-    with pytest.raises(NotAffineError, match=message):
+@pytest.mark.parametrize(("other", "index"), [((0, ~0, 1), 1), ((0, 1, ~1), 2)])
+def test_other_events_are_named(other: tuple[int, ...], index: int) -> None:
+    with pytest.raises(NotAffineError, match=f"event {index} of the step is another at 2 and 3 samples"):
         make_family([trace(2, weight, row), trace(3, weight, row, events=other)])
 
 
 def test_smaller_than_any_traced_is_not_told() -> None:
     family = make_family([trace(size, row) for size in (2, 5, 3)])
-    with pytest.raises(NotAffineError, match="1 sample are fewer than the 2 from which traces follow: trace that size"):
+    with pytest.raises(NotAffineError, match="1 samples are fewer than 2, from where on sizes follow: trace that size"):
         family.at(1)
 
 

@@ -200,18 +200,6 @@ def test_keeps_a_table_of_paths() -> None:
         assert sizes == [table, STEPS * CTC_BATCH * CLASSES * 4]
 
 
-def test_cudnn_takes_short_targets_in_a_row() -> None:
-    with on_card() as recorder:
-        x, lengths = log_probs(), torch.tensor([3, LONGEST, 7, 1], dtype=torch.int32)
-        held: list[Tensor] = []
-        targets = torch.ones(21, dtype=torch.int32)
-        inputs = torch.full((CTC_BATCH,), STEPS, dtype=torch.int32)
-        whole = STEPS * CTC_BATCH * CLASSES * 4
-        run = lambda: held.append(F.ctc_loss(x, targets, inputs, lengths, reduction="sum"))  # noqa: E731
-        assert sizes_of(recorder, run, above=4) == [CTC_BATCH * 4, whole]
-        assert sizes_of(recorder, lambda: torch.autograd.backward(held[0]), above=4) == [whole]
-
-
 def test_lengths_on_the_card_count_as_the_widest() -> None:
     with on_card() as recorder:
         targets = torch.empty(CTC_BATCH, LONGEST, dtype=torch.long, device="cuda:0")

@@ -155,15 +155,15 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`ctc_loss` in `aten/src/ATen/native/LossCTC.cpp`; FakeTensorMode cannot tell its sizes, which lengths decide."""
+    """`ctc_loss` in `aten/src/ATen/native/LossCTC.cpp`; FakeTensorMode cannot tell its sizes, which lengths decide.
+
+    PyTorch's own kernel, also where cuDNN has one: for int32 targets in one row on the CPU.
+    """
     batched = log_probs.dim() == 3
     data = log_probs if batched else log_probs.unsqueeze(1)
-    if _is_cudnn(data, targets, input_lengths, target_lengths, blank):
-        losses: Tensor = _CudnnCtc.apply(data)  # type: ignore[no-untyped-call]
-    else:
-        on_card = targets.to(device=data.device, dtype=torch.long)
-        losses = _Ctc.apply(data, _longest(targets, target_lengths))  # type: ignore[no-untyped-call]
-        del on_card
+    on_card = targets.to(device=data.device, dtype=torch.long)
+    losses: Tensor = _Ctc.apply(data, _longest(targets, target_lengths))  # type: ignore[no-untyped-call]
+    del on_card
     if zero_infinity:
         losses = torch.where(losses == math.inf, 0.0, losses)
     if reduction == 1:
@@ -173,34 +173,12 @@ def _ctc_loss(
     return losses if batched else losses.squeeze(0)
 
 
-def _is_cudnn(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int,
-) -> bool:
-    """`_use_cudnn_ctc_loss` in `aten/src/ATen/native/cudnn/LossCTC.cpp`: int32 targets in one row on the CPU."""
-    if blank != 0 or targets.dim() != 1 or targets.dtype != torch.int32 or targets.device.type != "cpu":
-        return False
-    if log_probs.dtype != torch.float32 or not torch._C._get_cudnn_enabled():
-        return False
-    if any(isinstance(lengths, FakeTensor) for lengths in (input_lengths, target_lengths)):
-        return False
-    full = all(length == log_probs.size(0) for length in _values(input_lengths))
-    return full and all(length < 256 for length in _values(target_lengths))
-
-
 def _longest(targets: Tensor, target_lengths: Tensor | Sequence[int]) -> int:
     """The longest target: what the lengths say, or what fits where they lie on the card."""
     if isinstance(target_lengths, FakeTensor) and targets.dim() == 2:
         return targets.size(1)
-    return max(_values(target_lengths), default=0)
-
-
-def _values(lengths: Tensor | Sequence[int]) -> list[int]:
-    values: Any = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    return values if isinstance(values, list) else [values]
+    lengths: Any = target_lengths.tolist() if isinstance(target_lengths, Tensor) else list(target_lengths)
+    return max(lengths, default=0) if isinstance(lengths, list) else int(lengths)
 
 
 class _Ctc(torch.autograd.Function):
@@ -221,22 +199,6 @@ class _Ctc(torch.autograd.Function):
         gradient = torch.empty_like(log_probs)
         del backwards
         return gradient, None
-
-
-class _CudnnCtc(torch.autograd.Function):
-    """`_cudnn_ctc_loss`: the gradient is made in the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, log_probs: Tensor) -> Tensor:
-        losses, gradient = log_probs.new_empty(log_probs.size(1)), torch.empty_like(log_probs)
-        ctx.save_for_backward(gradient)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gradient,) = ctx.saved_tensors
-        product: Tensor = gradient * grads[0][None, :, None]
-        return product
 
 
 Lists: TypeAlias = list[list[Tensor | None]]
