@@ -85,7 +85,7 @@ def test_what_is_run_again_already_is_not_offered() -> None:
         def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
             known = super().labelled(parts, limit_seconds=limit_seconds)
             *others, last = known.origins
-            return replace(known, origins=(*others, replace(last, role="recomputed")))
+            return replace(known, origins=(*others, last._replace(role="recomputed")))
 
     offers = {"checkpoint": linear(), "half": linear(sample=3 * MIB)}
     assert [change.name for change in account(SyntheticTracer(offers=offers)).explanation.changes] == [
