@@ -67,7 +67,7 @@ def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monke
         account(tracer)
     assert tracer.closed
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    with pytest.raises(UsageError, match="only PyTorch's own allocator is simulated"):
+    with pytest.raises(UsageError, match="backend:cudaMallocAsync, which is not simulated"):
         account(SyntheticTracer())
 
 
