@@ -22,11 +22,9 @@ Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[
 
 WELL: dict[str, Case] = {
     "MLP": (small.mlp, small.mean_square, small.rows),
-    "CNN": (lambda: small.cnn(nn.Identity()), small.cross_entropy, small.images),
     "GroupNorm": (lambda: small.cnn(nn.GroupNorm(2, 4)), small.cross_entropy, small.images),
     "LayerNorm": (lambda: small.normed_mlp(nn.LayerNorm(8)), small.mean_square, small.rows),
     "dropout": (lambda: small.normed_mlp(nn.Dropout(0.5)), small.mean_square, small.rows),
-    "GPT": (small.Text, small.text_loss, small.text),
     "GPT with dropout": (lambda: small.Text(drop=0.3), small.text_loss, small.text),
     "GPT, recomputed": (lambda: small.Text(recompute=True), small.text_loss, small.text),
     "its own loss": (lambda: small.Text(own_loss=True), small.models_loss, small.text),
@@ -36,21 +34,13 @@ WELL: dict[str, Case] = {
     "sorted and packed": (small.Packed, small.packed_loss, small.text),
     "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
     "experts": (small.Experts, small.mean_square, small.sequences),
-    "spectral norm": (small.spectral_mlp, small.mean_square, small.rows),
-    "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
     "regulariser": (small.mlp, small.regularised_loss, small.rows),
     "samples weighed": (small.mlp, small.weighed_loss, small.advantages),
-    "padding trimmed": (small.Trimmed, small.lengthy_loss, small.lengthy),
-    "dropout of two views": (lambda: small.dropped_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
+    "dropout of two views": (lambda: small.normed_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
     "LSTM of packed tokens, dropped": (lambda: small.Packed(drop=0.3), small.packed_loss, small.text),
 }
 
 COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
-    "BatchNorm1d": (
-        (lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square, small.rows),
-        ("1",),
-        False,
-    ),
     "BatchNorm2d": ((lambda: small.cnn(nn.BatchNorm2d(4)), small.cross_entropy, small.images), ("1",), False),
     "BatchNorm after dropout": (
         (
@@ -75,12 +65,8 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
         (),
         True,
     ),
-    "triplets": ((lambda: small.Towers(similarities=False), small.triplet_loss, small.pairs), (), True),
     "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
-    "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
-    "dice": ((small.mlp, small.dice_loss, small.rows), (), True),
     "normalised advantages": ((small.mlp, small.advantage_loss, small.advantages), (), True),
-    "broadcast targets": ((small.mlp, small.spread_loss, small.rows), (), True),
     "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
 }
 
