@@ -71,11 +71,7 @@ def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str 
 
 
 def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
-    """Refuse to freeze BatchNorms that have no running statistics to normalise by.
-
-    Raises:
-        UsageError: Names them.
-    """
+    """Refuse to freeze BatchNorms that have no running statistics to normalise by."""
     norms = [(name, module) for name, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS)]
     if names := [name for name, module in norms if module.running_mean is None]:
         raise UsageError(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Final, cast
 
 import torch
@@ -31,113 +30,54 @@ from autoaccum.options import BatchNormMode
 from autoaccum.workload.weights import Weights
 
 
-@dataclass
-class Moments:
-    """The first two moments of what was seen of some channels, in the widest precision their device has.
+class _Call:
+    """The k-th call of a module in every part, as one: the first two moments of what it normalised.
 
     Attributes:
+        momentum: Its momentum; None: the cumulative average.
         count: Values of each channel.
-        mean: Their mean; of shape [channels], like the next.
+        mean: Their mean, in the widest precision their device has.
         squares: The sum of their squared deviations from it.
     """
 
-    count: int
     mean: Tensor
     squares: Tensor
 
-    @classmethod
-    def of(cls, count: int, mean: Tensor, variance: Tensor) -> Moments:
-        """From a mean and an unbiased variance, which may change afterwards."""
-        dtype = torch.float32 if mean.device.type == "mps" else torch.float64
-        return cls(count, mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1))
+    def __init__(self, momentum: float | None) -> None:
+        self.momentum, self.count = momentum, 0
 
-    def add(self, other: Moments) -> None:
-        """Take in what `other` has seen, in place.
+    def take(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        """Take a part's in; torch leaves running statistics alone where there are no values.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
         Stanford CS-TR-79-773, 1979.
         """
-        both = self.count + other.count
-        apart = other.mean - self.mean
-        self.mean.add_(apart, alpha=other.count / both)
-        self.squares.add_(other.squares).add_(apart.square_(), alpha=self.count * other.count / both)
-        self.count = both
-
-    @property
-    def variance(self) -> Tensor:
-        """Unbiased; there are two values of each channel at least."""
-        return self.squares / (self.count - 1)
-
-
-class RunningStatistics:
-    """Watches BatchNorms through the forwards and backwards of one update.
-
-    While it is entered, calls leave running statistics as they are. Those within `part` count: the k-th call of a
-    module in every part is the k-th call of the full batch. What is called again in backward (checkpointing) does not.
-    `settle` then makes the update that the full batch would have made.
-
-    A call's moments cost no pass over its input: with a momentum of 1, the running statistics it leaves behind are
-    the mean and the unbiased variance of what it normalised (torch/nn/modules/batchnorm.py).
-
-    Args:
-        modules: The modules that keep running statistics.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._watched = [_Watched(module) for module in modules]
-
-    def __enter__(self) -> RunningStatistics:
-        for watched in self._watched:
-            watched.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for watched in self._watched:
-            watched.close()
-
-    @contextmanager
-    def part(self) -> Iterator[None]:
-        """Around the forward of a part."""
-        try:
-            for watched in self._watched:
-                watched.next = 0
-            yield
-        finally:
-            for watched in self._watched:
-                watched.next = None
-
-    def settle(self) -> None:
-        """Update the running statistics from all that counted."""
-        for watched in self._watched:
-            watched.settle()
-
-
-@dataclass
-class _Call:
-    """The k-th call of a module in every part, as one.
-
-    Attributes:
-        momentum: Its momentum; None: the cumulative average.
-        seen: What it normalised; None as long as no part had values for it.
-    """
-
-    momentum: float | None
-    seen: Moments | None = None
-
-    def take(self, seen: Moments) -> None:
-        """Take a part's in; torch leaves running statistics alone where there are no values."""
-        if self.seen is None:
-            self.seen = seen if seen.count else None
-        elif seen.count:
-            self.seen.add(seen)
+        if not count:
+            return
+        dtype = torch.float32 if mean.device.type == "mps" else torch.float64
+        mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
+        if self.count:
+            both, apart = self.count + count, mean - self.mean
+            mean = self.mean.add_(apart, alpha=count / both)
+            squares = self.squares.add_(squares).add_(apart.square_(), alpha=self.count * count / both)
+            count = both
+        self.count, self.mean, self.squares = count, mean, squares
 
 
 class _Watched:
-    """One BatchNorm, and what its calls have seen.
+    """One BatchNorm, watched through the forwards and backwards of one update.
 
-    Each call writes into buffers of its own: those of the module are saved for backward, which forbids to change them
-    until then. They and the momentum are exchanged during a call only, so that code elsewhere finds the module's own,
-    and may change its settings between calls.
+    While it is entered, calls leave its running statistics as they are. Those within a part's forward count: the k-th
+    in every part is the k-th call of the full batch. What is called again in backward (checkpointing) does not.
+    `settle` then makes the update that the full batch would have made.
+
+    A call's moments cost no pass over its input: with a momentum of 1, the running statistics it leaves behind are
+    the mean and the unbiased variance of what it normalised (torch/nn/modules/batchnorm.py). Each call writes into
+    buffers of its own: those of the module are saved for backward, which forbids to change them until then. They and
+    the momentum are exchanged during a call only, so that code elsewhere finds the module's own.
+
+    Attributes:
+        next: Which call of a part comes next; None outside of their forwards.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -148,28 +88,29 @@ class _Watched:
         self._hooks: list[Any] = []
         self.next: int | None = None
 
-    def open(self) -> None:
+    def __enter__(self) -> None:
         self._hooks = [
             self._module.register_forward_pre_hook(self._begin, prepend=True),
             self._module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._put_back()
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def settle(self) -> None:
+        """Update the running statistics from all that counted."""
         for call in self._calls:
             share: float | Tensor = 0.0 if call.momentum is None else call.momentum
             number = self._own.get("num_batches_tracked")
             if number is not None:
                 number.add_(1)
-                if call.momentum is None and call.seen is not None:  # torch's cumulative average
-                    share = 1.0 / number.to(call.seen.mean.dtype)
-            if call.seen is not None:
-                for name, value in (("running_mean", call.seen.mean), ("running_var", call.seen.variance)):
+                if call.momentum is None and call.count:  # torch's cumulative average
+                    share = 1.0 / number.to(call.mean.dtype)
+            if call.count:
+                for name, value in (("running_mean", call.mean), ("running_var", call.squares / (call.count - 1))):
                     self._own[name].copy_(self._own[name].to(value.dtype) * (1.0 - share) + value * share)
 
     @torch.no_grad()
@@ -188,7 +129,7 @@ class _Watched:
                 self._calls.append(self._put_aside)
             inputs = args[0] if args else next(iter(kwargs.values()))
             mean, variance = module.get_buffer("running_mean"), module.get_buffer("running_var")
-            self._calls[self.next].take(Moments.of(inputs.numel() // mean.numel(), mean, variance))
+            self._calls[self.next].take(inputs.numel() // mean.numel(), mean, variance)
             self.next += 1
         self._put_back()
 
@@ -206,7 +147,7 @@ class RunningBackpropagation(Backpropagation):
     What torch.compile has compiled before would not notice that it is watched, and runs as it was written.
     """
 
-    _statistics: RunningStatistics
+    _statistics: Sequence[_Watched]
     _is_first = True
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
@@ -220,8 +161,11 @@ class RunningBackpropagation(Backpropagation):
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.running_mean is not None
         }
-        changed = _watched(norms if self._is_first else {})
-        with RunningStatistics(list(norms.values())) as self._statistics, _uncompiled(norms):
+        changed = _statistics_of(norms if self._is_first else {})
+        self._statistics = [_Watched(module) for module in norms.values()]
+        with ExitStack() as stack, _uncompiled(norms):
+            for watched in self._statistics:
+                stack.enter_context(watched)
             record = super().run(parts, shares, buffers)
         if names := changed():
             raise UsageError(
@@ -230,7 +174,8 @@ class RunningBackpropagation(Backpropagation):
                 hint='call the module, as in self.norm(x), or take batchnorm="micro"',
             )
         self._is_first = False
-        self._statistics.settle()
+        for watched in self._statistics:
+            watched.settle()
         return record
 
     def cautions(self, *, accumulates: bool) -> list[str]:
@@ -239,8 +184,13 @@ class RunningBackpropagation(Backpropagation):
         return [running_warning(names)] if names else []
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
-        with self._statistics.part():
+        try:
+            for watched in self._statistics:
+                watched.next = 0
             return super()._terms(part)
+        finally:
+            for watched in self._statistics:
+                watched.next = None
 
 
 class FrozenBackpropagation(Backpropagation):
@@ -261,7 +211,7 @@ class FrozenBackpropagation(Backpropagation):
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.training
         }
-        changed = _watched(self._resting if self._is_first else {})
+        changed = _statistics_of(self._resting if self._is_first else {})
         # For where the loss calls train(); compiled code would break its graph, or not see them.
         watched = () if is_compiled(self._model) else self._resting.values()
         hooks = [module.register_forward_pre_hook(_put_to_rest) for module in watched]
@@ -319,7 +269,7 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
     return cast("BatchNormMode", mode)
 
 
-def _watched(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
+def _statistics_of(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
     """What tells later which of `norms`, in training mode, have had their statistics written to: by their values.
 
     BatchNorm's kernels write to them without counting that as a version.

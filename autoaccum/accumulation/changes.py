@@ -7,8 +7,6 @@ torch knows: no rollback of a step restores them, so they are told.
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.coupling import listed
-from autoaccum.accumulation.randomness import GENERATORS, device_state, generator_state, seeded_devices
+from autoaccum.accumulation.randomness import GENERATORS, RandomState, generator_state, seeded_devices
 from autoaccum.accumulation.reach import MAPPINGS, SEQUENCES, code_names, find_methods, is_users, tensor_hooks
 from autoaccum.accumulation.state import REGISTERED, StateCopy, dense_parts, is_plain_tensor
 from autoaccum.workload import nests
@@ -113,7 +111,7 @@ def state_entries(
     """Parts of the state by name, a hash for each: what proves that nothing was changed.
 
     Parameters, buffers, `.grad`, modes, `requires_grad`, hooks, optimizer, scaler and the random states of Python,
-    NumPy (where loaded), torch's CPU generator, `device`, and every card once CUDA has started.
+    NumPy, torch's CPU generator, `device`, and every card once CUDA has started.
 
     Args:
         roots: Modules by the prefix of their names.
@@ -130,7 +128,9 @@ def state_entries(
     if optimizer is not None:
         found.update(_optimizer_parts(optimizer))
     found["the scaler"] = {} if scaler is None else scaler.state_dict()
-    found.update({f"the random state of {name}": state for name, state in _random_states(device)})
+    own = [] if device is None or device.type == "cuda" else [device]
+    random_state = RandomState([*seeded_devices(), *own])
+    found.update({f"the random state of {name}": _loose(state) for name, state in random_state.states.items()})
     return {name: hasher.hash(part) for name, part in found.items()}
 
 
@@ -217,17 +217,6 @@ def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 def _hooks(attributes: Mapping[str, Any], endings: tuple[str, ...]) -> dict[str, Any]:
     """Mappings of hooks; what is not there and what is empty are alike."""
     return {name: value or {} for name, value in attributes.items() if name.endswith(endings)}
-
-
-def _random_states(device: torch.device | None) -> Iterator[tuple[str, Any]]:
-    yield "Python", random.getstate()
-    numpy_random = sys.modules.get("numpy.random")
-    yield "NumPy", None if numpy_random is None else numpy_random.get_state()
-    yield "torch", _loose(torch.get_rng_state())
-    devices = seeded_devices()
-    if device is not None and device.type not in ("cpu", "meta", "cuda"):
-        devices.append(device)
-    yield from ((str(one), _loose(device_state(one))) for one in devices)
 
 
 def _loose(state: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,16 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
 from autoaccum.errors import UsageError
-from autoaccum.units import format_bytes
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
 
-Facts: TypeAlias = "Mapping[str, Any]"
-"""What a micro-batch was measured with, or is to be used with, by the names of `_RECORDED`; what is not known is None
-or left out."""
+_RECORDED = (
+    *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
+    *("batchnorm", "accumulate_in"),
+)
+"""Facts that a plan was made with, or that are here; one that is not known is None or left out."""
 
-_RECORDED = {
-    "model": str,
-    "parameters": int,
-    "parameter_bytes": int,
-    "optimizer": str,
-    "precision": str,
-    "loss": str,
-    "kind": str,
-    "card": str,
-    "total_bytes": int,
-    "batchnorm": str,
-    "accumulate_in": str,
-}
 _WRAPPERS = ("OptimizedModule", "DataParallel")
 """What a plan of a wrapped model records as its name; the model within, which is compared here, it does not know."""
-
-_DRIVERS = 0.02
-"""By how much the total memory of one card differs among drivers; a slice of it differs by more."""
 
 _WORDS = {
     "model": "the model {}",
@@ -62,7 +47,7 @@ class PlanLike(Protocol):
 
     @property
     def device(self) -> Mapping[str, Any]:
-        """Kind, and for a card its name and its total bytes."""
+        """Kind, and for a card its name."""
 
 
 def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
@@ -136,9 +121,6 @@ def check_plan(
     """Refuse a plan for another model, loss, optimizer, precision, mode of BatchNorm or device than are here.
 
     What the plan does not record is not compared; how many ranks there are does not matter to a micro-batch.
-
-    Raises:
-        UsageError: Names all that differs, or what in the plan is damaged.
     """
     planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision, batchnorm, accumulate_in)
     different = differences(planned, here)
@@ -151,24 +133,16 @@ def check_plan(
 
 
 def planned_facts(plan: PlanLike) -> dict[str, Any]:
-    """What the plan was made for, as far as it records that.
-
-    Raises:
-        UsageError: It records something that is no such fact.
-    """
+    """What the plan was made for, as far as it records that."""
     workload, device = plan.workload, plan.device
-    found = {**workload, **{name: device.get(name) for name in ("kind", "card", "total_bytes")}}
-    found["loss"] = found.get("weight")
-    found = {name: _recorded(found, name, kind) for name, kind in _RECORDED.items()}
-    if found["loss"] is not None:
-        reduction = _recorded(workload, "reduction", str) or "mean"
-        found["loss"] = _loss_words(reduction, found["loss"])
+    found = {name: workload.get(name) for name in _RECORDED}
+    found |= {name: device.get(name) for name in ("kind", "card")}
+    weight = workload.get("weight")
+    found["loss"] = None if weight is None else _loss_words(workload.get("reduction") or "mean", weight)
     if found["kind"] == "simulated":
         found["kind"] = "cuda"
     if found["model"] in _WRAPPERS:
         found["model"] = None
-    if found["card"] is None:
-        found["total_bytes"] = None
     return found
 
 
@@ -183,7 +157,6 @@ def facts_here(
     """What is here, in the plan's terms."""
     own, device = unwrapped(model), model_device(model)
     parameters = list(own.parameters())
-    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Sharded and quantised tensors keep their storage elsewhere.
     is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
     return {
@@ -194,21 +167,20 @@ def facts_here(
         "precision": precision,
         "loss": _loss_words(objective.reduction, objective.source),
         "kind": device.type,
-        "card": None if card is None else card.name,
-        "total_bytes": None if card is None else card.total_memory,
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "batchnorm": batchnorm,
         "accumulate_in": accumulate_in,
     }
 
 
-def differences(planned: Facts, here: Facts) -> list[tuple[str, str]]:
+def differences(planned: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What differs, in words: the plan's and what is here.
 
     >>> differences({"model": "GPT", "precision": "bf16"}, {"model": "GPT", "precision": "fp32", "optimizer": "SGD"})
     [('bf16', 'fp32')]
     """
     known = [name for name in _RECORDED if planned.get(name) is not None and here.get(name) is not None]
-    different = [name for name in known if not _same(name, planned[name], here[name])]
+    different = [name for name in known if planned[name] != here[name]]
     if "parameters" in different:  # Their bytes differ with them.
         different = [name for name in different if name != "parameter_bytes"]
     return [(_words(name, planned[name]), _words(name, here[name])) for name in different]
@@ -230,24 +202,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _recorded(record: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A fact of a plan, whose file checks no more than that there are records of workload and device."""
-    value = record.get(name)
-    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value
-    called = "weight" if name == "loss" else name
-    raise UsageError(f"the plan is damaged: {called} is {value!r}", hint="plan again with `autoaccum plan`")
-
-
-def _same(name: str, theirs: Any, ours: Any) -> bool:
-    if name == "total_bytes":
-        return bool(abs(theirs - ours) <= _DRIVERS * max(theirs, ours))
-    return bool(theirs == ours)
-
-
 def _words(name: str, value: Any) -> str:
-    if name == "total_bytes":
-        return f"a card of {format_bytes(value)}"
     return _KINDS.get(value, str(value)) if name == "kind" else _WORDS.get(name, "{}").format(value)
 
 

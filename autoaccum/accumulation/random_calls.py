@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -228,9 +229,7 @@ def calm() -> Iterator[set[tuple[str, int]]]:
     state = RandomState(seeded_devices())
     torch.manual_seed(_SEED)
     random.seed(_SEED)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(_SEED)
+    np.random.seed(_SEED)
     ranges: set[tuple[str, int]] = set()
 
     def answer(call: RandomCall) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -17,24 +16,29 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 class RandomState:
-    """The generators of Python, NumPy (where loaded), torch on the CPU and on `devices`, and `generators`."""
+    """The generators of Python, NumPy, torch on the CPU and on `devices`, and `generators`.
+
+    Attributes:
+        states: Of the global ones, by name.
+    """
 
     def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()) -> None:
-        self._python = random.getstate()
-        numpy_random = sys.modules.get("numpy.random")
-        self._numpy: Any = None if numpy_random is None else numpy_random.get_state()
-        self._cpu = torch.get_rng_state()
-        self._devices = [(device, device_state(device)) for device in devices if device.type not in ("cpu", "meta")]
+        self.states: dict[str, Any] = {
+            "Python": random.getstate(),
+            "NumPy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self.states |= {str(device): device_state(device) for device in self._devices}
         self._rewinds = [generator_rewind(generator) for generator in generators]
 
     def restore(self) -> None:
         """Rewind every generator."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            set_device_state(device, state)
+        random.setstate(self.states["Python"])
+        np.random.set_state(self.states["NumPy"])
+        torch.set_rng_state(self.states["torch"])
+        for device in self._devices:
+            set_device_state(device, self.states[str(device)])
         for rewind in self._rewinds:
             rewind()
 

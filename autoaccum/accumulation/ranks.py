@@ -20,11 +20,7 @@ _NOT_YET = "several ranks are not built yet"
 
 
 def check_group() -> None:
-    """Refuse to be one of several ranks.
-
-    Raises:
-        UsageError: A process group of more than one is initialised.
-    """
+    """Refuse to be one of several ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -36,11 +32,7 @@ def check_group() -> None:
 
 
 def check_launch() -> None:
-    """Refuse to be one of several processes that a launcher has started, and one of several ranks.
-
-    Raises:
-        UsageError: WORLD_SIZE says so, as torchrun sets it; or a process group does.
-    """
+    """Refuse to be one of several processes that a launcher has started, and one of several ranks."""
     count = os.environ.get("WORLD_SIZE", "")
     if count.isdecimal() and int(count) > 1:
         raise UsageError(
@@ -51,11 +43,7 @@ def check_launch() -> None:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Refuse a model that is spread over ranks, or has a module within that is, be it over one.
-
-    Raises:
-        UsageError: It is.
-    """
+    """Refuse a model that is spread over ranks, or has a module within that is, be it over one."""
     found = next(_spread(model), None)
     if found is not None:
         name, what = found

@@ -26,68 +26,63 @@ class Shortage:
 
     Attributes:
         certain: False where bugs share the text: it counts only if a smaller size then succeeds.
-        text: The row of the table that matched, or the name of the exception's type.
+        text: What matched, or the name of the exception's type.
     """
 
     certain: bool
     text: str
 
 
-@dataclass(frozen=True)
-class _Row:
-    text: str
-    pattern: re.Pattern[str]
-    certain: bool = True
-
-
-def _row(text: str, pattern: str | None = None, *, certain: bool = True) -> _Row:
-    return _Row(text, re.compile(pattern or re.escape(text)), certain)
-
-
 # Texts as PyTorch 2.x, its libraries and their drivers write them. `(?! \w)` keeps prose such as "out of memory
-# budget" out. What follows "uncertain" is also said by bugs: unsupported shapes, broken installations, races.
-_TABLE = (
-    _row("CUDA out of memory", r"\bCUDA out of memory\b(?! \w)"),
-    _row("CUDA error: out of memory", r"\bCUDA (?:driver )?error: out of memory\b(?! \w)"),
-    _row("cuda runtime error (2)", r"\bcuda runtime error \(2\)"),
-    _row("CUDA ran out of memory outside PyTorch's allocator"),
-    _row("CUDA_ERROR_OUT_OF_MEMORY"),
-    _row("cudaErrorMemoryAllocation"),
-    _row("Triton Error: out of memory", r"\bTriton Error \[\w+\]: out of memory\b(?! \w)"),
-    _row("CUBLAS_STATUS_ALLOC_FAILED", r"\b(?:CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED\b"),
-    _row("CUDNN_STATUS_ALLOC_FAILED", r"\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
-    _row("CUSOLVER_STATUS_ALLOC_FAILED", r"\bCU(?:SOLVER|SPARSE)_STATUS_ALLOC_FAILED\b"),
-    _row("CUFFT_ALLOC_FAILED"),
-    _row("NVML_SUCCESS == r", r"NVML_SUCCESS == r\b"),
-    _row("HIP out of memory", r"\bHIP out of memory\b(?! \w)"),
-    _row("HIP error: out of memory", r"\bHIP error: out of memory\b(?! \w)"),
-    _row("hipErrorOutOfMemory", r"\bhipError(?:OutOfMemory|MemoryAllocation)\b"),
-    _row("miopenStatusAllocFailed"),
-    _row("MPS backend out of memory", r"\bMPS backend out of memory\b(?! \w)"),
-    _row("XPU out of memory", r"\bXPU out of memory\b(?! \w)"),
-    _row("ERROR_OUT_OF_DEVICE_MEMORY", r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
-    _row("NCCL: Cuda failure 'out of memory'", r"\bCuda failure (?:\d+ )?'out of memory'"),
-    _row("NCCL: Failed to CUDA calloc", r"\bFailed to CUDA (?:host )?(?:c|m)alloc\b"),
-    _row("DefaultCPUAllocator", r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
-    _row("std::bad_alloc"),
-    _row("Cannot allocate memory", r"\bCannot allocate memory\b"),
-    _row("CUBLAS_STATUS_NOT_INITIALIZED", r"\b(?:CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED\b", certain=False),
-    _row("CUDNN_STATUS_NOT_INITIALIZED", certain=False),
-    _row("CUDNN_STATUS_NOT_SUPPORTED", certain=False),
-    _row("CUDNN_STATUS_INTERNAL_ERROR", certain=False),
-    _row("CUSOLVER_STATUS_INTERNAL_ERROR", certain=False),
-    _row("CUFFT_INTERNAL_ERROR", certain=False),
-    _row("Unable to find a valid cuDNN algorithm", certain=False),
-    _row("unable to find an engine", r"\b(?:GET|FIND) was unable to find an engine\b", certain=False),
-    _row("UR_RESULT_ERROR_OUT_OF_RESOURCES", r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b", certain=False),
-    _row("MPS: Invalid buffer size", r"^Invalid buffer size: ", certain=False),
-    # A descriptor is made before any memory is asked for: without one, the processor lacks the kernel.
-    _row(
-        "oneDNN: could not create a primitive",
-        r"\bcould not create a (?:primitive(?! descriptor)|memory)\b",
-        certain=False,
-    ),
-    _row("oneDNN: could not execute a primitive", r"\bcould not execute a primitive\b", certain=False),
+# budget" out. What is uncertain is also said by bugs: unsupported shapes, broken installations, races.
+_CERTAIN = re.compile(
+    "|".join(
+        (
+            r"\bCUDA out of memory\b(?! \w)",
+            r"\bCUDA (?:driver )?error: out of memory\b(?! \w)",
+            r"\bcuda runtime error \(2\)",
+            "CUDA ran out of memory outside PyTorch's allocator",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "cudaErrorMemoryAllocation",
+            r"\bTriton Error \[\w+\]: out of memory\b(?! \w)",
+            r"\b(?:CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED\b",
+            r"\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",
+            r"\bCU(?:SOLVER|SPARSE)_STATUS_ALLOC_FAILED\b",
+            "CUFFT_ALLOC_FAILED",
+            r"NVML_SUCCESS == r\b",
+            r"\bHIP out of memory\b(?! \w)",
+            r"\bHIP error: out of memory\b(?! \w)",
+            r"\bhipError(?:OutOfMemory|MemoryAllocation)\b",
+            "miopenStatusAllocFailed",
+            r"\bMPS backend out of memory\b(?! \w)",
+            r"\bXPU out of memory\b(?! \w)",
+            r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+            r"\bCuda failure (?:\d+ )?'out of memory'",
+            r"\bFailed to CUDA (?:host )?(?:c|m)alloc\b",
+            r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+            "std::bad_alloc",
+            r"\bCannot allocate memory\b",
+        )
+    )
+)
+_UNCERTAIN = re.compile(
+    "|".join(
+        (
+            r"\b(?:CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED\b",
+            "CUDNN_STATUS_NOT_INITIALIZED",
+            "CUDNN_STATUS_NOT_SUPPORTED",
+            "CUDNN_STATUS_INTERNAL_ERROR",
+            "CUSOLVER_STATUS_INTERNAL_ERROR",
+            "CUFFT_INTERNAL_ERROR",
+            "Unable to find a valid cuDNN algorithm",
+            r"\b(?:GET|FIND) was unable to find an engine\b",
+            r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
+            "^Invalid buffer size: ",
+            # A descriptor is made before any memory is asked for: without one, the processor lacks the kernel.
+            r"\bcould not create a (?:primitive(?! descriptor)|memory)\b",
+            r"\bcould not execute a primitive\b",
+        )
+    )
 )
 
 _DEAD_CONTEXT = re.compile(
@@ -102,7 +97,7 @@ _DEAD_CONTEXT = re.compile(
 def find_shortage(error: BaseException) -> Shortage | None:
     """Say whether `error`, or one it was raised from, means that memory ran out.
 
-    By type first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then by the table above, which
+    By type first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then by the texts above, which
     is read for `RuntimeError` and `OSError` only. A dead context (`is_context_dead`) and an interruption are never a
     shortage, whatever they were raised from.
     """
@@ -161,7 +156,9 @@ def _match(error: BaseException) -> Shortage | None:
     if not isinstance(error, (RuntimeError, OSError)):
         return None
     text = str(error)
-    return next((Shortage(row.certain, row.text) for row in _TABLE if row.pattern.search(text)), None)
+    certain = _CERTAIN.search(text)
+    found = certain or _UNCERTAIN.search(text)
+    return None if found is None else Shortage(certain is not None, found.group())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

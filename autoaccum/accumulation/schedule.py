@@ -279,10 +279,5 @@ def windows(loader: Iterable[Batch], iter_size: int) -> Iterator[list[Batch]]:
     """
     if index(iter_size) < 1:
         raise UsageError(f"iter_size is {iter_size}", hint="use at least 1 micro-batch per update")
-    return _windows(iter(loader), iter_size)
-
-
-def _windows(batches: Iterator[Batch], iter_size: int) -> Iterator[list[Batch]]:
-    while window := list(islice(batches, iter_size)):
-        yield window
-        del window
+    batches = iter(loader)
+    return iter(lambda: list(islice(batches, iter_size)), [])

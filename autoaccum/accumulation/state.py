@@ -6,7 +6,7 @@ compared and told where it is plain (`changes`), and is otherwise nobody's busin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,13 @@ class TorchState:
     ) -> None:
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
         self._modes = [(module, module.training) for module in modules]
-        self._attributes = [(vars(module), _registered(vars(module))) for module in modules]
+        self._attributes = [
+            (
+                vars(one),
+                {name: value for name, value in vars(one).items() if name in REGISTERED or isinstance(value, Tensor)},
+            )
+            for one in modules
+        ]
         found: list[Tensor] = [one for module in modules for one in module.parameters(recurse=False)]
         found += [one for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]]
         parameters = list({id(one): one for one in found}.values())
@@ -254,10 +260,6 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
     return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _registered(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name in REGISTERED or isinstance(value, Tensor)}
 
 
 def _is_fixed(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autoaccum.accumulation.state import Transaction
 from autoaccum.errors import UpdateInterrupted
@@ -88,13 +89,8 @@ def reserve(blocks: Iterable[Block]) -> None:
     del held
 
 
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        if node.layout is torch.strided:
-            yield node
-    elif isinstance(node, list | tuple):
-        for child in node:
-            yield from _tensors(child)
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 class Updater:
@@ -117,11 +113,7 @@ class Updater:
         self.is_interrupted = False
 
     def check(self) -> None:
-        """Refuse to go on with half an update.
-
-        Raises:
-            UpdateInterrupted: An unguarded update failed before.
-        """
+        """Refuse to go on with half an update."""
         if self.is_interrupted:
             raise UpdateInterrupted(
                 "an earlier update was interrupted half-way, the parameters are neither the old nor the new ones",
@@ -183,15 +175,15 @@ class Updater:
         groups = [
             (
                 [(id(parameter), parameter.grad is not None) for parameter in group["params"]],
-                [(name, bool(value)) for name, value in group.items() if _is_setting(value)],
+                [
+                    (name, bool(value))
+                    for name, value in group.items()
+                    if value is None or isinstance(value, bool | int | float)
+                ],
             )
             for group in self._optimizer.param_groups
         ]
         return groups, len(self._optimizer.state)
-
-
-def _is_setting(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Sequence[Tensor]:

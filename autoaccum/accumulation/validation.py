@@ -30,9 +30,6 @@ def check_wrapper(optimizer: Optimizer) -> None:
 
     The `step` of accelerate's does nothing but once in `gradient_accumulation_steps`, and with fp16 both wrappers
     unscale gradients of a loss that was never scaled (accelerate/optimizer.py, lightning's plugins/precision/amp.py).
-
-    Raises:
-        UsageError: It would.
     """
     if not _is_wrapper(optimizer):
         return
@@ -62,11 +59,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, one of several ranks, and parameters that do not exist yet.
-
-    Raises:
-        UsageError: One of these is so.
-    """
+    """Refuse what is no module, one of several ranks, and parameters that do not exist yet."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
     check_group()
@@ -80,9 +73,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse what is not one optimizer of `model`'s, and one whose step does more than to update it.
 
     An optimizer may lack some of the model's trainable parameters: their gradients are computed and dropped.
-
-    Raises:
-        UsageError: Either is so.
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}", hint="give one torch.optim.Optimizer")
@@ -101,11 +91,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler that cannot be stepped once per update.
-
-    Raises:
-        UsageError: It needs a metric, has no `step`, or belongs to another optimizer.
-    """
+    """Refuse a scheduler that cannot be stepped once per update."""
     if scheduler is None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -121,21 +107,13 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse an unknown precision.
-
-    Raises:
-        UsageError: It is none of `PRECISIONS`.
-    """
+    """Refuse an unknown precision."""
     if precision not in PRECISIONS:
         raise UsageError(f"the precision is {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Refuse a clipping norm that is not a positive number.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Refuse a clipping norm that is not a positive number."""
     if clip_norm is None:
         return
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or math.isnan(clip_norm) or clip_norm <= 0:

@@ -6,20 +6,16 @@ import copy
 import itertools
 import warnings
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_training import CRITERION, batch_of, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS
-from autoaccum.accumulation.batchnorm_modes import Moments
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.observers import AccumulationWarning
 from autoaccum.errors import UsageError
@@ -441,25 +437,3 @@ def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
     outputs = corrected(window[0])
     assert torch.equal(outputs, own(window[0]))
     assert float((outputs - whole(batch)[:500]).detach().abs().mean()) > 0.5
-
-
-SPLITS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
-
-
-def moments_of(values: torch.Tensor) -> Moments:
-    return Moments.of(len(values), values.mean(0), values.var(0))
-
-
-@settings(max_examples=60, deadline=None)
-@given(SPLITS, st.integers(0, 99), st.floats(-1e4, 1e4), st.floats(1e-3, 1e3))
-def test_any_split_gives_the_whole(sizes: list[int], seed: int, offset: float, scale: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64) * scale + offset
-    bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    first, *others = [moments_of(whole[start:end]) for start, end in pairwise(bounds)]
-    for other in others:
-        first.add(other)
-    assert first.count == len(whole)
-    rounding = 1e-14 * (scale + abs(offset))  # moments_of single values, and so moments_of their deviations
-    torch.testing.assert_close(first.mean, whole.mean(0), rtol=0.0, atol=rounding)
-    torch.testing.assert_close(first.variance, whole.var(0), rtol=1e-10, atol=rounding * scale)

@@ -256,6 +256,6 @@ def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
     assert check(NeverWidened, nn.MSELoss()) == Coupling(loss=False)
 
 
-def test_a_forward_of_much_work_is_ended_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoaccum.accumulation.halves._MOST_WORK", 10**6)
+def test_a_model_of_much_work_is_told_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoaccum.accumulation.halves._MOST_WORK", 10)
     assert check(small.mlp, nn.MSELoss()).reason == "the model is too large for an experiment beside it"

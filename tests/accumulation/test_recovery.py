@@ -150,7 +150,10 @@ def test_types_come_first(error: Exception) -> None:
 def test_what_torch_and_numpy_really_raise() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 50)
-    assert find_shortage(torch_error.value) == Shortage(certain=True, text="DefaultCPUAllocator")
+    found = find_shortage(torch_error.value)
+    assert found is not None
+    assert found.certain
+    assert found.text.startswith("DefaultCPUAllocator: ")
     with pytest.raises(MemoryError) as numpy_error:
         np.empty(1 << 55)
     assert find_shortage(numpy_error.value) is not None
