@@ -98,8 +98,6 @@ def format_loss(loss: float | None) -> str:
 
 def _speed_words(speed: Speed) -> tuple[str, str]:
     """Say how many samples per second, and how sure that is."""
-    if speed.state == "out_of_memory":
-        return "-", "out of memory"
     if speed.samples_per_second is None:
         return "-", "not measured: the next larger are far from the best"
     known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
@@ -140,9 +138,7 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
         yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
     amount = f"{tuning.budget.amount:,.10g} {tuning.budget.unit}"
     yield "budget", Text(f"{amount} a trial; losses are of {tuning.held_out}")
-    yield "searched", Text(space_words(space))
     yield "trials", Text(_trial_words(tuning))
-    yield "sampler", Text(f"{tuning.sampler}, pruner {tuning.pruner}; the search trains with seed {tuning.seed}")
     yield "study", path_value(f"{tuning.study} in {tuning.storage}")
     yield "time", Text(format_seconds(tuning.seconds))
     for warning in tuning.warnings:

@@ -57,30 +57,20 @@ class Processes:
         return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
 
     @contextmanager
-    def timing(self) -> Iterator[Callable[[int], float | None]]:
-        """Within, a child makes updates: a function of the micro-batch, to seconds, or None if out of memory.
+    def timing(self) -> Iterator[Callable[[int], float]]:
+        """Within, a child makes updates: a function of the micro-batch, to seconds.
 
         Raises:
             WorkloadError: The workload fails.
+            DoesNotFitError: An update runs out of memory.
             NotMeasuredError: The process cannot be started, died or hung.
         """
         with self._loaded() as process:
 
-            def time_update(micro_batch: int) -> float | None:
+            def time_update(micro_batch: int) -> float:
                 doing = f"an update in micro-batches of {micro_batch}"
                 order = {"job": "update", "doing": doing, "micro_batch": micro_batch, **self._asked()}
-                try:
-                    reply = process.ask(order, _MOST_SECONDS)
-                except ChildDied as death:
-                    if death.out_of_memory:
-                        return None
-                    raise death_error(death, doing, _MOST_SECONDS) from None
-                if "failure" not in reply:
-                    return float(reply["seconds"])
-                failure = Failure(**reply["failure"])
-                if failure.outcome == "oom":
-                    return None
-                raise failure_error(failure, "the machine")
+                return float(_ask(process, order, _MOST_SECONDS)["seconds"])
 
             yield time_update
 

@@ -138,7 +138,6 @@ class Outcome:
     state: Ending
     loss: float | None = None
     samples: int = 0
-    updates: int = 0
     seconds: float | None = None
     shortages: int = 0
     reason: str | None = None
@@ -156,7 +155,6 @@ class Row:
         repeats: The trial whose parameters it takes up again, since that one's process died.
         confirms: The trial whose setting it repeats with another seed; None: it is of the search.
         own: It has the workload's own setting.
-        worker: `host:pid`.
         lost: It was interrupted, or its process died: it does not count.
     """
 
@@ -173,7 +171,6 @@ class Row:
     confirms: int | None = None
     own: bool = False
     reason: str | None = None
-    worker: str | None = None
     lost: bool = False
 
 
@@ -182,14 +179,13 @@ class Speed:
     """Updates with one micro-batch size, timed.
 
     Attributes:
-        state: `slower`: not measured, since the next larger ones were far from the best.
-        samples_per_second: Median over updates, between the quartiles `low` and `high`.
+        samples_per_second: Median over updates, between the quartiles `low` and `high`; None: not measured, since the
+            next larger ones were far from the best.
         updates: How many were timed.
     """
 
     micro_batch: int
     iter_size: int
-    state: Literal["measured", "out_of_memory", "slower"]
     samples_per_second: float | None = None
     low: float | None = None
     high: float | None = None

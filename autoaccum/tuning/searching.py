@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import socket
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -103,8 +101,7 @@ class Search:
         confirms, own_seed = trial.user_attrs.get("confirms"), trial.user_attrs.get("seed")
         seed = self._processes.request.seed if own_seed is None else own_seed
         setting = _draw(trial, self._space)
-        worker = f"{socket.gethostname()}:{os.getpid()}"
-        told = {TARGET: setting.target_batch, MICRO: setting.micro_batch, "seed": seed, "worker": worker}
+        told = {TARGET: setting.target_batch, MICRO: setting.micro_batch, "seed": seed}
         for name, value in told.items():
             trial.set_user_attr(name, value)
         self._tell(TrialBegan(trial.number, setting, seed, confirms=confirms))

@@ -252,7 +252,6 @@ def row_of(trial: FrozenTrial) -> Row:
         confirms=told.get("confirms"),
         own=bool(told.get("own")),
         reason=told.get("reason"),
-        worker=told.get("worker"),
         lost=trial.state.is_finished() and ended is None,
     )
 

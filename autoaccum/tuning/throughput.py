@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
-from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.tuning.processes import Processes
 from autoaccum.tuning.records import Speed, Throughput
 
@@ -24,29 +24,18 @@ def measure_throughput(processes: Processes, target_batch: int, sizes: Sequence[
 
     Raises:
         WorkloadError: The workload fails, or was changed since it was described.
-        DoesNotFitError: None of the sizes fits.
+        DoesNotFitError: An update runs out of memory, though its micro-batch was planned.
         NotMeasuredError: The process cannot be started, died or hung.
     """
-    short = set[int]()
-    timed: dict[int, list[float]] | None = None
-    while timed is None:
-        left = sorted(set(sizes) - short, reverse=True)
-        if not left:
-            raise DoesNotFitError(
-                f"not even updates with micro-batch {min(sizes)} fit any more: out of memory",
-                hint="free memory, and start again",
-            )
-        with processes.timing() as time_update:
-            timed = time_sizes(time_update, left, short)
-    speeds = tuple(_speed_of(size, target_batch, timed.get(size), size in short) for size in sorted(sizes))
+    with processes.timing() as time_update:
+        timed = time_sizes(time_update, sorted(sizes, reverse=True))
+    speeds = tuple(_speed_of(size, target_batch, timed.get(size)) for size in sorted(sizes))
     fastest, knee = find_knee(speeds)
     return Throughput(target_batch=target_batch, device=device, speeds=speeds, fastest=fastest, knee=knee)
 
 
-def time_sizes(
-    time_update: Callable[[int], float | None], sizes: Sequence[int], short: set[int]
-) -> dict[int, list[float]] | None:
-    """Return seconds of updates by size; None where one ran out of memory, now in `short`.
+def time_sizes(time_update: Callable[[int], float], sizes: Sequence[int]) -> dict[int, list[float]]:
+    """Return seconds of updates by size.
 
     The largest come first; where two in a row are far behind the best, smaller ones are left out. Then the sizes take
     turns, so that a clock that drifts hits all of them alike.
@@ -54,22 +43,15 @@ def time_sizes(
     timed: dict[int, list[float]] = {}
     behind = 0
     for size in sizes:
-        rising = [time_update(size) for _ in range(1 if timed else _RISING_UPDATES)]
-        seconds = None if None in rising else time_update(size)
-        if seconds is None:
-            short.add(size)
-            return None
-        timed[size] = [seconds]
-        behind = behind + 1 if seconds > _FAR_BEHIND * min(taken[0] for taken in timed.values()) else 0
+        for _ in range(1 if timed else _RISING_UPDATES):
+            time_update(size)
+        timed[size] = [time_update(size)]
+        behind = behind + 1 if timed[size][0] > _FAR_BEHIND * min(taken[0] for taken in timed.values()) else 0
         if behind >= _IN_A_ROW:
             break
     while any(map(needs_more, timed.values())):
         for size in filter(lambda one: needs_more(timed[one]), timed):
-            seconds = time_update(size)
-            if seconds is None:
-                short.add(size)
-                return None
-            timed[size].append(seconds)
+            timed[size].append(time_update(size))
     return timed
 
 
@@ -78,20 +60,13 @@ def needs_more(seconds: Sequence[float]) -> bool:
     return len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_SECONDS)
 
 
-def _speed_of(micro_batch: int, target_batch: int, seconds: Sequence[float] | None, is_short: bool) -> Speed:
+def _speed_of(micro_batch: int, target_batch: int, seconds: Sequence[float] | None) -> Speed:
     iter_size = len(split_evenly(target_batch, micro_batch))
     if seconds is None:
-        return Speed(micro_batch=micro_batch, iter_size=iter_size, state="out_of_memory" if is_short else "slower")
+        return Speed(micro_batch=micro_batch, iter_size=iter_size)
     low, median, high = statistics.quantiles([target_batch / one for one in seconds], n=4, method="inclusive")
-    return Speed(
-        micro_batch=micro_batch,
-        iter_size=iter_size,
-        state="measured",
-        samples_per_second=median,
-        low=low,
-        high=high,
-        updates=len(seconds),
-    )
+    known = {"samples_per_second": median, "low": low, "high": high}
+    return Speed(micro_batch=micro_batch, iter_size=iter_size, updates=len(seconds), **known)
 
 
 def find_knee(speeds: Sequence[Speed]) -> tuple[int, int]:

@@ -73,7 +73,6 @@ def train_setting(
         state=ending,
         loss=course.loss if ending in ("complete", "pruned") else None,
         samples=course.samples,
-        updates=course.updates,
         seconds=course.seconds,
         shortages=course.shortages,
         reason=reason,
@@ -99,7 +98,7 @@ class Course:
     """
 
     def __init__(self, budget: Budget, go_on: GoOn) -> None:
-        self.samples = self.updates = self.shortages = 0
+        self.samples = self.shortages = 0
         self.seconds = 0.0
         self.loss: float | None = None
         self.ending: Ending | None = None
@@ -118,7 +117,7 @@ class Course:
         if isinstance(event, Updated):
             now = time.perf_counter()
             self.seconds, self._since = self.seconds + now - self._since, now
-            self.samples, self.updates = event.samples, event.update
+            self.samples = event.samples
             return self._has_passed(100)
         if isinstance(event, Evaluated):
             self._look_at(event.values["loss"], event.update)

@@ -90,7 +90,7 @@ class _Tuner:
         space = Space(
             learning_rates=rates,
             target_batches=request.target_batch,
-            micro_batches=tuple(speed.micro_batch for speed in throughput.speeds if speed.state != "out_of_memory"),
+            micro_batches=tuple(speed.micro_batch for speed in throughput.speeds),
             # Sums of other parts differ in rounding: which is fastest is measured, and may be another the next time.
             micro_batch=plan.micro_batch if budget.unit == "samples" else throughput.knee,
             coupled=coupled,

@@ -156,8 +156,8 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         (8, {"samples_per_second": 1478.0, "low": 1400.0, "high": 1500.0, "updates": 12}),
         (16, {"samples_per_second": 1500.0, "low": 1450.0, "high": 1550.0, "updates": 9}),
     )
-    speeds = tuple(Speed(micro_batch=size, iter_size=16 // size, state="measured", **known) for size, known in timed)
-    slower = Speed(micro_batch=4, iter_size=4, state="slower")
+    speeds = tuple(Speed(micro_batch=size, iter_size=16 // size, **known) for size, known in timed)
+    slower = Speed(micro_batch=4, iter_size=4)
     known: dict[str, Any] = {
         "study": "line",
         "storage": "sqlite:///tune.db",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_studies import request_of
 
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.tuning.processes import Processes
 from autoaccum.tuning.records import Budget, Outcome, Setting
 from autoaccum.tuning.throughput import measure_throughput
@@ -78,11 +78,12 @@ def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processe
     assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
 
 
-def test_sizes_that_run_out_of_memory_are_left_out_of_the_throughput(processes: Processes) -> None:
-    known = measure_throughput(processes, 16, (4, 8, 16), "cpu")
-    assert [speed.state for speed in known.speeds] == ["measured", "measured", "out_of_memory"]
+def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: Processes) -> None:
+    known = measure_throughput(processes, 16, (4, 8), "cpu")
     assert known.knee in (4, 8)
-    assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds[:2])  # type: ignore
+    assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds)  # type: ignore
+    with pytest.raises(DoesNotFitError):
+        measure_throughput(processes, 16, (8, 16), "cpu")
 
 
 def test_a_workload_that_is_changed_meanwhile_is_told(processes: Processes, reference: str) -> None:

@@ -50,12 +50,9 @@ def throughput_figure(known: Throughput) -> Figure:
     figure = Figure(layout="constrained")
     axes = figure.add_subplot()
     axes.errorbar(sizes, medians, yerr=[below, above], marker="o", capsize=4, label="median, and the middle half")
-    short = [speed.micro_batch for speed in known.speeds if speed.state == "out_of_memory"]
-    if short:
-        axes.plot(short, [0.0] * len(short), "rx", label="out of memory")
     axes.axvline(known.knee, color="green", linestyle="--", label=f"knee at {known.knee}")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([*sizes, *short], [str(size) for size in (*sizes, *short)])
+    axes.set_xticks(sizes, list(map(str, sizes)))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="micro-batch, in samples", ylabel="samples per second")
     axes.set_title(f"Throughput on {known.device}, in updates of {known.target_batch} samples", parse_math=False)
