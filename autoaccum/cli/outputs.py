@@ -123,16 +123,10 @@ class Outputs:
 
     def _write_picture(self, plan: Plan, file: Path) -> None:
         from autoaccum.planning.files import write_bytes
-        from autoaccum.reporting.pictures.formats import cannot_draw, picture_format
+        from autoaccum.reporting.pictures.formats import picture_format
+        from autoaccum.reporting.pictures.memory_picture import draw_memory
 
-        form = picture_format(str(file))
-        try:
-            from autoaccum.reporting.pictures.memory_picture import draw_memory
-
-            drawn = draw_memory(plan, self._account, form)
-        except ImportError as error:  # Matplotlib loads parts of itself when it needs them.
-            raise cannot_draw(error) from error
-        write_bytes(file, drawn, force=self._force)
+        write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
 
 
 def check_apart(option: str, file: str, workload: str) -> None:

@@ -84,7 +84,6 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
 
 def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
     """What else is known: name and value."""
-    yield "batch", Text(_batch_words(plan))
     yield "largest fit", Text(_largest_fit(plan))
     if plan.least_bytes is not None:
         ran = "still ran" if plan.kind == "measured" else "would still run"
@@ -151,13 +150,9 @@ def _largest_fit(plan: Plan) -> str:
     if plan.capped:
         return f"{plan.largest_fit}, the most that was asked for"
     if plan.stopped is not None:
-        ran = "ran" if plan.kind == "measured" else "fits and was tried"
-        return f"{plan.largest_fit}, the largest that {ran} before the limit on {plan.stopped} ended the search"
+        return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
     above = {trial.outcome for trial in plan.trials if trial.micro_batch == plan.largest_fit + 1}
-    if "oom" in above:
-        why = "ran out of memory" if plan.kind == "measured" else "does not fit"
-    else:
-        why = "is tight" if "tight" in above else ""
+    why = "does not fit" if "oom" in above else "is tight" if "tight" in above else ""
     return f"{plan.largest_fit} ({plan.largest_fit + 1} {why})" if why else f"{plan.largest_fit}"
 
 
@@ -177,11 +172,8 @@ def _device(plan: Plan) -> str:
 
 def _trials(plan: Plan, seconds: float | None) -> str:
     within = sum(trial.seconds for trial in plan.trials)
-    if plan.kind == "predicted":
-        return f"{len(plan.trials)} predicted in {within if seconds is None else seconds:.1f} s"
-    if seconds is None:
-        return f"{len(plan.trials)} in {within:.1f} s"
-    return f"{len(plan.trials)} in {seconds:.1f} s ({within:.1f} s without the start of processes)"
+    began = "" if seconds is None else f" of {seconds:.1f} s in all"
+    return f"{len(plan.trials)}{' predicted' if plan.kind == 'predicted' else ''} in {within:.1f} s{began}"
 
 
 def _peak(plan: Plan) -> str:
@@ -194,10 +186,3 @@ def _peak(plan: Plan) -> str:
         return f"{format_bytes(least)} of {limit} at least, {peak} with room to spare{label}"
     asked = "" if least is None or label else f", least budget {format_bytes(least)}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{asked}"
-
-
-def _batch_words(plan: Plan) -> str:
-    if plan.world_size == 1:
-        return f"of {plan.target_batch} samples"
-    shares = sorted({sum(parts) for parts in plan.ranks or ()})
-    return f"on every rank its share of {' or '.join(map(str, shares))} samples"

@@ -37,7 +37,7 @@ def test_few_trials_are_marked(folder: Path) -> None:
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)
     said = " ".join(done.stdout.split())
-    assert f"largest fit {plan.largest_fit}, the largest that ran before the limit on trials ended the search" in said
+    assert f"largest fit {plan.largest_fit}, the largest before the limit on trials ended the search" in said
     assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
 
 

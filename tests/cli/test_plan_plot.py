@@ -64,27 +64,6 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path) -> None:
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
 
 
-WITHOUT = """
-import sys
-sys.modules["matplotlib"] = None
-import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "matplotlib" else found(name, *rest)
-from autoaccum.cli import main
-main()
-"""
-
-
-def test_says_what_is_missing_before_any_trial(folder: Path) -> None:
-    (folder / "model.py").write_text("raise SystemExit('loaded')")
-    done = run(folder, "--target-batch", "8", "--device", "cpu", "--plot", "memory.svg", code=WITHOUT)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: a picture needs matplotlib, which is not installed: "
-        'pip install "autoaccum[plot]", or leave out --plot\n'
-    )
-
-
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
     planned, _ = usual()
     files = {name: tmp_path / name for name in ("plan.json", "step.py", "memory.svg")}

@@ -193,9 +193,3 @@ def test_an_svg_has_a_title_and_a_font_wherever_it_is_seen() -> None:
     svg = draw_memory(*usual(), "svg").decode()
     assert "<title>GPT2 on rtx3090 (simulated), 12 of 256 samples at a time</title>" in svg
     assert "'DejaVu Sans', 'Verdana', 'Geneva', sans-serif" in svg
-
-
-def test_an_svg_is_small_and_dated_by_nobody() -> None:
-    svg = draw_memory(*usual(), "svg")
-    assert len(svg) < 120_000
-    assert b"dc:date" not in svg
