@@ -68,11 +68,9 @@ class Accumulator:
     """Trains with an effective batch in micro-batches: the same gradient, the memory of one micro-batch.
 
     All weights of the effective batch are known before its first backward; each micro-loss is multiplied by its
-    share and its graph freed by its own backward. Gradients that are there before a step do not count (they are put
-    back if it fails, dropped otherwise), and after it `.grad` is None on every parameter. Where some of the
-    parameters are of half precision, gradients are summed in float32 and rounded once. The norm is that of the
-    optimizer's parameters, taken and clipped once per update. Batches may be on any device; on the CPU, counting
-    their tokens costs no synchronisation.
+    share and its graph freed by its own backward. Gradients that are there before a step do not count, and after it
+    `.grad` is None on every parameter. Those of half precision are summed in float32 and rounded once. The norm is
+    that of the optimizer's parameters, taken and clipped once per update. Batches may be on any device.
 
     A step is all or nothing. When memory runs out (or anything else is raised) before the optimizer has begun to
     write, or within its first update, which is guarded by a host copy, everything is put back: weights, buffers,
@@ -110,11 +108,10 @@ class Accumulator:
         recover: False: an out-of-memory rolls everything back and is raised as it came.
         check_finite: Refuse an update whose loss or (with `clip_norm`) gradient is not finite, before it is made.
             With a scaler, whose business they are, only a loss that is no number and that no smaller scale mends.
-        batchnorm: What BatchNorm in training mode, in the model or the criterion, is to see and to remember of an
-            effective batch in parts. `micro` (if no plan tells): as PyTorch does it, each micro-batch for itself.
-            `running`: it normalises by the micro-batch, and updates its running statistics once, as the full batch
-            would. `frozen`: it normalises by its running statistics, which stay as they are, so that the gradient is
-            exactly the full batch's; its weight and bias train.
+        batchnorm: What BatchNorm in training mode sees and remembers of an effective batch in parts. `micro` (if no
+            plan tells): as PyTorch does it, each micro-batch for itself. `running`: it normalises by the micro-batch,
+            and updates its running statistics once, as the full batch would. `frozen`: it normalises by its running
+            statistics, which stay as they are: the gradient is exactly the full batch's; its weight and bias train.
         split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors
             (graphs, images of many patches, packed tokens); `size` goes with it.
         size: `size(batch)`: the number of its samples.
@@ -257,7 +254,13 @@ class Accumulator:
             del outcome
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1, self._each)
-            self._tell_shortage(largest, ceiling)
+            if self._observer is not None:
+                self._observer.shortage(self.phase, largest, ceiling)
+            else:
+                warn_caller(
+                    f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
+                    f" repeated with at most {ceiling}, and later steps keep to that"
+                )
 
     def _attempt(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int
@@ -341,10 +344,18 @@ class Accumulator:
 
     def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
         """A scaler skips an infinite gradient, and what overflowed by its scale: that is no fault of the training."""
-        if self._scaler is None and not math.isfinite(norm or 0.0):
-            raise _nonfinite(f"the gradient's norm is {norm}", loss, norm)
+        seen = None
         if math.isnan(loss) or (self._scaler is None and math.isinf(loss)):
-            raise _nonfinite(f"the loss is {loss}", loss, norm)
+            seen = f"the loss is {loss}"
+        if self._scaler is None and not math.isfinite(norm or 0.0):
+            seen = f"the gradient's norm is {norm}"
+        if seen is not None:
+            raise NonFiniteError(
+                f"{seen}, the update was not made",
+                loss=loss,
+                grad_norm=norm,
+                hint="lower the learning rate, clip the gradient, or look at this batch",
+            )
 
     def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
         """Undo everything and give `error` back; UpdateInterrupted when that cannot be done."""
@@ -386,15 +397,6 @@ class Accumulator:
         if self._observer is not None:
             self._observer.phase(phase)
 
-    def _tell_shortage(self, largest: int, ceiling: int) -> None:
-        if self._observer is not None:
-            self._observer.shortage(self.phase, largest, ceiling)
-            return
-        warn_caller(
-            f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
-            f" repeated with at most {ceiling}, and later steps keep to that"
-        )
-
     def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
         try:
@@ -414,29 +416,18 @@ class Accumulator:
             if not shortage.certain:
                 raise error
             forget(error)
+            if is_update:
+                raise DoesNotFitError(
+                    "the update runs out of memory, whatever the micro-batch",
+                    hint="free memory on the device, or use an optimizer with less state",
+                ) from error
+            least = "one sample" if self._each == 1 else f"{self._each} samples"
             raise DoesNotFitError(
-                "the update runs out of memory, whatever the micro-batch"
-                if is_update
-                else f"not even {_samples(self._each)} at a time fits: out of memory ({self.phase})",
-                hint="free memory on the device, or use an optimizer with less state"
-                if is_update
-                else "free memory on the device, shorten the samples, or lower the precision",
+                f"not even {least} at a time fits: out of memory ({self.phase})",
+                hint="free memory on the device, shorten the samples, or lower the precision",
             ) from error
         finally:
             del error  # the traceback holds this frame
-
-
-def _samples(count: int) -> str:
-    return "one sample" if count == 1 else f"{count} samples"
-
-
-def _nonfinite(seen: str, loss: float, norm: float | None) -> NonFiniteError:
-    return NonFiniteError(
-        f"{seen}, the update was not made",
-        loss=loss,
-        grad_norm=norm,
-        hint="lower the learning rate, clip the gradient, or look at this batch",
-    )
 
 
 def _drop_gradients(parameters: Iterable[Tensor]) -> None:

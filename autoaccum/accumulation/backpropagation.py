@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import batchnorm_names, batchnorm_warning
+from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.cautions import compares_samples
-from autoaccum.accumulation.coupling import COMPARED
+from autoaccum.accumulation.coupling import COMPARED, listed
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.observers import StepPhase, warn_caller
 from autoaccum.errors import WorkloadError
@@ -97,6 +97,11 @@ class Backpropagation:
         enter: Called with each phase as it begins.
     """
 
+    _caution = (
+        'the gradient is not the full batch\'s, which batchnorm="running" mends for running statistics only,'
+        ' batchnorm="frozen" or GroupNorm wholly'
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -132,7 +137,7 @@ class Backpropagation:
     def cautions(self, *, accumulates: bool) -> list[str]:
         """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
         names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        return [batchnorm_warning(names)] if names else []
+        return [f"BatchNorm normalises by the micro-batch in {listed(names)}: {self._caution}"] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")

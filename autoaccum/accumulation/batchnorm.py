@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -43,22 +45,6 @@ def batchnorm_names(model: nn.Module, criterion: nn.Module | None = None) -> lis
     ]
 
 
-def batchnorm_warning(names: Sequence[str]) -> str:
-    """One sentence on what accumulation changes for the modules `names`, and the way out."""
-    return (
-        f"BatchNorm normalises by the micro-batch in {listed(names)}: the gradient is not the full batch's, which"
-        ' batchnorm="running" mends for running statistics only, batchnorm="frozen" or GroupNorm wholly'
-    )
-
-
-def running_warning(names: Sequence[str]) -> str:
-    """One sentence on what `batchnorm="running"` does not change for the modules `names`, and the way out."""
-    return (
-        f"BatchNorm normalises by the micro-batch in {listed(names)}: running statistics are the full batch's, the"
-        ' gradient is not (it is with batchnorm="frozen" or GroupNorm)'
-    )
-
-
 def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
     """One sentence where `batchnorm="frozen"` would normalise by statistics that nothing was ever estimated from."""
     norms = [norm for norm in find_batchnorms(model, criterion) if _is_readable(norm.running_mean)]
@@ -80,12 +66,9 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
         )
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has wrapped `model` or a module in it, or changed it in place."""
-    return any(
-        module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        for module in model.modules()
-    )
+def uncompiled() -> AbstractContextManager[object]:
+    """Within it torch.compile does nothing. Asked of torch only where that is loaded: it takes a second."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_scripted(module: nn.Module) -> bool:

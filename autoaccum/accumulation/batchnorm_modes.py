@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Final, cast
 
 import torch
@@ -14,13 +13,11 @@ from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import (
     BATCHNORMS,
     STATISTICS,
-    batchnorm_names,
     check_frozen,
     frozen_warning,
-    is_compiled,
     is_scripted,
     named_modules,
-    running_warning,
+    uncompiled,
 )
 from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.gradients import GradientBuffers
@@ -147,6 +144,9 @@ class RunningBackpropagation(Backpropagation):
     What torch.compile has compiled before would not notice that it is watched, and runs as it was written.
     """
 
+    _caution = (
+        'running statistics are the full batch\'s, the gradient is not (it is with batchnorm="frozen" or GroupNorm)'
+    )
     _statistics: Sequence[_Watched]
     _is_first = True
 
@@ -163,7 +163,9 @@ class RunningBackpropagation(Backpropagation):
         }
         changed = _statistics_of(norms if self._is_first else {})
         self._statistics = [_Watched(module) for module in norms.values()]
-        with ExitStack() as stack, _uncompiled(norms):
+        with ExitStack() as stack:
+            if norms:  # Compiled code looks for no hooks that came later.
+                stack.enter_context(uncompiled())
             for watched in self._statistics:
                 stack.enter_context(watched)
             record = super().run(parts, shares, buffers)
@@ -177,11 +179,6 @@ class RunningBackpropagation(Backpropagation):
         for watched in self._statistics:
             watched.settle()
         return record
-
-    def cautions(self, *, accumulates: bool) -> list[str]:
-        """That the gradient is still not the full batch's."""
-        names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        return [running_warning(names)] if names else []
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         try:
@@ -212,14 +209,9 @@ class FrozenBackpropagation(Backpropagation):
             if isinstance(module, BATCHNORMS) and module.training
         }
         changed = _statistics_of(self._resting if self._is_first else {})
-        # For where the loss calls train(); compiled code would break its graph, or not see them.
-        watched = () if is_compiled(self._model) else self._resting.values()
-        hooks = [module.register_forward_pre_hook(_put_to_rest) for module in watched]
         try:
             record = super().run(parts, shares, buffers)
         finally:
-            for hook in hooks:
-                hook.remove()
             for module in self._resting.values():
                 module.training = True
         if names := changed():
@@ -238,7 +230,7 @@ class FrozenBackpropagation(Backpropagation):
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         for module in self._resting.values():
-            _put_to_rest(module)
+            module.training = False  # It alone: what it has within (an activation, a dropout) trains.
         return super()._terms(part)
 
 
@@ -286,14 +278,3 @@ def _statistics_of(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
         return list(dict.fromkeys(written))
 
     return changed
-
-
-def _put_to_rest(module: nn.Module, _: Any = None) -> None:
-    module.training = False  # It alone: what it has within (an activation, a dropout) trains.
-
-
-def _uncompiled(watched: Mapping[str, nn.Module]) -> AbstractContextManager[Any]:
-    """Within it torch.compile does nothing: compiled code looks for no hooks that came later."""
-    if not watched or "torch._dynamo" not in sys.modules:  # Importing it takes a second.
-        return nullcontext()
-    return cast("AbstractContextManager[Any]", torch.compiler.set_stance("force_eager"))

@@ -42,10 +42,6 @@ class HostDraws:
         self.ends: list[bytes] = []
         self._is_open = False
 
-    def forget(self) -> None:
-        """The next part to begin is the first again."""
-        self._starts.clear()
-
     def begin(self, index: int, own: Iterable[Generator] = ()) -> None:
         """Put generators to where this part begins, and `own` ones: of this run alone, as of a model's copy."""
         self.finish()
@@ -197,7 +193,6 @@ class Draws:
     def recording(self) -> Iterator[None]:
         """Around the accumulated run, which draws as without it; on a card attention and RNNs change their kernels."""
         self.tracks, self._part = {None: []}, None
-        self._host.forget()
         with open_kernels(), RandomCalls(self._record):
             yield
         self._host.finish()

@@ -12,9 +12,8 @@ import dataclasses
 import math
 import pickle
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_calls import calm
@@ -146,7 +145,7 @@ def find_coupling(
     try:
         parts = [part for part, size in zip(split_batch(batch, list(sizes)), sizes, strict=True) if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
-        with own_randomness(), _uncompiled():
+        with own_randomness(), uncompiled():
             return _Halves(model, objective, filled, beside).find([together, *parts])
     except (Exception, SystemExit) as error:
         return Coupling(reason=_reason_of(error))
@@ -261,11 +260,6 @@ def _with_own_criterion(objective: Objective) -> Objective:
         return objective
     used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
     return dataclasses.replace(objective, criterion=used)
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Hooks would have a compiled model compiled again. Asked of torch only where that is loaded: it takes a second."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _reason_of(error: BaseException) -> str:

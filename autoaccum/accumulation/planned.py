@@ -58,15 +58,10 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     """
     if plan is not None and not isinstance(plan, PlanLike):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, such as Plan.load("plan.json")')
-    if micro_batch is None:
-        if plan is None:
-            raise UsageError("neither micro_batch nor plan is given", hint="give one of them")
-        return checked_micro_batch(plan.micro_batch)
-    if plan is not None:
-        raise UsageError(
-            f"micro_batch is {micro_batch!r}, and a plan of {plan.micro_batch} is given too", hint="give one of them"
-        )
-    return checked_micro_batch(micro_batch)
+    if (plan is None) == (micro_batch is None):
+        seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
+        raise UsageError(seen, hint="give one of them")
+    return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
 
 
 def choose_multiple(plan: PlanLike | None, multiple_of: int | None) -> int:

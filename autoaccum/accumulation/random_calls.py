@@ -2,7 +2,7 @@
 
 What is random is told by torch's own tag (`torch.Tag.nondeterministic_seeded`), not by name. Names stand here only
 for the few ops whose outputs hold more than chance: their inputs. Those are computed again from the inputs at hand,
-since a recorded output would hide that the inputs differ. Samples of a distribution (bernoulli, poisson, gamma) are
+since a recorded output would hide that the inputs differ. Samples of a distribution (bernoulli, normal, gamma) are
 taken as they were recorded.
 """
 
@@ -141,17 +141,10 @@ class RandomCall:
             return self.outputs[1:]
         if "noise" in self.arguments:
             return (self.arguments["noise"],)
-        if self._is_shifted:
-            centred = (self.outputs[0] - self.arguments["mean"]) / self.arguments["std"]
-            return (torch.where(torch.isfinite(centred), centred, 0.0),)
         return self.outputs
 
     def give(self, values: Sequence[Tensor]) -> None:
         """Make it as if `values` (of `chance`'s shapes, any dtype and device) had been drawn."""
-        if self._is_shifted:
-            noise = values[0].to(self.outputs[0])
-            self.outputs[0].copy_(self.arguments["mean"] + self.arguments["std"] * noise)
-            return
         inputs = self._inputs()
         for drawn, value in zip(self.chance, values, strict=True):
             drawn.copy_(value)
@@ -162,10 +155,6 @@ class RandomCall:
     def _kernel_dropout(self) -> float | None:
         dropout = self.arguments.get("dropout_p", self.arguments.get("dropout"))
         return None if dropout is None else float(dropout)
-
-    @property
-    def _is_shifted(self) -> bool:
-        return any(isinstance(self.arguments.get(name), Tensor) for name in ("mean", "std"))
 
     def _inputs(self) -> Callable[[], Tensor] | None:
         """What computes the first output from inputs and chance, for ops where it is both."""

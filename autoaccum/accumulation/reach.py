@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -114,12 +114,16 @@ def find_reachable(
 
 def find_held(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
     """What a model and its optimizer keep in Python, by name: hooks, and attributes that are not registered."""
-    for path, module in model.named_modules():
-        yield from _kept(vars(module), _REGISTERED, f"{path}." if path else "")
+    owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
+    owners += [] if optimizer is None else [("optimizer.", vars(optimizer), _LISTED)]
+    for prefix, attributes, known in owners:
+        for name, value in attributes.items():
+            if name.endswith("_hooks"):
+                yield from (("hook", hook) for hook in _values(value))
+            elif name not in known and type(value) not in _PLAIN:
+                yield f"{prefix}{name}", value
     for parameter in model.parameters():
         yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
-    if optimizer is not None:
-        yield from _kept(vars(optimizer), _LISTED, "optimizer.")
 
 
 def is_users(kind: type) -> bool:
@@ -155,14 +159,6 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 def _holds_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _kept(attributes: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in attributes.items():
-        if name.endswith("_hooks"):
-            yield from (("hook", hook) for hook in _values(value))
-        elif name not in known and type(value) not in _PLAIN:
-            yield f"{prefix}{name}", value
 
 
 def _values(mapping: Any) -> list[Any]:

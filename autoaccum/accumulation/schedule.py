@@ -36,16 +36,12 @@ class Schedule:
     ranks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        counts = {len(parts) for parts in self.ranks}
-        if len(counts) != 1 or 0 in counts:
+        is_even = len({len(parts) for parts in self.ranks}) == 1 and len(self.ranks[0]) > 0
+        if not is_even or min(map(min, self.ranks)) < 0 or self.micro_batch < 1:
             raise UsageError(
-                f"a schedule of {sorted(counts)} micro-batches per rank",
-                hint="every rank runs the same number, at least one",
+                f"a schedule of micro-batches {self.ranks}",
+                hint="every rank runs the same number of parts, and one of them holds a sample",
             )
-        if any(part < 0 for parts in self.ranks for part in parts):
-            raise UsageError("a schedule has a part below 0", hint="parts are numbers of samples")
-        if self.micro_batch < 1:
-            raise UsageError("a schedule has no samples", hint="at least one part must hold one")
 
     @property
     def target_batch(self) -> int:

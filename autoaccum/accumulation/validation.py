@@ -40,7 +40,7 @@ def check_wrapper(optimizer: Optimizer) -> None:
             hint="leave gradient_accumulation_steps away: the Accumulator accumulates",
         )
     plugin = getattr(getattr(optimizer, "_strategy", None), "precision_plugin", None)
-    if _scaler(optimizer) is not None or _scaler(plugin) is not None:
+    if any(getattr(owner, "scaler", None) is not None for owner in (optimizer, plugin)):
         raise UsageError(
             "the framework's optimizer scales gradients for fp16, and so would the Accumulator",
             hint='leave mixed precision to the Accumulator: precision="fp16" here, none there',
@@ -49,10 +49,6 @@ def check_wrapper(optimizer: Optimizer) -> None:
 
 def _is_wrapper(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS
-
-
-def _scaler(owner: Any) -> Any:
-    return getattr(owner, "scaler", None)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import CRITERION, assert_close, batch_of, net, sgd
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from autoaccum.accumulation.accumulator import Accumulator, StepResult
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import has_weight, make_shares
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.schedule import windows
@@ -52,15 +51,6 @@ def test_trains_as_a_loop_over_full_batches_does(optimizer: str) -> None:
         assert_close(model, other, 1e-8)
         assert all(parameter.grad is None for parameter in model.parameters())
     assert schedule.get_last_lr() == their_schedule.get_last_lr()
-
-
-def test_the_result_says_what_was_done() -> None:
-    model = net()
-    result = Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8))
-    assert isinstance(result, StepResult)
-    assert result.micro_batches == (3, 3, 2)
-    assert (result.samples, result.grad_norm, result.retries, result.updated) == (8, None, 0, True)
-    assert result.terms == {"loss": result.loss}
 
 
 def test_an_infinite_clip_norm_only_measures() -> None:
@@ -202,13 +192,6 @@ def test_a_term_without_weight_is_left_out_and_reported_as_such() -> None:
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_a_loss_that_diverged_is_reported_as_it_is() -> None:
-    model = net()
-    result = Accumulator(model, sgd(model), lambda m, b: m(b[0]).sum() * math.nan, micro_batch=3).step(batch_of(8))
-    assert math.isnan(result.loss)
-    assert result.updated
-
-
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
 def test_the_shares_of_a_mean_add_up_to_one(weights: list[int]) -> None:
     shares = make_shares([float(weight) for weight in weights], "mean")
@@ -232,61 +215,3 @@ def test_weights_of_different_kinds_are_refused() -> None:
         make_shares([1.0, {"a": 1.0}], "mean")
     with pytest.raises(WorkloadError, match="terms a, weight has b"):
         make_shares([{"a": 1.0}, {"b": 1.0}], "mean")
-
-
-Nets = dict[str, nn.Module]
-
-
-def networks() -> Nets:
-    torch.manual_seed(0)
-    painter = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-    critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-    return {"critic": critic.double(), "painter": painter.double()}
-
-
-def losses(nets: Nets) -> dict[str, Any]:
-    def tells_apart(critic: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        real, noise = batch
-        return F.softplus(-critic(real)).mean() + F.softplus(critic(nets["painter"](noise))).mean()
-
-    def deceives(painter: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.softplus(-nets["critic"](painter(batch[1]))).mean()
-
-    return {"critic": tells_apart, "painter": deceives}
-
-
-def optimizers(nets: Nets) -> dict[str, torch.optim.Optimizer]:
-    return {name: torch.optim.Adam(net.parameters(), lr=0.05) for name, net in nets.items()}
-
-
-def test_each_update_is_the_full_batch_s() -> None:
-    nets = networks()
-    whole: Nets = copy.deepcopy(nets)
-    steps = {
-        name: Accumulator(nets[name], optimizer, losses(nets)[name], micro_batch=size)
-        for (name, optimizer), size in zip(optimizers(nets).items(), (4, 3), strict=True)
-    }
-    expected, adams = losses(whole), optimizers(whole)
-    for _ in range(4):
-        for name in nets:
-            batch = torch.randn(10, 5, dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64)
-            other = next(net for key, net in nets.items() if key != name)
-            before = [parameter.detach().clone() for parameter in other.parameters()]
-            marks = [torch.full_like(parameter, 7.0) for parameter in other.parameters()]
-            nets[name].requires_grad_(True)  # As the loop of examples/gan.py does.
-            other.requires_grad_(False)
-            for parameter, mark in zip(other.parameters(), marks, strict=True):
-                parameter.grad = mark
-            result = steps[name].step(batch)
-            assert result.updated
-            assert len(result.micro_batches) > 2
-            for parameter, value, mark in zip(other.parameters(), before, marks, strict=True):
-                assert torch.equal(parameter, value)
-                assert parameter.grad is mark
-            adams[name].zero_grad()
-            loss = expected[name](whole[name], batch)
-            assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
-            torch.autograd.backward(loss)
-            adams[name].step()
-            for key in nets:
-                assert_close(nets[key], whole[key], 1e-12)

@@ -123,17 +123,6 @@ def test_a_shared_batchnorm_takes_its_calls_in_order_and_a_checkpoint_counts_onc
 
 
 @FORGIVING
-@pytest.mark.parametrize("mode", ["running", "frozen"])
-def test_a_synchronised_batchnorm_in_one_process_is_a_batchnorm(mode: str) -> None:
-    model, batch = small(), batch_of(8)
-    model(batch_of(9)[0])
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))  # type: ignore[no-untyped-call]
-    trained(model, batch, mode)
-    trained(synchronised, batch, mode)
-    assert not differing(model, synchronised)
-
-
-@FORGIVING
 def test_running_statistics_under_autocast_stay_in_float32() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
@@ -318,14 +307,12 @@ def test_settings_are_those_at_the_call() -> None:
     assert model[0].momentum == whole[0].momentum
 
 
-def test_frozen_stays_so_whatever_the_loss_sets() -> None:
-    model, batch = one_norm(), batch_of(8)
+def test_frozen_is_refused_where_the_loss_wakes_it_up() -> None:
+    model = one_norm()
     model(batch_of(9)[0])
-    before = copy.deepcopy(model)
-    step(model, batch, "frozen", with_call_in_eval_mode)
-    assert_same_statistics(model[0], before[0])
+    with pytest.raises(UsageError, match="0 ran in training mode, by train"):
+        step(model, batch_of(8), "frozen", with_call_in_eval_mode)
     assert model[0].training
-    assert not model[0]._forward_pre_hooks
 
 
 class Around(nn.Module):
@@ -397,15 +384,6 @@ def test_the_criterion_s_norms_are_reached_and_named(mode: str, updates: int, sa
     if mode == "running":
         assert_same_statistics(criterion.norm, whole.norm)
     assert criterion.norm.training
-
-
-def test_weights_that_came_without_a_count_are_no_untrained_ones() -> None:
-    model = one_norm()
-    model[0].get_buffer("running_mean").fill_(0.5)
-    step(model, batch_of(8), "frozen")
-    model[0].get_buffer("running_mean").zero_()
-    with pytest.warns(AccumulationWarning, match="never estimated"):
-        step(model, batch_of(8), "frozen")
 
 
 def test_what_another_momentum_corrects_and_what_it_does_not() -> None:

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.draws import Draw, DrawMismatch, Draws, join_draws
-from autoaccum.accumulation.random_calls import DrawSite, OpenRNNs, RandomCall, RandomCalls, calm
+from autoaccum.accumulation.random_calls import DrawSite, RandomCall, RandomCalls, calm
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -307,27 +306,6 @@ def test_kernels_that_keep_their_draws_are_named() -> None:
         join_draws(call, [draw, draw], (1, 1))
 
 
-class Watching(TorchFunctionMode):
-    """Whether cuDNN is on, for each function called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, bool] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.__name__] = torch.backends.cudnn.enabled
-        return func(*args, **(kwargs or {}))
-
-
-def test_rnns_run_without_cudnn_and_nothing_else_does() -> None:
-    x: Tensor = torch.ones(2, 1, 3)
-    model = nn.LSTM(3, 4)
-    with Watching() as watching, OpenRNNs():
-        nn.functional.conv1d(model(x)[0], torch.ones(1, 1, 1))
-    assert watching.seen["lstm"] is False
-    assert watching.seen["conv1d"] is True
-
-
 def test_neutral_values() -> None:
     with calm():
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
@@ -342,23 +320,6 @@ def test_neutral_values() -> None:
         assert torch.equal(torch.bernoulli(torch.tensor([0.0, 0.1])), torch.tensor([0.0, 1.0]))
         assert torch.equal(torch.multinomial(torch.tensor([[1.0, 3.0, 2.0]]), 2), torch.tensor([[1, 2]]))
         assert torch.equal(torch.empty(2).random_(5), torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: torch.multinomial(torch.ones(2, 3), 4, replacement=True),
-        lambda: torch.poisson(torch.ones(3) * 2.5),
-        lambda: torch.randint_like(torch.ones(3), 5),
-        lambda: torch.randn_like(torch.ones(3)),
-    ],
-    ids=["multinomial", "poisson", "randint", "randn"],
-)
-def test_all_rows_are_alike(draw: object) -> None:
-    assert callable(draw)
-    with calm():
-        drawn = draw()
-    assert all(torch.equal(row, drawn[0]) for row in drawn)
 
 
 def test_python_and_numpy_start_alike_and_are_put_back() -> None:

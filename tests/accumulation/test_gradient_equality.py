@@ -64,10 +64,6 @@ def signs(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.randint(0, 2, (size, *shape)).double() * 2 - 1
 
 
-def ctc_targets(size: int) -> Any:
-    return torch.randint(1, 4, (size, 3)), torch.full((size,), 6), torch.randint(1, 4, (size,))
-
-
 def by_position(outputs: Tensor) -> Tensor:
     return outputs.reshape(len(outputs), 4, 3)
 
@@ -174,21 +170,6 @@ def test_every_criterion(case: Case, split: str) -> None:
 def test_no_criterion_is_forgotten() -> None:
     covered = {type(case.criterion) for case in CASES}
     assert {kind for kind in CLASSES if kind.__name__ != "LinearCrossEntropyLoss"} <= covered
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_ctc_as_a_loss_function(split: str) -> None:
-    size = 8 if split == "even-of-8" else SAMPLES
-    model = Shaped(6 * 4, lambda outputs: outputs.reshape(-1, 6, 4).log_softmax(-1).transpose(0, 1)).double()
-    batch = (torch.randn(size, 5, dtype=torch.float64), ctc_targets(size))
-    criterion = nn.CTCLoss()
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return criterion(model(batch[0]), *batch[1])
-
-    expected = full_gradients(model, lambda: loss(model, batch))
-    mine = gradients_of(model, lambda opt: Accumulator(model, opt, loss, micro_batch=SPLITS[split]).step(batch))
-    assert_equal(mine, expected)
 
 
 class Pair(NamedTuple):

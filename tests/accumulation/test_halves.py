@@ -163,10 +163,6 @@ def test_a_summed_loss_with_weight_decay_is_told_as_what_it_is() -> None:
     assert look((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
 
 
-def test_one_part_has_no_others() -> None:
-    assert find_coupling(small.mlp(), resolve_objective(small.mean_square), small.rows(4), (4,)).reason
-
-
 def test_a_loss_that_is_never_the_same_tells_nothing() -> None:
     count = iter(range(1000))
 
@@ -174,22 +170,6 @@ def test_a_loss_that_is_never_the_same_tells_nothing() -> None:
         return small.mean_square(model, batch) * (1 + next(count))
 
     assert look((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
-
-
-def test_gradients_may_be_taken_within_a_forward() -> None:
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(small.WIDTH, 8), nn.Tanh(), nn.Linear(8, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            out = self.net(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            return out + slope.square().sum(1, keepdim=True)  # type: ignore[no-any-return]
-
-    found = look((Penalised, small.mean_square, small.rows))
-    assert (found.modules, found.loss) == ((), False), found
 
 
 class Locked(nn.Linear):

@@ -210,7 +210,7 @@ def test_a_plan_of_this_card() -> None:
     ("arguments", "text"),
     [
         ({"plan": None}, "neither micro_batch nor plan is given: give one of them"),
-        ({"plan": Planned(), "micro_batch": 4}, "micro_batch is 4, and a plan of 3 is given too: give one of them"),
+        ({"plan": Planned(), "micro_batch": 4}, "micro_batch and a plan are given: give one of them"),
         ({"plan": "plan.json"}, r"plan is a str: give a Plan, such as Plan\.load"),
         ({"plan": {"micro_batch": 3}}, "plan is a dict"),
         ({"plan": Planned(micro_batch=0)}, "micro_batch is 0"),

@@ -108,15 +108,6 @@ def test_an_unscaled_optimizer_can_be_unscaled_again() -> None:
     scaler.update()
 
 
-def test_a_scaler_that_was_never_used_stays_usable() -> None:
-    scaler, optimizer, model = used_scaler()
-    state = scaler.state_dict()
-    rewind_scaler(scaler, state)
-    assert scaler.state_dict() == state
-    scaled_backward(scaler, model)
-    scaler.step(optimizer)
-
-
 def test_fp16_gets_a_scaler_and_nothing_else_does() -> None:
     parameters = [torch.ones(1)]
     assert choose_scaler("fp32", None, CPU, parameters) is None

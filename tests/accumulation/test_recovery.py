@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,11 +158,6 @@ def test_what_torch_and_numpy_really_raise() -> None:
     assert find_shortage(numpy_error.value) is not None
 
 
-@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, AssertionError])
-def test_the_table_is_read_for_runtime_errors_only(kind: type[Exception]) -> None:
-    assert find_shortage(kind(CERTAIN[0])) is None
-
-
 def test_errors_raised_from_a_shortage() -> None:
     def wrap(explicit: bool) -> None:
         try:
@@ -177,18 +171,6 @@ def test_errors_raised_from_a_shortage() -> None:
         with pytest.raises(ValueError, match="forward failed") as caught:
             wrap(explicit)
         assert find_shortage(caught.value) == Shortage(certain=True, text="OutOfMemoryError")
-
-
-def test_a_certain_link_outranks_an_uncertain_one() -> None:
-    error = RuntimeError("could not create a primitive")
-    error.__cause__ = MemoryError()
-    assert find_shortage(error) == Shortage(certain=True, text="MemoryError")
-
-
-def test_a_chain_that_bites_its_tail_ends() -> None:
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert find_shortage(first) is None
 
 
 def test_an_interruption_while_a_shortage_was_handled_stays_one() -> None:
@@ -290,15 +272,6 @@ def test_a_handler_that_does_not_raise_is_called_and_the_step_goes_on() -> None:
     assert accumulator.step(batch).updated
     assert seen == [signal.SIGINT]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_train_without_it() -> None:
-    results: list[bool] = []
-    _, _, accumulator, batch = make()
-    thread = threading.Thread(target=lambda: results.append(accumulator.step(batch).updated))
-    thread.start()
-    thread.join()
-    assert results == [True]
 
 
 SCRIPT = """

@@ -136,21 +136,6 @@ def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, shorta
     assert set(outcomes[reserved:]) == {"interrupted"}
 
 
-def test_the_first_update_of_a_resumed_optimizer_is_guarded(restless: Any, shortage_at: Any) -> None:
-    model, made, _ = build(restless, "adamw-foreach", recover=True, updates_before=2)
-    accumulator = Accumulator(model, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, recover=False)
-    before = state_digest(model, made)
-    for number in itertools.count():
-        with shortage_at(number, lambda: accumulator.phase == "update") as injected:
-            try:
-                accumulator.step(BATCH)
-            except torch.OutOfMemoryError:
-                assert state_digest(model, made) == before
-        if not injected.fired:
-            break
-    assert number > 20
-
-
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
 def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, shortage_at: Any, optimizer: str) -> None:
     for number in itertools.count():

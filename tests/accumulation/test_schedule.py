@@ -24,25 +24,11 @@ from autoaccum.accumulation.schedule import (
     split_evenly,
     windows,
 )
-from autoaccum.devices.base import Phase
 from autoaccum.errors import UsageError
 
 targets = st.integers(1, 3000)
 ceilings = st.integers(1, 4000)
 world_sizes = st.integers(1, 24)
-
-
-def test_divides_the_target_evenly() -> None:
-    schedule = make_schedule(256, 100)
-    assert schedule.ranks == ((86, 85, 85),)
-    assert (schedule.target_batch, schedule.world_size, schedule.iter_size) == (256, 1, 3)
-    assert (schedule.micro_batch, schedule.smallest_part) == (86, 85)
-
-
-def test_short_ranks_run_as_many_parts() -> None:
-    assert make_schedule(3, 1, world_size=2).ranks == ((1, 1), (1, 0))
-    assert make_schedule(3, 8, world_size=4).ranks == ((1,), (1,), (1,), (0,))
-    assert make_schedule(3, 1, world_size=2).smallest_part == 1
 
 
 @settings(deadline=None)
@@ -188,14 +174,6 @@ def test_windows_group_whatever_a_loader_yields() -> None:
     for size in (0, -1):
         with pytest.raises(UsageError, match=f"iter_size is {size}"):
             windows([1], size)
-
-
-def test_phases_are_words_of_a_trial() -> None:
-    from typing import get_args
-
-    from autoaccum.accumulation.observers import StepPhase
-
-    assert set(get_args(StepPhase)) < set(get_args(Phase))
 
 
 def test_random_states_come_back() -> None:

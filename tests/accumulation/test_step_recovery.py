@@ -88,15 +88,6 @@ def test_shrinks_until_it_fits_and_keeps_to_that(text: str, backward: bool) -> N
     assert accumulator.step(batch).retries == 0
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 50, 99])
-def test_few_retries_and_no_overshoot(limit: int) -> None:
-    _, _, accumulator = make(limit, lambda: RuntimeError(CERTAIN), micro_batch=100)
-    with pytest.warns(UserWarning, match="out of memory"):
-        result = accumulator.step(batch_of(100))
-    assert result.retries <= 9
-    assert limit / 2 <= max(result.micro_batches) <= limit
-
-
 def test_a_clear_no_when_one_sample_does_not_fit() -> None:
     model, optimizer, accumulator = make(0, lambda: torch.OutOfMemoryError("CUDA out of memory."))
     batch = batch_of(16)
@@ -134,19 +125,6 @@ def test_an_update_that_does_not_fit_is_not_repeated_for_ever(text: str) -> None
     assert ("the update runs out of memory, whatever the micro-batch" in str(no.value)) == (text == CERTAIN)
     assert state_digest(model, optimizer) == before
     assert accumulator.step(batch).micro_batches == (16,)
-
-
-def test_an_uncertain_shortage_at_one_sample_is_raised_as_it_came() -> None:
-    model, optimizer, accumulator = make(0, lambda: RuntimeError(UNCERTAIN))
-    batch = batch_of(4)
-    before = state_digest(model, optimizer)
-    with (
-        pytest.warns(UserWarning, match="out of memory"),
-        pytest.raises(RuntimeError, match="could not create a primitive") as caught,
-    ):
-        accumulator.step(batch)
-    assert type(caught.value) is RuntimeError
-    assert state_digest(model, optimizer) == before
 
 
 def test_without_recover_the_shortage_comes_as_it_is() -> None:

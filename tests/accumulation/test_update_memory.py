@@ -71,28 +71,6 @@ def test_records_what_is_born_and_dies_together() -> None:
     assert kept.shape == x.shape
 
 
-def test_what_stays_is_no_temporary() -> None:
-    x = torch.ones(COUNT)
-    with TemporariesRecorder() as recorder:
-        kept = x + 1
-        x.mul_(2)
-    assert recorder.largest_set() == []
-    assert kept.shape == x.shape
-
-
-@pytest.mark.parametrize(("foreach", "expected"), [(True, 6), (False, 3)])
-def test_the_temporaries_of_an_optimizer(foreach: bool, expected: int) -> None:
-    parameters = [nn.Parameter(torch.ones(COUNT)) for _ in range(6)]
-    optimizer = torch.optim.AdamW(parameters, foreach=foreach)
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = torch.ones(COUNT)
-        with TemporariesRecorder() as recorder:
-            optimizer.step()
-        large = [size for _, size in recorder.largest_set() if size >= 4 * COUNT]
-        assert large == [4 * COUNT] * expected
-
-
 def test_reserving_more_than_there_is_is_a_shortage() -> None:
     reserve([(CPU, 1024), (CPU, 0)])
     with pytest.raises(RuntimeError) as caught:
