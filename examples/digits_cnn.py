@@ -1,6 +1,6 @@
 """A convolutional net with BatchNorm on scikit-learn's handwritten digits, 1,797 real images.
 
-autoaccum plan examples/digits_cnn.py --target-batch 128 --memory 64MiB
+autoaccum plan examples/digits_cnn.py --target-batch 128 --gpu rtx3090 --memory 64MiB
 python examples/digits_cnn.py
 """
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     net = model()
     accumulator = Accumulator(net, optimizer(net.parameters()), criterion, micro_batch=100)
-    for window in torch.randperm(len(labels)).repeat(4).split(512):  # the last one is short
+    for window in torch.randperm(len(labels)).repeat(2).split(512):  # the last one is short
         result = accumulator.step((images[window], labels[window]))
         print(f"{result.samples} samples in {len(result.micro_batches)} micro-batches, loss {result.loss:.3f}")
     net.eval()

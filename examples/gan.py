@@ -1,6 +1,6 @@
 """A GAN: two optimizers, so two plans and two Accumulators; each network is planned in the presence of the other.
 
-autoaccum plan examples/gan.py:discriminator --target-batch 4096 --memory 48MiB --max-trials 6 --json
+autoaccum plan examples/gan.py:discriminator --target-batch 4096 --gpu rtx3090 --memory 48MiB --max-trials 4 --json
 python examples/gan.py
 """
 
@@ -46,11 +46,11 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     steps = {}
     for name, work in {"discriminator": discriminator, "generator": generator}.items():
-        found = plan(f"{__file__}:{name}", target_batch=4096, device="cpu", memory="48MiB", max_micro_batch=512)
+        found = plan(f"{__file__}:{name}", target_batch=4096, device="cpu", max_micro_batch=512)
         net = work.build_model()
         steps[name] = net, Accumulator(net, adam(net.parameters()), work.loss, plan=found)
         print(f"{name}: {found.micro_batches}")
-    for _ in range(5):
+    for _ in range(2):
         for name, (net, accumulator) in steps.items():
             alone(net)
             print(f"{name} {accumulator.step(batch(4096)).loss:.3f}")

@@ -1,6 +1,6 @@
 """A dict batch and two losses with divisors of their own: real digits, some of them without a label.
 
-autoaccum plan examples/two_losses.py --target-batch 512 --memory 40MiB --max-trials 6 --json
+autoaccum plan examples/two_losses.py --target-batch 512 --gpu rtx3090 --memory 40MiB --json
 python examples/two_losses.py
 """
 
