@@ -6,27 +6,45 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
-from autoaccum.devices.explanation import Foreseeing, Foresight, Predicting, Prediction
-from autoaccum.options import OptionArguments, Options
-from autoaccum.planning.confirmation import (
-    Confirmation,
-    Refuted,
-    check_explaining,
-    confirm,
-    explain_proof,
-    inspection_need,
+from autoaccum.devices.explanation import Explaining, Explanation, Foreseeing, Foresight, Predicting, Prediction
+from autoaccum.errors import (
+    AutoaccumError,
+    DoesNotFitError,
+    NotMeasuredError,
+    UsageError,
+    WorkloadError,
+    first_line,
 )
-from autoaccum.planning.events import Inspected, Listener, Loading, Tracing
+from autoaccum.options import OptionArguments, Options
+from autoaccum.planning.events import (
+    Explained,
+    ExplanationStarted,
+    Inspected,
+    Listener,
+    Loading,
+    Scheduled,
+    Tracing,
+)
 from autoaccum.planning.extrapolation import Predict
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import Request
 from autoaccum.planning.runner import Allowance, Runner, find_least
-from autoaccum.planning.search import SearchResult, search
+from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.subjects import Subject, find_subject
-from autoaccum.planning.verdicts import all_notes, all_warnings, describe_workload, peak_bytes
+from autoaccum.planning.verdicts import (
+    Need,
+    all_notes,
+    all_warnings,
+    describe_workload,
+    does_not_fit,
+    peak_bytes,
+    trial_error,
+)
 
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 _FORESIGHT_SHARE = 0.25
@@ -155,6 +173,27 @@ def plan_on(
     return _Planner(subject, request, on_event or (lambda event: None), began).plan()
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """A schedule and the trial that proved it.
+
+    Attributes:
+        schedule: What was proved.
+        proof: Its trial.
+        largest_fit: The largest size that ran, below any that the confirmation refuted.
+        doubts: Sentences on schedules that did not run again.
+    """
+
+    schedule: Schedule
+    proof: Trial
+    largest_fit: int
+    doubts: tuple[str, ...]
+
+
+class _Refuted(Exception):
+    """A schedule was traced and does not fit, although its ceiling does by traces of other sizes; its text says so."""
+
+
 class _Planner:
     """Inspects the workload, searches, proves the schedule, and tells all of it in a plan."""
 
@@ -228,7 +267,7 @@ class _Planner:
         limit = request.options.time_limit
         return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
 
-    def _search_and_prove(self, foresight: Foresight) -> tuple[SearchResult, Confirmation, tuple[str, ...]]:
+    def _search_and_prove(self, foresight: Foresight) -> tuple[SearchResult, _Proof, tuple[str, ...]]:
         """The largest size, its proved schedule, and what a first proof refuted.
 
         Where a trace of the schedule refutes what followed from traces of other sizes, it is searched once more; there
@@ -238,7 +277,7 @@ class _Planner:
         result = self._search(foresight.peak_bytes)
         try:
             return result, self._prove(result, search_again=again), ()
-        except Refuted as doubt:
+        except _Refuted as doubt:
             result = self._search(None)
             return result, self._prove(result), (str(doubt),)
 
@@ -247,23 +286,69 @@ class _Planner:
             self._runner.try_size,
             self._request.cap,
             limit_bytes=self._device.limit_bytes,
-            need=inspection_need(self._inspection, self._predicts),
+            need=self._need,
             least_size=self._inspection.least_size,
             multiple_of=self._inspection.multiple_of,
             fresh_trial=self._runner.try_afresh if self._subject.isolated else None,
             predict=predict,
         )
 
-    def _prove(self, result: SearchResult, *, search_again: bool = False) -> Confirmation:
-        return confirm(
-            self._runner,
-            self._request,
-            result,
-            self._inspection,
-            self._device.limit_bytes,
-            self._tell,
+    def _prove(self, result: SearchResult, *, search_again: bool = False) -> _Proof:
+        """Prove a schedule in a fresh process, going down to the next one while it fails.
+
+        Raises:
+            _Refuted: The first one fails, and the caller wants to `search_again` in place of going down.
+            WorkloadError, NotMeasuredError: Its trial failed by the workload's fault, or by the measurement's.
+            DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts are a
+                UsageError where the search was told to go no further, and a NotMeasuredError where a limit stopped it.
+        """
+        accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
+        ceiling, largest_fit = result.largest_fit, result.largest_fit
+        least_size = self._inspection.least_size
+        doubts: list[str] = []
+        while True:
+            schedule = self._request.schedule(ceiling)
+            if schedule.smallest_part < least_size:
+                raise _too_small(schedule, ceiling, least_size, result)
+            self._tell(Scheduled(schedule, ceiling))
+            trial = self._runner.confirm(schedule)
+            if trial.outcome == "error":
+                raise trial_error(trial)
+            if trial.outcome == "ok" or trial.outcome in accepted:
+                return _Proof(schedule, trial, max(largest_fit, trial.micro_batch), tuple(doubts))
+            doubts.append(self._doubt(schedule, ceiling, trial))
+            if search_again:
+                raise _Refuted(doubts[0])
+            if schedule.micro_batch == least_size:
+                if trial.outcome == "oom" and not trial.certain:
+                    raise NotMeasuredError(
+                        f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
+                    )
+                raise does_not_fit(trial, self._device.limit_bytes, self._need)
+            ceiling = schedule.micro_batch - 1
+            ran = (t.micro_batch for t in self._runner.trials if t.ran and t.micro_batch <= ceiling)
+            largest_fit = max(ran, default=0)
+
+    @property
+    def _need(self) -> Need:
+        """What is known of the memory any size needs."""
+        seen = self._inspection
+        return Need(
+            least_bytes=seen.parameter_bytes,
+            update_bytes=seen.update_bytes,
+            update_samples=seen.update_samples,
+            sample_bytes=seen.sample_bytes,
             predicted=self._predicts,
-            search_again=search_again,
+        )
+
+    def _doubt(self, schedule: Schedule, ceiling: int, trial: Trial) -> str:
+        """The sentence on a schedule whose trial failed, or was tight, although its ceiling was not."""
+        said = f"{format_parts(schedule.micro_batches)} {'{}'} ({trial.outcome}), although {ceiling} "
+        if self._predicts:
+            return said.format("was traced and does not fit") + "does by traces of other sizes"
+        return (
+            said.format("did not run again from a clean state")
+            + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
         )
 
     def _least(self, prediction: Prediction | None, proof: Trial) -> tuple[int | None, tuple[str, ...]]:
@@ -278,3 +363,66 @@ class _Planner:
             peak_bytes=peak_bytes(proof),
         )
         return found, () if ended is None else (ended,)
+
+
+def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
+    """The error for parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
+    message = (
+        f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
+        f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
+    )
+    hint = f"take a target batch that micro-batches of {least_size} to {ceiling} add up to"
+    if ceiling == result.largest_fit and result.stopped is not None:
+        return NotMeasuredError(message, hint=f"{hint}, or allow the search more {result.stopped}")
+    if ceiling == result.largest_fit and result.capped:
+        return UsageError(message, hint=f"{hint}, or allow larger ones")
+    return DoesNotFitError(message, hint=f"{hint}, or more memory")
+
+
+def check_explaining(subject: Subject, request: Request) -> None:
+    """Refuse now what could not be explained at the end.
+
+    Raises:
+        UsageError: An explanation is asked for, and the device has none.
+    """
+    device = subject.device
+    if not request.explain or isinstance(device, Explaining):
+        return
+    if subject.isolated or isinstance(device, Predicting):
+        raise UsageError(
+            f"explain (--explain) tells where the memory of a card goes, and trials run on the {device.name.upper()}",
+            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
+        )
+    raise UsageError(
+        "explain tells where the memory of a card goes, and that of live objects is not told apart",
+        hint="predict for a card, which need not be here: gpu=NAME",
+    )
+
+
+def explain_proof(
+    subject: Subject, request: Request, parts: tuple[int, ...], allowance: Allowance, tell: Listener
+) -> tuple[Explanation | None, tuple[str, ...]]:
+    """What the plan keeps of where the memory of `parts` goes, and sentences where that is not all; listeners get all.
+
+    Args:
+        subject: What was tried, and where.
+        request: What is asked for.
+        parts: Of the trial that proved the schedule.
+        allowance: What is left of a limit on time.
+        tell: Is told the whole account, for pictures.
+    """
+    device = subject.device
+    if not (request.explain or request.picture) or not isinstance(device, Explaining):
+        return None, ()
+    tell(ExplanationStarted())
+    try:
+        left = allowance.seconds_left(None, 0.0)
+        account = device.explain(parts, changes=request.explain, curve=request.picture, limit_seconds=left)
+    except SearchStopped as stopped:
+        return None, (f"where the memory goes was not asked: {stopped} was over",)
+    except KeyboardInterrupt:  # What was proved is worth more; pressed again, it ends that too.
+        return None, ("where the memory goes is not known (it was interrupted)",)
+    except (WorkloadError, UsageError, NotMeasuredError) as error:
+        return None, (f"where the memory goes is not known ({first_line(error.message)})",)
+    tell(Explained(account))
+    return (account.explanation, account.notes) if request.explain else (None, ())

@@ -21,9 +21,8 @@ from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import ChangeFailed
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.confirmation import explain_proof
 from autoaccum.planning.events import Event, Explained, ExplanationStarted, TrialFinished
-from autoaccum.planning.planner import plan_on
+from autoaccum.planning.planner import explain_proof, plan_on
 from autoaccum.planning.records import Plan
 from autoaccum.planning.runner import Allowance
 from autoaccum.planning.subjects import Subject
