@@ -151,8 +151,7 @@ def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
 
 
 def _show(report: Report, form: str, project: Project) -> None:
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.errors import print_line
+    from autoaccum.reporting.consoles import make_console, print_line
     from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
     from autoaccum.reporting.guard_text import print_report, report_text
 

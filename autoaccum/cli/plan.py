@@ -78,8 +78,7 @@ def command(
     """
     from autoaccum.accumulation.ranks import check_launch
     from autoaccum.planning.planner import plan
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.errors import print_line
+    from autoaccum.reporting.consoles import make_console, print_line
     from autoaccum.reporting.plan_table import print_plan
     from autoaccum.reporting.progress import PlanProgress
 

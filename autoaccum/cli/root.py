@@ -102,8 +102,7 @@ def _report_unforeseen(error: Exception) -> int:
 
 
 def _report(error: AutoaccumError) -> int:
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.errors import print_error
+    from autoaccum.reporting.consoles import make_console, print_error
 
     with suppress(OSError):
         print_error(make_console(stderr=True), error)

@@ -97,7 +97,7 @@ def command(
         tuning = tune(workload, progress=not quiet, **asked)
         _show(tuning, output, plot, force=force, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
-        _say("interrupted: finished trials are kept, and the same command goes on")
+        click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
@@ -132,32 +132,34 @@ def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, 
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.tune_table import print_tuning, tuning_record
 
-    written: dict[str, Path] = {}
-    failed: AutoaccumError | None = None
+    stderr, written = make_console(stderr=True), dict[str, Path]()
     try:
         if output is not None and tuning.best is not None:
-            if tuning.plan is None:
-                raise NotMeasuredError(
-                    f"{output} was not written: the best setting has no plan that was proved",
-                    hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
-                )
-            tuning.plan.save(output, force=force)
+            _keep_plan(tuning, Path(output), force=force)
             written["its plan"] = Path(output)
         if plot is not None:
             _write_pictures(tuning, Path(plot), force=force)
             written["pictures"] = Path(plot)
-    except AutoaccumError as error:
-        failed = error
-    if as_json and failed is None:
+    except AutoaccumError:
+        print_tuning(stderr, tuning, _offers(tuning, output), written)
+        raise
+    if as_json:
         click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
     else:
         if not quiet:
-            make_console(stderr=True).print()
-        print_tuning(make_console(stderr=failed is not None), tuning, _offers(tuning, output), written)
-    if failed is not None:
-        raise failed
+            stderr.print()
+        print_tuning(make_console(), tuning, _offers(tuning, output), written)
     if output is not None and tuning.best is None:
-        _say(f"note: {output} was not written: there is no best setting")
+        stderr.print(f"note: {output} was not written: there is no best setting", soft_wrap=True)
+
+
+def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
+    if tuning.plan is None:
+        raise NotMeasuredError(
+            f"{output} was not written: the best setting has no plan that was proved",
+            hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
+        )
+    tuning.plan.save(output, force=force)
 
 
 def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
@@ -187,10 +189,3 @@ def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
     more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)
     found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
     return found
-
-
-def _say(text: str) -> None:
-    """Write one line to stderr, also where it is quiet."""
-    from autoaccum.reporting.consoles import make_console
-
-    make_console(stderr=True).print(text, soft_wrap=True)

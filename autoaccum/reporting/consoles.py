@@ -1,10 +1,13 @@
-"""Where text goes: rich consoles that stay plain when piped and leave a closed pipe to their caller."""
+"""Where text and errors go: rich consoles, plain when piped, that leave a closed pipe to their caller."""
 
 from __future__ import annotations
 
 from typing import IO, Any, NoReturn
 
 from rich.console import Console
+from rich.text import Text
+
+from autoaccum.errors import AutoaccumError
 
 _USUAL_WIDTH = 80
 
@@ -44,3 +47,16 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options
     if console.width < 1:  # COLUMNS=0: rich would print nothing at all.
         console.width = _USUAL_WIDTH
     return console
+
+
+def print_error(console: Console, error: AutoaccumError) -> None:
+    """Print `error: ...` on one line, below the user's own traceback when their code raised."""
+    shown = getattr(error, "user_traceback", None)
+    if shown:
+        console.print(Text(str(shown).rstrip()), soft_wrap=True)
+    print_line(console, "error", str(error), "bold red")
+
+
+def print_line(console: Console, label: str, text: str, style: str) -> None:
+    """Print `label: text`, never wrapped, so that it can be searched for."""
+    console.print(Text.assemble((f"{label}:", style), f" {text}"), soft_wrap=True)

@@ -13,8 +13,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
 from autoaccum.planning import events
-from autoaccum.reporting.consoles import PlainConsole
-from autoaccum.reporting.errors import print_line
+from autoaccum.reporting.consoles import PlainConsole, print_line
 from autoaccum.reporting.plain_text import one_line
 from autoaccum.units import format_bytes
 

@@ -7,8 +7,7 @@ import pytest
 from rich.text import Text
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.errors import print_error
+from autoaccum.reporting.consoles import make_console, print_error
 
 
 class ClosedPipe(io.StringIO):
