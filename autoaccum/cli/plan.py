@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +86,14 @@ def command(
     outputs.check(workload, request["world_size"])
     stderr = make_console(stderr=True)
     with PlanProgress(stderr, quiet=quiet) as progress:
+
+        def listen(event: Event) -> None:
+            progress.tell(event)
+            outputs.listen(event)
+
         on_output = progress.pass_on if stderr.can_redraw else None
         began = time.monotonic()
-        on_event = _both(progress.tell, outputs.listen)
-        found = plan(workload, picture=plot is not None, on_event=on_event, on_output=on_output, **request)
+        found = plan(workload, picture=plot is not None, on_event=listen, on_output=on_output, **request)
     offer: dict[str, Any] = {
         "command": running_words(without=_OUTPUTS),
         "name": _free_name(),
@@ -111,14 +114,6 @@ def command(
     if not quiet:
         stderr.print()
     print_plan(make_console(), found, **offer | outputs.written)
-
-
-def _both(one: Callable[[Event], None], other: Callable[[Event], None]) -> Callable[[Event], None]:
-    def listen(event: Event) -> None:
-        one(event)
-        other(event)
-
-    return listen
 
 
 def _free_name() -> str:

@@ -22,11 +22,11 @@ def make_device(settings: TrialSettings) -> Device:
     Whether a card has that index is told by its first answer, since only CUDA itself knows.
 
     Raises:
-        UsageError: There is no such device, or it cannot be measured here.
+        UsageError: There is no such device, or it can be neither measured nor simulated here as was asked.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     if settings.options.gpu is not None:
-        return simulate_device(settings.options.gpu, settings)
+        return _simulated(settings.options.gpu, settings)
     check_device(settings.options.device)
     index = card_index(settings.options.device)
     if index is None:
@@ -38,26 +38,21 @@ def make_device(settings: TrialSettings) -> Device:
     return CudaDevice(settings, index=index)
 
 
-def simulate_device(gpu: str, settings: TrialSettings) -> Device:
-    """The card called `gpu`, simulated; imports no torch here.
-
-    Raises:
-        UsageError: There is no such card, it does not have the memory asked for, or torch or what the environment asks
-            of its allocator cannot be simulated.
-    """
+def _simulated(gpu: str, settings: TrialSettings) -> Device:
+    """The card called `gpu`, simulated; imports no torch here."""
     from autoaccum.devices.environment import read_torch_release
     from autoaccum.devices.simulated.catalog import find_card
     from autoaccum.devices.simulated.device import SimulatedDevice
     from autoaccum.devices.simulated.traces import Tracer
 
-    card = find_card(gpu)
+    card, options = find_card(gpu), settings.options
     return SimulatedDevice(
         card,
         partial(Tracer, settings, card),
         share=settings.share,
         torch_version=read_torch_release(),
-        memory=settings.options.memory,
-        reserve=settings.options.reserve,
+        memory=options.memory,
+        reserve=options.reserve,
     )
 
 

@@ -21,12 +21,7 @@ class Loading:
 class Inspected:
     """The workload was loaded and checked; trials come next.
 
-    Attributes:
-        inspection: What is known of the workload.
-        device: Short name of where trials run.
-        limit_bytes: The budget of every trial.
-        cap: The largest size that will be tried, in samples.
-        predicted: Whether trials are predicted, and nothing runs.
+    Each has a budget of `limit_bytes`; no size above `cap` samples is tried; `predicted`: nothing runs.
     """
 
     inspection: Inspection
@@ -45,11 +40,8 @@ class Tracing:
 class TrialStarted:
     """A trial begins.
 
-    Attributes:
-        number: Counted from 1.
-        parts: As in `Trial`.
-        confirming: It runs the plan's own schedule from a clean state.
-        limit_bytes: The budget it is held to, where that is another than the plan's.
+    The `number` counts from 1; `confirming`: it runs the plan's own schedule from a clean state; `limit_bytes`: the
+    budget it is held to, where that is another than the plan's.
     """
 
     number: int

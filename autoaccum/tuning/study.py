@@ -31,7 +31,6 @@ _MAX_RETRIES = 3
 """How often parameters are taken up again whose process died, each time."""
 _PATIENCE_SECONDS = 60
 """How long a write to SQLite waits for those of other workers."""
-_STARTUP_TRIALS = 10
 _TERMS, _MEASURED = "autoaccum", "autoaccum_measured"
 
 
@@ -169,7 +168,7 @@ class Study:
             self.optuna.sampler = (
                 optuna.samplers.RandomSampler(seed=seed)
                 if terms["sampler"] == "random"
-                else optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
+                else optuna.samplers.TPESampler(seed=seed)
             )
             self.optuna.pruner = (
                 optuna.pruners.NopPruner()

@@ -41,10 +41,3 @@ def test_all_of_it_is_planned_and_offered_again(folder: Path) -> None:
         "an average of the weights; an evaluation between updates, in batches of 6 batches of the longest of 10" in said
     )
     assert " ".join(words) in said
-
-
-def test_a_file_without_batch_needs_samples_to_look_at(folder: Path) -> None:
-    done = run(folder)
-    assert done.returncode == 2
-    assert "the workload defines no 'batch': write def batch(size)" in done.stderr
-    assert "--worst-of N" in done.stderr

@@ -233,12 +233,3 @@ def test_the_function_takes_what_the_command_takes(study: Stand, capsys: pytest.
     assert (asked.reference, asked.target_batch, asked.storage) == ("model.py", BatchSpan(64, 128), "x.db")
     assert asked.learning_rate == RateSpan(0.1, 1)
     assert capsys.readouterr() == ("", "")
-
-
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom autoaccum.cli import main\n"
-        "try: main(['tune', '--help'])\nexcept SystemExit as left: assert left.code == 0\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'optuna')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

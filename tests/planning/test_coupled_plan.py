@@ -83,26 +83,12 @@ def test_nothing_is_said_where_one_micro_batch_is_the_batch() -> None:
     assert not any("depends on the others" in said for said in whole.warnings)
 
 
-def test_a_batchnorm_is_warned_of_once() -> None:
-    found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)))
-    assert found.coupling == Coupling(("1",), False, None)
-    (warning,) = found.accumulation_warnings
-    assert warning.startswith("BatchNorm normalises by the micro-batch")
-    assert found.warnings == ()
-
-
 def test_a_batchnorm_and_a_loss_that_mixes_are_warned_of_once_each() -> None:
     found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.root_loss)
     normed, mixed = found.accumulation_warnings
     assert normed.startswith("BatchNorm normalises by the micro-batch")
     assert mixed.startswith("the loss mixes the samples of a batch")
     assert found.warnings == ()
-
-
-def test_a_weighting_is_told_of_beside_a_batchnorm() -> None:
-    found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.mean_square, reduction="sum")
-    (weighting,) = found.warnings
-    assert weighting.endswith('leave reduction = "sum" away')
 
 
 def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
@@ -119,17 +105,6 @@ def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
     assert plan(Kept(small.WIDTH, 3), small.mean_square).coupling == Coupling(reason="the model cannot be copied")
 
 
-def test_a_frozen_batchnorm_couples_nothing() -> None:
-    def trained() -> nn.Module:
-        model = small.normed_mlp(nn.BatchNorm1d(8))
-        model(torch.randn(8, small.WIDTH))
-        return model
-
-    found = inspect(trained, batchnorm="frozen")
-    assert found.coupling == Coupling((), False, None)
-    assert found.accumulation_warnings == ()
-
-
 @pytest.mark.parametrize("limit", ["accumulation.halves._MOST_WORK", "workload.experiments._WIDE_PARAMETERS"])
 def test_what_takes_too_much_work_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"autoaccum.{limit}", 0)
@@ -137,16 +112,6 @@ def test_what_takes_too_much_work_is_left_alone_and_not_warned_of(limit: str, mo
     assert found.coupling is not None
     assert (found.coupling.found, found.coupling.reason is None) == (False, False)
     assert found.accumulation_warnings == ()
-
-
-def test_a_model_that_cannot_be_copied_is_left_alone() -> None:
-    class Single(nn.Linear):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("there is only one")
-
-    only = Single(small.WIDTH, 3)
-    found = inspect(lambda: only)
-    assert found.coupling == Coupling(reason="the model cannot be copied")
 
 
 @pytest.mark.parametrize(("cut", "looked"), [(3, False), (3, True), (8, False)])

@@ -53,10 +53,6 @@ def test_a_cuda_build_without_a_gpu_is_named(pretend_torch: Path, monkeypatch: p
     assert "driver" in str(seen.value)
 
 
-def test_no_torch(pretend_torch: Path) -> None:
-    assert torch_build() == ("of an unknown version", None)
-
-
 def test_a_gpu_is_seen_by_its_device_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidiactl").touch()
@@ -85,11 +81,6 @@ def test_auto_is_the_gpu_where_torch_and_the_driver_have_one(
     pretend_torch.write_text(build)
     monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: is_there)
     assert card_index("auto") == index
-
-
-@pytest.mark.parametrize(("name", "index"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:12", 12)])
-def test_cards_by_index(name: str, index: int | None) -> None:
-    assert card_index(name) == index
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,6 @@ def test_what_is_told_of_the_schedules_own_parts() -> None:
     assert found.modules
 
 
-def test_nothing_is_told_unless_asked_for() -> None:
-    told: list[Event] = []
-    tracer = SyntheticTracer()
-    assert explain(tracer, listen=told.append, explain=False).explanation is None
-    assert not any(isinstance(event, (Explained, ExplanationStarted)) for event in told)
-
-
 def test_it_decides_nothing() -> None:
     plain, explained = explain(explain=False), explain()
     assert explained.digest() == plain.digest() == explain().digest()

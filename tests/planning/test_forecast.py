@@ -96,14 +96,6 @@ def test_a_forecast_that_is_right_needs_the_size_and_the_next(ceiling: int, tria
     assert len(run(card, lambda size: round(card.peak(size))).trials) <= trials
 
 
-def test_the_failure_that_ends_a_search_runs_in_a_fresh_process_once() -> None:
-    card = Card(6, 0.3)
-    assert [(t.micro_batch, t.fresh) for t in run(card, lambda size: round(card.peak(size))).trials] == [
-        (6, False),
-        (7, True),
-    ]
-
-
 @given(
     ceiling=st.integers(1, 3000),
     share=st.floats(0.0, 0.95),

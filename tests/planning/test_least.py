@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.runner import find_least
 from autoaccum.planning.search import SearchStopped
 from autoaccum.units import GIB, MIB
@@ -75,17 +74,3 @@ def test_another_failure_ends_it_too_and_costs_no_plan() -> None:
     assert ended == (
         "the search for the least budget ended at 512 MiB: micro-batch 4, forward raised ValueError: unlucky"
     )
-
-
-def test_a_process_that_cannot_be_started_costs_no_plan_either() -> None:
-    tried: list[int] = []
-
-    def trial(limit_bytes: int) -> Trial:
-        if tried:
-            raise NotMeasuredError("starting a process failed", hint="free some memory")
-        return needing(1, tried)(limit_bytes)
-
-    found, ended = find_least(trial, limit_bytes=GIB, peak_bytes=512 * MIB)
-    assert found == 512 * MIB
-    assert ended is not None
-    assert ended.endswith(": starting a process failed")

@@ -50,12 +50,6 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
     assert ("never estimated" in said) is (mode == "frozen")
 
 
-def test_a_workload_s_own_mode_counts_unless_another_is_asked_for() -> None:
-    asked: dict[str, Any] = {"target_batch": 2, "memory": LIMIT}
-    assert autoaccum.plan(workload(batchnorm="frozen"), **asked).workload["batchnorm"] == "frozen"
-    assert autoaccum.plan(workload(batchnorm="frozen"), batchnorm="running", **asked).workload["batchnorm"] == "running"
-
-
 def test_only_frozen_takes_parts_of_one_sample() -> None:
     sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in MODES}
     assert sizes == {"micro": 2, "running": 2, "frozen": 1}

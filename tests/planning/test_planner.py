@@ -227,11 +227,6 @@ def test_an_error_of_the_workload(confirms: Any) -> None:
     assert seen.value.user_traceback == "model.py, line 7"
 
 
-def test_nothing_fits() -> None:
-    with pytest.raises(DoesNotFitError):
-        run(ScriptedDevice(lambda size: "oom"))
-
-
 def test_the_longest_share_decides() -> None:
     device = ScriptedDevice()
     found = run(device, 257, world_size=2)
@@ -338,10 +333,6 @@ def test_the_least_budget_is_measured_with_the_schedule_itself() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_equal_trials_give_equal_plans() -> None:
-    assert run(ScriptedDevice()).digest() == run(ScriptedDevice()).digest()
-
-
 # --- plan() itself, its device replaced at the one place that makes it ----------------------------------------------
 
 
@@ -384,19 +375,11 @@ def test_a_failure_closes_the_device(use_device: Any, error: AutoaccumError) -> 
     ("arguments", "text"),
     [
         ({"target_batch": 0}, "the target batch is 0, the least is 1"),
-        ({"target_batch": -3}, "the target batch is -3, the least is 1"),
-        ({"target_batch": 2.5}, "the target batch is 2.5"),
-        ({"world_size": 0}, "world_size is 0: give a whole number"),
         ({"max_micro_batch": 0}, "is 0, the least is 1"),
         ({"equal": True, "world_size": 3}, "take 6 or 9"),
         ({"precision": "fp8"}, "there is no precision 'fp8': take fp32, bf16, fp16"),
-        ({"trial_limit": 0}, "the trial limit is 0"),
-        ({"trial_limit": float("nan")}, "the trial limit is nan"),
         ({"memory": "lots"}, "'lots' is not a memory size"),
-        ({"memory": 5}, "memory is 5: write its unit too"),
-        ({"reserve": 0.1}, "reserve is 0.1: write its unit too"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
-        ({"device": None}, "there is no device None: take auto, cpu, cuda or cuda:N"),
         ({"optimizer": list}, "optimizer is of type type, and the workload is a file"),
         ({"workload": 3}, "the workload is of type int: give one"),
     ],

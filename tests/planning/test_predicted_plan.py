@@ -18,7 +18,7 @@ from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.replay import least_capacity, replay
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
+from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.planning.events import Event, Inspected, TrialStarted
 from autoaccum.planning.planner import plan_on
 from autoaccum.planning.records import Plan
@@ -80,14 +80,6 @@ def test_at_most_four_traces(target: int, gib: float) -> None:
     predict(tracer, target, gib=gib)
     assert len(tracer.asked) <= 4
     assert len(set(tracer.asked)) == len(tracer.asked)
-
-
-def test_the_whole_share_in_one_micro_batch_is_one_trace_more() -> None:
-    tracer = SyntheticTracer()
-    plan = predict(tracer, 64, gib=20.0)
-    assert (plan.micro_batches, plan.capped) == ((64,), True)
-    assert tracer.asked[-1] == (64,)
-    assert [trial.parts for trial in plan.trials] == [(64,)]
 
 
 @pytest.mark.parametrize("target", [101, 251])
@@ -262,9 +254,3 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
 
     _, trials = measure(Foresight(peak_bytes=never), target, **request_)
     assert trials[0].parts[0] == 1
-
-
-def test_a_tracer_that_hangs_is_no_answer() -> None:
-    tracer = SyntheticTracer(change=lambda parts: NotMeasuredError("its process was ended after 600 s"))
-    with pytest.raises(NotMeasuredError, match="its process was ended after 600 s"):
-        predict(tracer)

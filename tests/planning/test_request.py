@@ -22,13 +22,7 @@ def test_the_share_the_cap_and_the_schedule() -> None:
         ({"target": 10**400}, "the target batch is beyond 10,000,000"),
         ({"target": 4, "world_size": 10**9}, "the world size is beyond 100,000"),
         ({"target": 4, "max_trials": 0}, "max_trials is 0: give a whole number of at least 1"),
-        ({"target": 4, "max_trials": True}, "max_trials is True"),
-        ({"target": 4, "max_trials": 2.5}, "max_trials is 2.5"),
-        ({"target": 4, "time_limit": 0}, "the time limit is 0"),
-        ({"target": 4, "time_limit": float("inf")}, "the time limit is inf"),
-        ({"target": 4, "time_limit": "60"}, "the time limit is '60'"),
         ({"target": 4, "explain": "no"}, "explain is 'no': give True or False"),
-        ({"target": 4, "picture": 1}, "picture is 1: give True or False"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_it_eats_memory(numbers: dict[str, Any], text: str) -> None:

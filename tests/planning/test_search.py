@@ -183,17 +183,6 @@ def test_works_without_peaks(ceiling: int) -> None:
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_cap_is_said() -> None:
-    result = search(linear(1000), 256, limit_bytes=LIMIT)
-    assert (result.largest_fit, result.first_fail, result.capped) == (256, None, True)
-    assert len(result.trials) <= 4
-
-
-def test_a_cap_below_one_is_refused() -> None:
-    with pytest.raises(UsageError, match="is 0, the least that can be trained is 1"):
-        search(linear(9), 0, limit_bytes=LIMIT)
-
-
 def test_starts_at_the_least_that_can_be_trained() -> None:
     found = search(linear(9), 64, limit_bytes=LIMIT, least_size=2)
     assert min(t.micro_batch for t in found.trials) == 2
@@ -233,11 +222,6 @@ def test_none_runs() -> None:
 def test_says_what_is_known_of_the_need(peak: int | None, need: Need | None, text: str) -> None:
     trial = Trial(parts=(1, 1), outcome="oom", phase="backward", peak_reserved_bytes=peak)
     assert text in str(does_not_fit(trial, GIB, need))
-
-
-def test_a_batch_too_large_to_be_held_is_said() -> None:
-    trial = Trial(parts=(1, 1), outcome="oom", phase="batch")
-    assert "smaller --target-batch" in str(does_not_fit(trial, GIB))
 
 
 # --- tight, doubtful, wrong -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -97,11 +96,3 @@ def test_odd_names_neither_break_the_table_nor_command_the_terminal() -> None:
     text = draw(explanation, width=200)
     assert all(line.isprintable() for line in text.splitlines())
     assert "a name of [31m  kind" in text
-
-
-def test_colour_says_nothing_that_words_do_not() -> None:
-    plain = draw()
-    coloured = draw(force_terminal=True, color_system="standard", no_color=False)
-    assert "\x1b[" not in plain
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain

@@ -194,25 +194,3 @@ def test_what_others_named_stays_on_its_line() -> None:
 def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
     line = accumulator_line(replace(make_plan(), workload=workload))
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
-
-
-def test_the_line_that_trains_is_python() -> None:
-    import inspect
-
-    from autoaccum import Accumulator
-
-    workload = {"weight": "the workload's weight()", "reduction": "sum", "precision": "bf16"}
-    line = accumulator_line(replace(make_plan(), workload=workload))
-    seen: dict[str, Any] = {}
-
-    class Recorder:
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            inspect.signature(Accumulator).bind(*arguments, **options)
-            seen.update(options)
-
-        def step(self, batch: Any) -> None:
-            seen["batch"] = batch
-
-    names = {name: name for name in ("model", "optimizer", "loss", "weight", "batch")}
-    exec(line, {"autoaccum": type("module", (), {"Accumulator": Recorder}), **names})
-    assert seen == {"micro_batch": 86, "weight": "weight", "reduction": "sum", "precision": "bf16", "batch": "batch"}

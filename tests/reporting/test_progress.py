@@ -101,16 +101,6 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
     assert "confirming 64 + 64 by a trace of its own\n" in text
 
 
-def test_a_size_that_is_tried_again_says_why() -> None:
-    file = io.StringIO()
-    progress = PlanProgress(make_console(file=file, width=80))
-    for number, trial in enumerate((OOM, replace(OOM, fresh=True)), start=1):
-        progress.tell(TrialFinished(number, trial, False))
-    first, second = file.getvalue().splitlines()
-    assert first.endswith("  in backward")
-    assert second.endswith("  in backward  once more, in a fresh process")
-
-
 def test_quiet_passes_on_only_what_the_workload_prints() -> None:
     assert draw(quiet=True) == "printed in trial 1\nprinted in trial 2\n"
 
