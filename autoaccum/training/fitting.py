@@ -26,7 +26,7 @@ from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.state import restore_randomness
 from autoaccum.training.stopping import StopAsked, Stopping
-from autoaccum.training.subjects import find_subject
+from autoaccum.training.subjects import Subject
 from autoaccum.training.trainee import Trainee
 from autoaccum.units import format_bytes
 
@@ -48,7 +48,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     tell = teller.tell
     with ExitStack() as stack:
         stack.callback(RandomState(seeded_devices()).restore)
-        subject = find_subject(request)
+        subject = Subject(request)
         folder = None
         if request.run_dir is not None:
             folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep))
@@ -57,7 +57,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             seed=request.seed,
             workers=request.workers,
             collate=subject.collate,
-            batching=subject.batching,
+            batching=subject.objective.batching,
             card=subject.device if subject.device.type == "cuda" else None,
         )
         source = open_source(subject.data, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.planned import choose_objective, choose_recorded
+from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.gradients import choose_scaler
+from autoaccum.accumulation.planned import choose_objective
 from autoaccum.accumulation.reach import find_beside, find_named
-from autoaccum.accumulation.validation import check_model, check_optimizer
+from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.accumulation.validation import check_model, check_optimizer, check_precision, check_scheduler
+from autoaccum.devices.companions import EMA_DECAY, Averages
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import read_accumulate_in
@@ -25,17 +29,20 @@ from autoaccum.planning.records import Plan
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
-from autoaccum.training.trainee import Trainee, find_device, make_trainee
+from autoaccum.training.trainee import Trainee, find_device
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.nests import kind
 from autoaccum.workload.optimizers import make_optimizer, set_rate
 from autoaccum.workload.samples import replace_given
 from autoaccum.workload.spec import Workload, no_batch
+from autoaccum.workload.weights import Objective
 
 
-class WorkloadSubject:
-    """A workload, from a file or made in code: its model is built when training begins.
+class Subject:
+    """What is to be trained: a workload, whose model is built when training begins, or a model that is there already.
+
+    A live model is trained where it is or on the card that is asked for.
 
     Attributes:
         name: What reports call it.
@@ -43,38 +50,40 @@ class WorkloadSubject:
         eval_data: What it is evaluated on; None: nothing.
         collate: How samples become a batch; None: torch's default_collate.
         evaluation_batch: The micro-batch evaluation begins with; None: that of training.
-        batching: How its batches are counted and cut; None: by their rows.
+        objective: The loss.
         multiple_of: What its micro-batches are multiples of, where no plan knows better.
         digest: Of its source files; empty where there are none.
         device: Where it will be trained.
 
     Raises:
-        UsageError: It comes with what belongs to another model.
-        WorkloadError: It has no data, or an argument in place of its own cannot be used.
+        UsageError: The request's subject is none of these, or comes with what belongs to another.
+        WorkloadError: It has no data, or cannot be used.
     """
 
-    def __init__(self, workload: Workload, request: FitRequest, *, reference: str | None = None) -> None:
-        self.device = find_device(request.options.device)
-        self._request, self._reference = request, reference
-        live = {"optimizer": (request.options.optimizer, Optimizer), "scheduler": (request.scheduler, LRScheduler)}
-        for name, (given, bound) in live.items():
-            if isinstance(given, bound):
-                raise UsageError(
-                    f"a workload is given, and a live {name}, which belongs to another model",
-                    hint=f"give a function that makes the {name}",
-                )
-        own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
-        workload = self._workload = replace_given(workload, **request.options.overrides, **own)
-        self.data = _samples(workload.dataset) if request.data is None else request.data
+    def __init__(self, request: FitRequest) -> None:
+        self._request = request
+        given = request.subject
+        self._workload = own = None if isinstance(given, nn.Module) else _read_workload(request)
+        self.data, self.eval_data = request.data, request.eval_data
+        if own is None:
+            self.name, self.digest = type(given).__name__, ""
+            self.objective = self._check_model(given)
+            self.collate, self._evaluate = request.collate, request.evaluate
+            self.multiple_of = request.options.multiple_of or 1
+            self.evaluation_batch = request.options.evaluation_batch
+            self._keeps: Sequence[str] = request.options.keeps or ()
+            self.device = self._place(given)
+            return
+        self.name, self.digest, self.objective = own.name, own.digest, own.objective
+        self.data = _samples(own.dataset) if self.data is None else self.data
         if self.data is None:
             raise WorkloadError(
-                f"{workload.name} has no dataset to train on", hint="define dataset = ... in it, or give data"
+                f"{own.name} has no dataset to train on", hint="define dataset = ... in it, or give data"
             )
-        self.eval_data = _samples(workload.evaluation_dataset) if request.eval_data is None else request.eval_data
-        self.name, self.digest = workload.name, workload.digest
-        self.batching = workload.batching
-        self.multiple_of = workload.multiple_of or 1
-        self.collate, self.evaluation_batch = workload.collate, workload.evaluation_batch
+        self.eval_data = _samples(own.evaluation_dataset) if self.eval_data is None else self.eval_data
+        self.collate, self._evaluate, self.multiple_of = own.collate, own.evaluate, own.multiple_of or 1
+        self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
+        self.device = find_device(request.options.device)
 
     def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """Find the micro-batch by trials: in processes of their own for a file whose code all of it is, else in place.
@@ -83,202 +92,183 @@ class WorkloadSubject:
             planning_batch: `Source.planning_batch`: gives `batch(size)` of the data, for what has none of its own.
             on_event: Told of the planner's steps.
         """
-        request, workload, options = self._request, self._workload, self._request.options
+        request, options, workload = self._request, self._request.options, self._workload
+        asked: dict[str, Any] = {"target_batch": request.target_batch, "on_event": on_event}
+        asked |= {name: getattr(options, name) for name in ("memory", "reserve")}
+        if workload is None:
+            asked |= {name: getattr(request, name) for name in ("loss", "criterion", "weight", "split", "size")}
+            asked |= {**options.overrides, "reduction": _reduction(request)}
+            del asked["evaluation_batch"]  # It has no batch of the evaluation's data.
+            return make_plan(model=request.subject, batch=planning_batch(options.worst_of), **asked)
+        asked["device"] = options.device
         in_code = (request.collate, request.evaluate, request.data, request.split)
-        is_file = all(value is None for value in in_code) and isinstance(options.optimizer, (str, type(None)))
-        asked: dict[str, Any] = {name: getattr(options, name) for name in ("device", "memory", "reserve")}
-        if self._reference is not None and is_file:
+        is_file = not isinstance(request.subject, Workload) and isinstance(options.optimizer, (str, type(None)))
+        if is_file and all(value is None for value in in_code):
             worst_of = options.worst_of or (LOOKED_AT if workload.batch is no_batch else None)
-            return make_plan(
-                self._reference,
-                target_batch=request.target_batch,
-                on_event=on_event,
-                on_output=None if on_event is None else lambda line: on_event(Printed(line)),
-                **asked,
-                **options.overrides,
-                worst_of=worst_of,
-            )
+            asked |= {**options.overrides, "worst_of": worst_of}
+            said = None if on_event is None else lambda line: on_event(Printed(line))
+            return make_plan(os.fspath(request.subject), on_output=said, **asked)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_given(workload, batch=batches, worst_of=options.worst_of)
-        return make_plan(workload, target_batch=request.target_batch, on_event=on_event, **asked)
+        return make_plan(workload, **asked)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
-        """A new model, on the device, and what goes with it, from the random states as they are.
+        """The model and what goes with it, from the random states as they are.
 
         Args:
             plan: What it was planned with.
             learning_rate: Of the first parameter group, the others keep their ratio to it, and a schedule is made of
                 an optimizer with that rate; None: the optimizer's own.
+
+        Raises:
+            UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
+            WorkloadError: The model cannot be copied for an average.
         """
-        workload = self._workload
-        model = workload.build_model().to(self.device)
-        for module in find_beside(workload).values():
-            module.to(self.device)
-        optimizer = workload.build_optimizer(model)
+        model, optimizer = self._make()
         if learning_rate is not None:
             set_rate(optimizer, learning_rate)
-        return make_trainee(
-            self._request,
-            model,
-            workload.objective,
-            optimizer,
-            scheduler=workload.build_scheduler(optimizer),
-            precision=self._planned("precision", "fp32", plan),
-            batchnorm=self._planned("batchnorm", "micro", plan),
-            evaluate=workload.evaluate,
-            accumulate_in=self._planned("accumulate_in", "fp32", plan),
-            keeps=workload.keeps,
+        scheduler = self._make_scheduler(optimizer, learning_rate)
+        check_scheduler(scheduler, optimizer)
+        precision = self._setting("precision", "fp32", plan)
+        check_precision(precision)
+        device = model_device(model)
+        self.objective.move_criterion(device)
+        _check_criterion(self.objective, optimizer)
+        ema_decay = _choose_ema_decay(self._request.ema_decay, self._keeps)
+        if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
+            model.train()
+        return Trainee(
+            model=model,
+            objective=self.objective,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
+            precision=precision,
+            batchnorm=checked_batchnorm(self._setting("batchnorm", "micro", plan), model),
+            accumulate_in=read_accumulate_in(self._setting("accumulate_in", "fp32", plan), UsageError),
+            evaluate=self._evaluate,
+            averages=None if ema_decay is None else Averages(model, ema_decay),
         )
 
-    def _planned(self, name: str, default: str, plan: Plan | None) -> str:
-        """The workload's own setting, or what the plan that was given for the very same files has for a default."""
-        own: str = getattr(self._workload, name)
-        is_asked = getattr(self._request.options, name) is not None
-        if plan is None or self._request.plan is None or is_asked or own != default:
-            return own
-        return str(plan.workload.get(name) or own) if plan.workload.get("digest", "") == self.digest else own
+    def _setting(self, name: str, default: str, plan: Plan | None) -> str:
+        """What is asked for, or the workload's own, or what a plan that was given for the very same files has."""
+        asked, own = getattr(self._request.options, name), self._workload
+        chosen: str = asked or (default if own is None else getattr(own, name))
+        if asked is not None or chosen != default or plan is None:
+            return chosen
+        if own is not None and (self._request.plan is None or plan.workload.get("digest", "") != self.digest):
+            return chosen
+        return str(plan.workload.get(name) or chosen)
 
+    def _make(self) -> tuple[nn.Module, Optimizer]:
+        own, optimizer = self._workload, self._request.options.optimizer
+        if own is None:
+            model: nn.Module = self._request.subject
+            return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
+        model = own.build_model().to(self.device)
+        for module in find_beside(own).values():
+            module.to(self.device)
+        return model, own.build_optimizer(model)
 
-class LiveSubject:
-    """A model that is there already, trained where it is or on the card that is asked for; as `WorkloadSubject`.
+    def _make_scheduler(self, optimizer: Optimizer, learning_rate: float | None) -> Any:
+        if self._workload is not None:
+            return self._workload.build_scheduler(optimizer)
+        scheduler = self._request.scheduler
+        _check_follows(scheduler, learning_rate)
+        made = scheduler(optimizer) if callable(scheduler) else scheduler
+        if made is None and scheduler is not None:
+            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+        return made
 
-    Raises:
-        UsageError: What goes with it is missing or cannot be used.
-        WorkloadError: Its loss cannot.
-    """
-
-    digest = ""
-
-    def __init__(self, request: FitRequest) -> None:
-        model: nn.Module = request.subject
+    def _check_model(self, model: nn.Module) -> Objective:
+        """The loss of a live model that has all that goes with it."""
+        request = self._request
         check_model(model)
         if request.data is None:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
-        self._request, self._model = request, model
-        self._reduction = None if request.reduction == "mean" else request.reduction
-        self.batching = read_batching(request.split, request.size)
-        objective = choose_objective(
-            request.loss,
-            criterion=request.criterion,
-            weight=request.weight,
-            reduction=self._reduction,
-            plan=None,
-            model=model,
-        )
-        self._objective = dataclasses.replace(objective, batching=self.batching)
+        given = {name: getattr(request, name) for name in ("criterion", "weight")}
+        objective = choose_objective(request.loss, **given, reduction=_reduction(request), plan=None, model=model)
         if isinstance(request.options.optimizer, Optimizer):
             check_optimizer(request.options.optimizer, model)
-        self.name = type(model).__name__
-        self.data, self.eval_data, self.collate = request.data, request.eval_data, request.collate
-        self.multiple_of = request.options.multiple_of or 1
-        self.evaluation_batch = request.options.evaluation_batch
-        self._check_follows(request.learning_rate)
-        self._place()
-        if not model.training:  # As it will be trained (`make_trainee`), and so is planned.
+        _check_follows(request.scheduler, request.learning_rate)
+        if not model.training:  # As it will be trained, and so is planned.
             model.train()
+        return dataclasses.replace(objective, batching=read_batching(request.split, request.size))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return model_device(self._model)
-
-    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
-        """Find the micro-batch by trials in place: everything is put back after each."""
-        request, options = self._request, self._request.options
-        asked: dict[str, Any] = {**options.overrides, "memory": options.memory, "reserve": options.reserve}
-        del asked["evaluation_batch"]  # It has no batch of the evaluation's data.
-        return make_plan(
-            target_batch=request.target_batch,
-            model=self._model,
-            batch=planning_batch(options.worst_of),
-            loss=request.loss,
-            criterion=request.criterion,
-            weight=request.weight,
-            split=request.split,
-            size=request.size,
-            reduction=self._reduction,
-            on_event=on_event,
-            **asked,
-        )
-
-    def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
-        """The model as it is, with the optimizer given, or one made of what was given."""
-        request, options = self._request, self._request.options
-        planned = {} if plan is None else plan.workload
-        optimizer = options.optimizer
-        if not isinstance(optimizer, Optimizer):
-            optimizer = make_optimizer(optimizer, self._model)
-        if learning_rate is not None:
-            self._check_follows(learning_rate)
-            set_rate(optimizer, learning_rate)
-        scheduler = request.scheduler(optimizer) if callable(request.scheduler) else request.scheduler
-        if scheduler is None and request.scheduler is not None:
-            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
-        return make_trainee(
-            request,
-            self._model,
-            self._objective,
-            optimizer,
-            scheduler=scheduler,
-            precision=options.precision or planned.get("precision") or "fp32",
-            batchnorm=options.batchnorm or planned.get("batchnorm") or "micro",
-            evaluate=request.evaluate,
-            accumulate_in=read_accumulate_in(
-                choose_recorded(plan, "accumulate_in", options.accumulate_in, "fp32"), UsageError
-            ),
-            keeps=options.keeps or (),
-        )
-
-    def _check_follows(self, learning_rate: float | None) -> None:
-        scheduler = self._request.scheduler
-        if learning_rate is not None and scheduler is not None and not callable(scheduler):
-            raise UsageError(
-                f"the learning rate is to be {learning_rate:g}, and the {type(scheduler).__name__} was made before it",
-                hint="give scheduler as a function that makes it of the optimizer",
-            )
-
-    def _place(self) -> None:
-        """On the card that is asked for; an optimizer that is there already has its state where the model is."""
-        asked, here = self._request.options.device, model_device(self._model)
+    def _place(self, model: nn.Module) -> torch.device:
+        """Where a live model is put: an optimizer that is there already has its state where the model is."""
+        asked, here = self._request.options.device, model_device(model)
         wanted = here if asked == "auto" and here.type != "cpu" else find_device(asked)
         if wanted == here:
-            return
+            return here
         if isinstance(self._request.options.optimizer, Optimizer):
             if asked == "auto":
-                return
+                return here
             raise UsageError(
                 f"the model is on {here}, the device is to be {wanted}, and its optimizer is there already",
                 hint="move the model first, then make the optimizer",
             )
-        self._model.to(wanted)
-        for module in find_named(self._objective, self._model, self._request.evaluate).values():
+        model.to(wanted)
+        for module in find_named(self.objective, model, self._request.evaluate).values():
             module.to(wanted)
+        return model_device(model)
 
 
-Subject: TypeAlias = "WorkloadSubject | LiveSubject"
-
-
-def find_subject(request: FitRequest) -> Subject:
-    """The subject of a request.
-
-    Raises:
-        UsageError: It is none of these, or comes with arguments that belong to another.
-        WorkloadError: The workload is not usable.
-    """
+def _read_workload(request: FitRequest) -> Workload:
+    """The workload that is to be trained, with what the request has in place of its own."""
     subject = request.subject
-    if isinstance(subject, nn.Module):
-        return LiveSubject(request)
     if not isinstance(subject, (str, os.PathLike, Workload)):
         raise UsageError(f"what is to be trained is {kind(subject)}", hint="give an nn.Module, a Workload, or a file")
     given = [name for name in ("loss", "criterion", "weight") if getattr(request, name) is not None]
-    given += ["reduction"] if request.reduction != "mean" else []
+    given += [] if _reduction(request) is None else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="write it into the workload")
-    if isinstance(subject, Workload):
-        return WorkloadSubject(subject, request)
-    reference = os.fspath(subject)
-    return WorkloadSubject(load_workload(reference), request, reference=reference)
+    live = {"optimizer": (request.options.optimizer, Optimizer), "scheduler": (request.scheduler, LRScheduler)}
+    for name, (value, bound) in live.items():
+        if isinstance(value, bound):
+            raise UsageError(
+                f"a workload is given, and a live {name}, which belongs to another model",
+                hint=f"give a function that makes the {name}",
+            )
+    workload = subject if isinstance(subject, Workload) else load_workload(os.fspath(subject))
+    own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
+    return replace_given(workload, **request.options.overrides, **own)
+
+
+def _reduction(request: FitRequest) -> str | None:
+    return None if request.reduction == "mean" else request.reduction
+
+
+def _check_follows(scheduler: Any, learning_rate: float | None) -> None:
+    if learning_rate is not None and scheduler is not None and not callable(scheduler):
+        raise UsageError(
+            f"the learning rate is to be {learning_rate:g}, and the {type(scheduler).__name__} was made before it",
+            hint="give scheduler as a function that makes it of the optimizer",
+        )
+
+
+def _choose_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
+    """The decay of the average of the weights that is asked for; None: none is kept."""
+    if "ema" in keeps:
+        return EMA_DECAY if decay is None else decay
+    if decay is not None:
+        raise UsageError(
+            f"ema_decay is {decay:g}, and no average of the weights is kept",
+            hint='ask for one: keeps="ema" (--keeps ema)',
+        )
+    return None
+
+
+def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
+    criterion = objective.criterion_module
+    updated = {id(parameter) for parameter in optimizer_parameters(optimizer)}
+    trainable = () if criterion is None else criterion.parameters()
+    if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
+        raise UsageError(
+            f"{type(criterion).__name__} has trainable parameters that the optimizer does not hold",
+            hint="give an optimizer of both, make it a part of the model, or set requires_grad to False",
+        )
 
 
 class _ListedSamples(Dataset[Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_named
-from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.accumulation.validation import check_precision, check_scheduler
-from autoaccum.devices.companions import EMA_DECAY, Averages
-from autoaccum.errors import UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.devices.companions import Averages
+from autoaccum.options import AccumulateIn, BatchNormMode
 from autoaccum.planning.device_choice import card_index, check_device
-from autoaccum.training.request import FitRequest
 from autoaccum.workload.weights import Objective
 
 
@@ -70,70 +64,6 @@ class Trainee:
         named = find_named(self.objective, unwrapped(self.model)).values()
         criterion = self.objective.criterion_module
         return [*named] if criterion is None else [criterion, *named]
-
-
-def make_trainee(
-    request: FitRequest,
-    model: nn.Module,
-    objective: Objective,
-    optimizer: Optimizer,
-    *,
-    scheduler: Any,
-    precision: str,
-    batchnorm: str,
-    accumulate_in: str,
-    evaluate: Callable[..., Any] | None,
-    keeps: Sequence[str],
-) -> Trainee:
-    """What is trained, of a model that is in place; a criterion's buffers are moved to it. The rest as in `Trainee`.
-
-    Raises:
-        UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
-        WorkloadError: The model cannot be copied for an average.
-    """
-    check_precision(precision)
-    check_scheduler(scheduler, optimizer)
-    device = model_device(model)
-    objective.move_criterion(device)
-    _check_criterion(objective, optimizer)
-    ema_decay = _choose_ema_decay(request.ema_decay, keeps)
-    if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
-        model.train()
-    return Trainee(
-        model=model,
-        objective=objective,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
-        precision=precision,
-        batchnorm=checked_batchnorm(batchnorm, model),
-        accumulate_in=read_accumulate_in(accumulate_in),
-        evaluate=evaluate,
-        averages=None if ema_decay is None else Averages(model, ema_decay),
-    )
-
-
-def _choose_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
-    """The decay of the average of the weights that is asked for; None: none is kept."""
-    if "ema" in keeps:
-        return EMA_DECAY if decay is None else decay
-    if decay is not None:
-        raise UsageError(
-            f"ema_decay is {decay:g}, and no average of the weights is kept",
-            hint='ask for one: keeps="ema" (--keeps ema)',
-        )
-    return None
-
-
-def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
-    function = None if objective.criterion is None else objective.criterion.function
-    updated = {id(parameter) for parameter in optimizer_parameters(optimizer)}
-    trainable = function.parameters() if isinstance(function, nn.Module) else ()
-    if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
-        raise UsageError(
-            f"{type(function).__name__} has trainable parameters that the optimizer does not hold",
-            hint="give an optimizer of both, make it a part of the model, or set requires_grad to False",
-        )
 
 
 def find_device(asked: str) -> torch.device:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects import find_subject
+from autoaccum.training.subjects import Subject
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
@@ -91,7 +91,7 @@ def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
 )
 def test_subjects_that_cannot_be_trained(subject: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoaccumError) as caught:
-        find_subject(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
+        Subject(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,8 @@ from torch.optim import lr_scheduler as schedules
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
-from autoaccum.training.request import FitRequest
 from autoaccum.training.state import capture_settings, capture_training, restore_training
-from autoaccum.training.trainee import Trainee, make_trainee
+from autoaccum.training.trainee import Trainee
 from autoaccum.workload.weights import resolve_objective
 
 
@@ -107,19 +105,17 @@ class Training:
 def trainee(
     model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
 ) -> Trainee:
-    made = make_trainee(
-        FitRequest(subject=model, target_batch=8, steps=1),
-        model,
-        resolve_objective(criterion=criterion),
-        optimizer,
+    return Trainee(
+        model=model,
+        objective=resolve_objective(criterion=criterion),
+        optimizer=optimizer,
         scheduler=scheduler,
+        scaler=scaler,
         precision="fp32",
         batchnorm="micro",
         accumulate_in="fp32",
         evaluate=None,
-        keeps=(),
     )
-    return dataclasses.replace(made, scaler=scaler)
 
 
 def moved(whole: Trainee, resumed: Trainee, settings: Any = None) -> list[str]:
