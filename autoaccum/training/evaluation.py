@@ -21,8 +21,10 @@ from autoaccum.training.data.source import is_map_style, is_taken_apart
 from autoaccum.training.data.workers import Reader
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.progress import Progress
-from autoaccum.training.scores import LossScore, OwnScore
+from autoaccum.training.request import FitRequest
+from autoaccum.training.scores import Score
 from autoaccum.training.seeds import seed_generators
+from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.nests import kind, type_name
 from autoaccum.workload.spec import check_evaluate
@@ -45,25 +47,16 @@ class EvaluationData:
     """
 
     def __init__(
-        self,
-        data: Any,
-        *,
-        collate: Callable[[list[Any]], Any] | None = None,
-        workers: int = 0,
-        trained_on: Any = None,
+        self, data: Any, *, collate: Callable[[list[Any]], Any] | None = None, workers: int = 0, trained_on: Any = None
     ) -> None:
-        if hasattr(data, "__next__"):
+        self._data, self._collate, self._workers = data, collate, workers
+        self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
+        if hasattr(data, "__next__") or not (self._has_samples or hasattr(data, "__iter__")):
             raise UsageError(
-                f"the evaluation data is {kind(data)}, which can be read only once",
+                f"the evaluation data is {kind(data)}, which cannot be read again and again",
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
         _check_shared(data, trained_on)
-        self._data, self._collate, self._workers = data, collate, workers
-        self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
-        if not self._has_samples and not hasattr(data, "__iter__"):
-            raise UsageError(
-                f"the evaluation data is {kind(data)}", hint="give a dataset, a DataLoader or an iterable of batches"
-            )
 
     def batches(self, size: int, seed: int) -> Iterator[Any]:
         """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
@@ -141,11 +134,14 @@ class Evaluation:
         An interruption, and being asked to stop, come through; a sys.exit() of the user's is a failure, too.
         """
         started = time.perf_counter()
-        score = LossScore(self._objective) if self._evaluate is None else OwnScore(self._evaluate)
+        score = Score(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
         try:
             with self._put_back(model), torch.no_grad(), self._interruptible():
-                self._pass_over(model, score)
+                for batch in self._data.batches(self.micro_batch, self._seed):
+                    self._run_batch(model, batch, score)
+            if score.samples == 0:
+                raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
         except Exception as error:
             failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_shortage(error))
             forget(error)
@@ -154,13 +150,7 @@ class Evaluation:
         release_memory(model_device(model))
         return failed
 
-    def _pass_over(self, model: nn.Module, score: LossScore | OwnScore) -> None:
-        for batch in self._data.batches(self.micro_batch, self._seed):
-            self._run_batch(model, batch, score)
-        if score.samples == 0:
-            raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
-
-    def _run_batch(self, model: nn.Module, batch: Any, score: LossScore | OwnScore) -> None:
+    def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
         """Part by part; one that does not fit is cut further, those before it are not repeated."""
         waiting, retries = [self._objective.counted(batch)], 0
         while waiting:
@@ -180,7 +170,7 @@ class Evaluation:
             retries += 1
             waiting.insert(0, part)
 
-    def _attempt(self, model: nn.Module, part: Any, score: LossScore | OwnScore) -> Exception | None:
+    def _attempt(self, model: nn.Module, part: Any, score: Score) -> Exception | None:
         """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
         device = model_device(model)
         try:
@@ -247,31 +237,36 @@ def _reason(error: Exception) -> str:
 class Evaluator:
     """Evaluates every so many updates, or when it is told to, or after each epoch, and in the end.
 
-    There is at most one evaluation after an update.
+    There is at most one evaluation after an update. Averaged weights are evaluated too: `ema_loss` beside `loss`.
 
     Args:
         evaluation: What an evaluation is; None where nothing is evaluated.
-        model: The model.
+        trainee: What is evaluated.
+        request: Its `eval_every` and `eval_due` say when.
         progress: How far training is.
-        every: Updates from one to the next; None: after each epoch, unless `due` is given.
         tell: Told of each, done or failed.
-        due: Whether one comes next, asked with the samples trained on so far.
-        averaged: The model whose weights are the averages, evaluated too (`ema_loss` beside `loss`); None: there is
-            none.
+
+    Raises:
+        UsageError: It is said when, and there is nothing to evaluate on.
     """
 
     def __init__(
         self,
         evaluation: Evaluation | None,
-        model: nn.Module,
+        trainee: Trainee,
+        request: FitRequest,
         progress: Progress,
-        every: int | None,
         tell: Callable[[Any], Any],
-        due: Callable[[int], bool] | None = None,
-        averaged: nn.Module | None = None,
     ) -> None:
-        self._evaluation, self._model, self._progress = evaluation, model, progress
-        self._every, self._tell, self._due, self._averaged = every, tell, due, averaged
+        self._evaluation, self._trainee, self._progress, self._tell = evaluation, trainee, progress, tell
+        self._every, self._due = request.eval_every, request.eval_due
+        self._after_epochs = self._every is None and self._due is None
+        if evaluation is None and not self._after_epochs:
+            name = "eval_due" if self._every is None else "eval_every"
+            raise UsageError(
+                f"{name} is given, and there is nothing to evaluate on",
+                hint="give eval_data, or define evaluation_dataset in the workload",
+            )
 
     def run_if_due(self) -> None:
         """After an update."""
@@ -284,12 +279,12 @@ class Evaluator:
 
     def run_after_epoch(self) -> None:
         """After an epoch."""
-        if self._every is None and self._due is None:
+        if self._after_epochs:
             self.run()
 
     def run_missed(self) -> None:
         """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
-        if self._every is not None or self._due is not None:
+        if not self._after_epochs:
             if self._progress.update not in (0, self._progress.evaluated_at):
                 self.run_if_due()
         elif self._progress.epoch > 0 and self._progress.epoch_samples == 0:
@@ -300,20 +295,20 @@ class Evaluator:
         progress = self._progress
         if self._evaluation is None or progress.update in (0, progress.evaluated_at):
             return
-        done = self._evaluation.run(self._model, progress.update)
-        if isinstance(done, Evaluated) and self._averaged is not None:
-            done = _joined(done, self._evaluation.run(self._averaged, progress.update))
+        done = self._evaluation.run(self._trainee.model, progress.update)
+        if isinstance(done, Evaluated) and self._trainee.averages is not None:
+            done = _joined(done, self._evaluation.run(self._trainee.averages.model, progress.update))
         progress.evaluated_at = progress.update
         if isinstance(done, Evaluated):
             progress.evaluation = dict(done.values)
         self._tell(done)
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps: the micro-batch that fitted."""
         return {} if self._evaluation is None else {"micro_batch": self._evaluation.micro_batch}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on with the micro-batch that fitted."""
+        """Go on from `state`."""
         if self._evaluation is not None and "micro_batch" in state:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.accumulation.observers import StepResult
-from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Keeper
 from autoaccum.training.choices import Choice
 from autoaccum.training.coupling_watch import tell_of_coupling
@@ -198,15 +197,7 @@ class Loop:
                 seed=mix(request.seed, "evaluation"),
                 interruptible=self._stopping.interruptible,
             )
-        elif request.eval_every is not None or request.eval_due is not None:
-            raise UsageError(
-                f"{'eval_due' if request.eval_every is None else 'eval_every'} is given, and there is nothing to"
-                " evaluate on",
-                hint="give eval_data, or define evaluation_dataset in the workload",
-            )
-        averaged = None if trainee.averages is None else trainee.averages.model
-        every, due = request.eval_every, request.eval_due
-        return Evaluator(evaluation, trainee.model, self.progress, every, self._teller.tell, due, averaged)
+        return Evaluator(evaluation, trainee, request, self.progress, self._teller.tell)
 
 
 def _updates_per_epoch(source: Source, target_batch: int) -> int | None:

@@ -19,7 +19,9 @@ from autoaccum.training.evaluation import EvaluationData
 
 @pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
 def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
-    with pytest.raises(UsageError, match=r"the evaluation data is an? \w+.*: give a dataset, a DataLoader or"):
+    with pytest.raises(
+        UsageError, match=r"the evaluation data is an? \w+, which cannot be read again.*: give a dataset, a DataLoader"
+    ):
         EvaluationData(data)
 
 
