@@ -14,7 +14,7 @@ from autoaccum.accumulation.planned import differences, planned_facts
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.training.data.windows import Source
+from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted, Planning
 from autoaccum.training.request import FitRequest
 from autoaccum.training.resuming import Saved

@@ -17,7 +17,7 @@ from autoaccum.accumulation.recovery import find_shortage, forget, release_memor
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.state import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
-from autoaccum.training.data.source import is_map_style, is_taken_apart
+from autoaccum.training.data.source import is_map_style
 from autoaccum.training.data.workers import Reader
 from autoaccum.training.events import Evaluated, EvaluationFailed
 from autoaccum.training.progress import Progress
@@ -26,7 +26,7 @@ from autoaccum.training.scores import Score
 from autoaccum.training.seeds import seed_generators
 from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.nests import kind
 from autoaccum.workload.spec import check_evaluate
 from autoaccum.workload.tracebacks import user_line
 from autoaccum.workload.weights import Objective
@@ -40,15 +40,12 @@ class EvaluationData:
             DataLoader's batches, and those of another iterable, are kept unless they are too large.
         collate: `collate(samples)`; None: torch's default_collate.
         workers: Processes that read a map-style dataset; a DataLoader has its own.
-        trained_on: What is trained on meanwhile, which may be the same; None: nothing.
 
     Raises:
-        UsageError: It can be read only once, is no such data, or keeps one place for training and evaluation.
+        UsageError: It can be read only once, or is no such data.
     """
 
-    def __init__(
-        self, data: Any, *, collate: Callable[[list[Any]], Any] | None = None, workers: int = 0, trained_on: Any = None
-    ) -> None:
+    def __init__(self, data: Any, *, collate: Callable[[list[Any]], Any] | None = None, workers: int = 0) -> None:
         self._data, self._collate, self._workers = data, collate, workers
         self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
         if hasattr(data, "__next__") or not (self._has_samples or hasattr(data, "__iter__")):
@@ -56,7 +53,6 @@ class EvaluationData:
                 f"the evaluation data is {kind(data)}, which cannot be read again and again",
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
-        _check_shared(data, trained_on)
 
     def batches(self, size: int, seed: int) -> Iterator[Any]:
         """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
@@ -70,20 +66,6 @@ class EvaluationData:
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(Reader(loader))
-
-
-def _check_shared(data: Any, trained_on: Any) -> None:
-    """Refuse what keeps one place for both: training would lose what an evaluation reads."""
-    if is_map_style(trained_on) or (isinstance(trained_on, DataLoader) and is_taken_apart(trained_on)):
-        return
-    trained = [id(trained_on), id(getattr(trained_on, "dataset", trained_on))]
-    for one in (data, getattr(data, "dataset", data)):
-        keeps_place = any(hasattr(one, name) for name in ("__next__", "load_state_dict"))
-        if id(one) in trained and (keeps_place or getattr(one, "persistent_workers", False)):
-            raise UsageError(
-                f"evaluation and training read the same {type_name(one)}, which keeps its place in itself",
-                hint="give a second one as the evaluation data: copy.deepcopy makes one",
-            )
 
 
 class Evaluation:

@@ -10,7 +10,8 @@ from autoaccum.accumulation.observers import StepResult
 from autoaccum.training.checkpoints import Keeper
 from autoaccum.training.choices import Choice
 from autoaccum.training.coupling_watch import tell_of_coupling
-from autoaccum.training.data.windows import Source, Window
+from autoaccum.training.data.source import Source
+from autoaccum.training.data.windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
 from autoaccum.training.progress import Goal, Progress
@@ -184,9 +185,7 @@ class Loop:
     def _make_evaluator(self, request: FitRequest, subject: Subject) -> Evaluator:
         trainee, evaluation = self.trainee, None
         if subject.eval_data is not None:
-            data = EvaluationData(
-                subject.eval_data, collate=subject.collate, workers=request.workers, trained_on=subject.data
-            )
+            data = EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers)
             evaluation = Evaluation(
                 trainee.objective,
                 trainee.evaluate,

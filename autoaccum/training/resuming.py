@@ -15,7 +15,7 @@ from typing import Any
 from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
-from autoaccum.training.data.windows import Source
+from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder import RunFolder

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.training.evaluation import Evaluation
+from autoaccum.errors import UsageError
+from autoaccum.training.evaluation import Evaluation, EvaluationData
 from autoaccum.training.events import Evaluated, EvaluationFailed
 
 
@@ -210,6 +211,12 @@ def test_a_larger_batch_of_the_data_is_cut() -> None:
 def test_not_even_one_sample_is_a_failure() -> None:
     failed = evaluation().run(Narrow(0), 7)
     assert failed == EvaluationFailed(7, "not even one sample at a time fits: out of memory", out_of_memory=True)
+
+
+@pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
+def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
+    with pytest.raises(UsageError, match=r"the evaluation data is an? \w+, which cannot be read again"):
+        EvaluationData(data)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

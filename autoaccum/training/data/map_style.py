@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from autoaccum.accumulation.randomness import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.planning.request import LOOKED_AT
-from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
+from autoaccum.training.data.windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
 from autoaccum.training.data.workers import END, Reader, handed_over, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload.experiments import own_randomness
@@ -24,7 +24,7 @@ from autoaccum.workload.nests import kind
 from autoaccum.workload.samples import spread_indices
 
 
-class MapStyleSource(Source):
+class MapStyleSource(WindowSource):
     """Windows of a dataset with `__getitem__`; its place is an epoch and a number of samples.
 
     An epoch's order is drawn under seeds of run, epoch and window; each item is fetched, and each part collated, under
@@ -59,7 +59,6 @@ class MapStyleSource(Source):
         )
         self._reader: Reader | None = None
         self._sizes: deque[tuple[int, int]] = deque()
-        self._is_restored = False
         self._read = self._digest = 0
         self._done = 0, 0
         self._begin(0)
@@ -74,19 +73,19 @@ class MapStyleSource(Source):
         return {"kind": "map-style", "samples": self.samples_per_epoch, "order": order}
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
-        """A function of a size: batches of the longest of samples from all over the dataset."""
+        """A function of a size, to plan with: batches of the longest of samples from all over the dataset."""
         with own_randomness():
             samples = [self._dataset[index] for index in self._some_indices(worst_of or LOOKED_AT)]
         return self._longest(samples, None if self._collate is default_collate else self._collate)
 
-    def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that `load_state_dict` went to goes on where it was."""
-        restored, self._is_restored = self._is_restored, False
-        if not (restored and epoch == self._epoch):
-            self._begin(epoch)
-
     def next_window(self) -> Window | None:
-        """The next window; None when the epoch is over."""
+        """The next window; None when the epoch is over.
+
+        Raises:
+            UsageError: The epoch has fewer samples than a window.
+            WorkloadError: `collate` makes another number of samples.
+            DataWorkerError: A worker died. What the data raises comes through.
+        """
         with _current(self._settings.card), kept_randomness():
             if self._reader is None:  # Outside of `interruptible`: processes are not left half started.
                 self._loader.generator.manual_seed(mix(self._settings.seed, "workers", self._epoch))
@@ -102,11 +101,11 @@ class MapStyleSource(Source):
         return Window(parts if self._makes_parts else self._joined(parts, sizes), samples)
 
     def commit(self) -> None:
-        """Move behind the last window."""
+        """Move behind the last window: it was trained on, or passed over for good."""
         self._done = self._read, self._digest
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, samples, and a checksum of the indices so far."""
+        """The place as of the last `commit`: epoch, samples, and a checksum of the indices so far."""
         samples, digest = self._done
         return {"epoch": self._epoch, "samples": samples, "order": digest}
 

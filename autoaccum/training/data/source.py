@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.data.map_style import MapStyleSource
 from autoaccum.training.data.streams import BatchesSource, SamplesSource
-from autoaccum.training.data.windows import DataSettings, Source
+from autoaccum.training.data.windows import DataSettings
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, counted, is_samples
+
+Source: TypeAlias = MapStyleSource | SamplesSource | BatchesSource
 
 _WHAT = "give a Dataset, a DataLoader, or an iterable of batches"
 

@@ -8,24 +8,20 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.checkpoints import NotPortableError, portable
-from autoaccum.training.data.windows import DataSettings, Source, Window, begin_epoch, tell_epoch
-from autoaccum.training.data.workers import END, Reader, handed_over, worker_options
+from autoaccum.training.data.windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
+from autoaccum.training.data.workers import END, Reader
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload import nests
 from autoaccum.workload.batches import batch_size, counted, split_batch
 
-_HANDED_OVER = 16
-"""Samples that a worker hands over at once; the same whatever the part size, since it decides their order."""
 
-
-class StreamSource(Source):
+class StreamSource(WindowSource):
     """Windows of an iterable, each read under seeds of run, epoch and window.
 
     Args:
@@ -41,7 +37,6 @@ class StreamSource(Source):
         self._data, self._unit, self._length = data, unit, length
         self._is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
         self._reader: Reader | None = None
-        self._is_restored = False
         self._rest: Any = None
         self._place: dict[str, Any] = {}
         self._committed = self._place
@@ -53,12 +48,6 @@ class StreamSource(Source):
         if isinstance(self._data, DataLoader):
             found |= {"batch_size": self._data.batch_size, "workers": self._data.num_workers}
         return found
-
-    def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that `load_state_dict` went to goes on where it was."""
-        restored, self._is_restored = self._is_restored, False
-        if not (restored and epoch == self._epoch):
-            self._begin(epoch)
 
     def next_window(self) -> Window | None:
         """The next window; None when the epoch is over."""
@@ -199,29 +188,25 @@ class StreamSource(Source):
 
 
 class SamplesSource(StreamSource):
-    """Windows of the samples of an IterableDataset, collated part by part."""
+    """Windows of the samples of an IterableDataset, collated part by part.
+
+    Raises:
+        UsageError: Workers are to read it.
+    """
 
     def __init__(self, data: Any, settings: DataSettings) -> None:
+        if settings.workers:
+            raise UsageError(
+                f"workers is {settings.workers}, and an IterableDataset shares itself out in a way of its own",
+                hint="give a DataLoader over it, with num_workers",
+            )
         super().__init__(data, settings, "samples")
         self._collate = default_collate if settings.collate is None else settings.collate
         self._waiting: list[Any] = []
-        if settings.workers:  # Each epoch has workers of its own.
-            self._is_stateful = False
-            self._data = DataLoader(
-                data,
-                _HANDED_OVER,
-                collate_fn=handed_over,
-                generator=torch.Generator(),
-                **worker_options(settings),
-            )
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size: batches of the longest of the first samples."""
-        count = worst_of or LOOKED_AT
-        lists = self._settings.workers > 0
-        looked = self._look_ahead(-(-count // _HANDED_OVER) if lists else count)
-        samples = list(chain.from_iterable(looked))[:count] if lists else looked
-        return self._longest(samples, self._settings.collate)
+        return self._longest(self._look_ahead(worst_of or LOOKED_AT), self._settings.collate)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
@@ -230,7 +215,7 @@ class SamplesSource(StreamSource):
     def _fill(self) -> tuple[list[Any], list[int]]:
         target, samples = self._settings.target_batch, self._waiting
         while len(samples) < target and (entry := self._take()) is not END:
-            samples = samples + entry if self._settings.workers else [*samples, entry]
+            samples = [*samples, entry]
         self._waiting = samples[target:]
         return samples[:target], [1] * len(samples[:target])
 

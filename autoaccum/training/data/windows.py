@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ class Window:
         return Window(parts, self.samples - left)
 
 
-class Source(abc.ABC):
+class WindowSource(abc.ABC):
     """Windows of data, from epoch to epoch; its place can be kept and found again.
 
     Args:
@@ -89,51 +89,17 @@ class Source(abc.ABC):
         self.keeps_place = True
         self.samples_per_epoch: int | None = None
         self._settings, self._name = settings, name
+        self._epoch, self._is_restored = 0, False
 
-    @abc.abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values that must be the same when a run goes on: kind, length."""
-
-    @abc.abstractmethod
-    def planning_batch(self, worst_of: int | None = None) -> Any:
-        """A function of a size, or one batch, to plan with; no sample that is read for it is lost to training.
-
-        Args:
-            worst_of: Of how many samples the longest are looked for; None: of a few.
-
-        Raises:
-            UsageError: `worst_of` is given, and there are no samples to be looked at.
-        """
-
-    @abc.abstractmethod
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, counted from 0; the one that `load_state_dict` went to goes on where it was."""
+        restored, self._is_restored = self._is_restored, False
+        if not (restored and epoch == self._epoch):
+            self._begin(epoch)
 
     @abc.abstractmethod
-    def next_window(self) -> Window | None:
-        """The next window; None when the epoch is over.
-
-        Raises:
-            UsageError: The epoch has fewer samples than a window, or what it yields is no batch.
-            WorkloadError: `collate` makes another number of samples.
-            DataWorkerError: A worker died. What the data raises comes through.
-        """
-
-    @abc.abstractmethod
-    def commit(self) -> None:
-        """Move behind the last window: it was trained on, or passed over for good. Raises nothing."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The place as of the last `commit`, even when more was read since; loads with `weights_only=True`."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a place, before the first window; how it was found, as a sentence, where that is worth saying."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End all workers at once."""
+    def _begin(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
 
     def _check_first(self, samples: int, epoch: int = 0) -> None:
         """Refuse an epoch that does not fill one window: a smaller batch than asked for is never trained unsaid.

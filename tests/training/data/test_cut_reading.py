@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import autoaccum
 from autoaccum.accumulation.randomness import RandomState
-from autoaccum.training.data.windows import Source
+from autoaccum.training.data.source import Source
 from autoaccum.training.stopping import StopAsked, Stopping
 
 PACKAGE = str(Path(autoaccum.__file__).parent)
