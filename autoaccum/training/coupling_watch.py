@@ -13,7 +13,7 @@ from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.state import TorchState
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.events import Noted
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Trainee
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.experiments import is_large
 

@@ -14,20 +14,28 @@ from autoaccum.accumulation.randomness import RandomState, seeded_devices
 from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.training.choices import Choice, choose_learning_rate, choose_micro_batch, tell_of_schedule
+from autoaccum.training.choices import (
+    Choice,
+    check_same_run,
+    choose_learning_rate,
+    choose_micro_batch,
+    describe_request,
+    describe_run,
+    find_saved,
+    tell_of_changes,
+    tell_of_schedule,
+)
 from autoaccum.training.data.source import open_source
 from autoaccum.training.data.windows import DataSettings
 from autoaccum.training.events import Finished, FitResult, Noted, Started, Teller
 from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
 from autoaccum.training.request import FitRequest
-from autoaccum.training.resuming import check_same_run, describe_request, describe_run, find_saved, tell_of_changes
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.state import restore_randomness
 from autoaccum.training.stopping import StopAsked, Stopping
-from autoaccum.training.subjects import Subject
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Subject, Trainee
 from autoaccum.units import format_bytes
 
 

@@ -21,8 +21,7 @@ from autoaccum.training.seeds import mix
 from autoaccum.training.state import capture_settings, capture_training, restore_training
 from autoaccum.training.stepping import Stepper
 from autoaccum.training.stopping import Stopping
-from autoaccum.training.subjects import Subject
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Subject, Trainee
 
 
 class Loop:

@@ -18,7 +18,7 @@ from autoaccum.accumulation.planned import unwrapped
 from autoaccum.errors import UsageError, first_line
 from autoaccum.training.events import Noted
 from autoaccum.training.seeds import capture_random, restore_random
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Trainee
 
 _TOLD = 3
 """Differences that a message names."""

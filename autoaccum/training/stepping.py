@@ -19,7 +19,7 @@ from autoaccum.training.choices import Choice
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.progress import Progress
 from autoaccum.training.request import FitRequest
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Trainee
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")

@@ -1,14 +1,16 @@
-"""What is trained, as it was given: a live model, a Workload, or the workload that a reference names."""
+"""What is to be trained, as it was given (a live model, a Workload, the file of one), and what is made of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -16,20 +18,20 @@ from torch.utils.data import Dataset
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
-from autoaccum.accumulation.planned import choose_objective
+from autoaccum.accumulation.planned import choose_objective, unwrapped
 from autoaccum.accumulation.reach import find_beside, find_named
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_model, check_optimizer, check_precision, check_scheduler
 from autoaccum.devices.companions import EMA_DECAY, Averages
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.planner import plan as make_plan
 from autoaccum.planning.records import Plan
 from autoaccum.planning.request import LOOKED_AT
 from autoaccum.training.events import Printed
 from autoaccum.training.request import FitRequest
-from autoaccum.training.trainee import Trainee, find_device
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.nests import kind
@@ -37,6 +39,63 @@ from autoaccum.workload.optimizers import make_optimizer, set_rate
 from autoaccum.workload.samples import replace_given
 from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.weights import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What is trained, in place on its device.
+
+    Attributes:
+        model: The model.
+        objective: The loss.
+        optimizer: Its optimizer.
+        scheduler: The schedule of its learning rate; None when there is none.
+        scaler: The loss scaler of fp16; None otherwise.
+        precision: `fp32`, `bf16` or `fp16`.
+        batchnorm: `micro`, `running` or `frozen`.
+        accumulate_in: `fp32` or `parameters`.
+        evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
+        averages: The average of its weights; None: none is kept.
+    """
+
+    model: nn.Module
+    objective: Objective
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: GradScaler | None
+    precision: str
+    batchnorm: BatchNormMode
+    accumulate_in: AccumulateIn
+    evaluate: Callable[..., Any] | None
+    averages: Averages | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return model_device(self.model)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device that parameters or buffers are on: a model may be on two cards."""
+        return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
+
+    @property
+    def beside(self) -> list[nn.Module]:
+        """The criterion, where it is a module, and other modules that the loss names."""
+        named = find_named(self.objective, unwrapped(self.model)).values()
+        criterion = self.objective.criterion_module
+        return [*named] if criterion is None else [criterion, *named]
+
+
+def find_device(asked: str) -> torch.device:
+    """The device called `auto` (the first card, where there is one), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UsageError: There is none of that name here.
+    """
+    check_device(asked)
+    index = card_index(asked)
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
 class Subject:

@@ -25,7 +25,7 @@ from autoaccum.training.data.source import is_map_style
 from autoaccum.training.events import Evaluated, EvaluationFailed, ShortageMet, Started, Updated
 from autoaccum.training.fitting import train
 from autoaccum.training.request import FitRequest
-from autoaccum.training.trainee import find_device
+from autoaccum.training.subjects import find_device
 from autoaccum.tuning.records import MILESTONES, Budget, Ending, Facts, Outcome, Setting
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.optimizers import own_rate, rate_is_followed

@@ -17,7 +17,7 @@ from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
 from autoaccum.training.state import capture_settings, capture_training, restore_training
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.subjects import Trainee
 from autoaccum.workload.weights import resolve_objective
 
 
