@@ -55,7 +55,6 @@ class TrainingProgress(Progress):
             self._next_drawn = self._clock() + self._seconds_between
             self.show(self._line.text())
         elif isinstance(event, events.EpochEnded):
-            self._line.end_epoch(event)
             if not self.is_live and self._clock() >= self._next_drawn - _LINE_SECONDS + _EPOCH_SECONDS:
                 self._draw()
         elif isinstance(event, events.Printed):
@@ -69,7 +68,7 @@ class TrainingProgress(Progress):
                 self.warn(event.text)
             else:
                 self.say(f"note: {event.text}")
-        elif not isinstance(event, events.Planning | events.CheckpointWritten | events.Finished):
+        elif not isinstance(event, events.Planning | events.CheckpointWritten):
             self._planning.tell(event)
 
     def stop(self) -> None:
@@ -134,13 +133,11 @@ class UpdateLine:
         self._update = 0
         self._updates: int | None = None
         self._epochs: int | None = None
-        self._is_known = True
 
     def start(self, event: events.Started) -> None:
         """What there will be."""
         self._update = event.update
         self._updates, self._epochs = event.updates, event.epochs
-        self._is_known = event.updates is not None
 
     def update(self, event: events.Updated, now: float) -> None:
         """An update was made at `now`, in seconds."""
@@ -148,18 +145,12 @@ class UpdateLine:
             self._first_update, self._first_time = event.update, now
         self.last, self._update, self._time = event, event.update, now
 
-    def end_epoch(self, event: events.EpochEnded) -> None:
-        """Where the data did not tell its length, an epoch does."""
-        if not self._is_known and self._epochs is not None:
-            self._updates = round(event.update / event.epoch * self._epochs)
-
     def text(self) -> str:
         """The line."""
-        about = "" if self._is_known else "about "
-        of = "" if self._updates is None else f" of {about}{self._updates}"
+        of = "" if self._updates is None else f" of {self._updates}"
         pieces = [f"update {self._update}{of}"]
         if self.last is not None:
-            if self._epochs is not None and not (self._is_known and self._epochs == 1):
+            if self._epochs is not None and (self._updates is None or self._epochs > 1):
                 pieces[0] += f", epoch {self.last.epoch} of {self._epochs}"
             pieces.append(f"loss {self.last.loss:.4g}")
             if (left := self._seconds_left()) is not None:

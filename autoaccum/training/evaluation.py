@@ -260,9 +260,7 @@ class Evaluation:
 def _seed(devices: Iterable[torch.device], seed: int) -> None:
     seed_generators(seed)
     for device in devices:
-        if device.type == "mps":
-            torch.mps.manual_seed(seed)
-        elif device.type not in ("cpu", "meta"):
+        if device.type not in ("cpu", "meta"):
             torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
 
 

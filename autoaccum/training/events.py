@@ -243,13 +243,6 @@ class FitResult:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Training is over."""
-
-    result: FitResult
-
-
 TrainingListener = Callable[[Any], Any]
 """Given every event of this file, and the planner's while it plans."""
 

@@ -27,7 +27,7 @@ from autoaccum.training.choices import (
 )
 from autoaccum.training.data.source import open_source
 from autoaccum.training.data.windows import DataSettings
-from autoaccum.training.events import Finished, FitResult, Noted, Started, Teller
+from autoaccum.training.events import FitResult, Noted, Started, Teller
 from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
 from autoaccum.training.request import FitRequest
@@ -106,9 +106,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             restore_randomness(saved.record["training"], trainee)
             saved = None  # As large as model and optimizer, in host memory.
         _run(loop, stopping)
-        result = _result(loop, folder, teller, resumed_from, time.monotonic() - began)
-        tell(Finished(result))
-        return result
+        return _result(loop, folder, teller, resumed_from, time.monotonic() - began)
 
 
 def _run(loop: Loop, stopping: Stopping) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -45,6 +46,7 @@ class RunFolder:
                     f"{self.path} holds {', '.join(others)} and no checkpoint of a run: training would write over them",
                     hint="give another folder, or move them away",
                 )
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = _lock(self.path / _LOCK)
         except (FileExistsError, NotADirectoryError):
@@ -77,6 +79,11 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
+            if not self.checkpoints.paths():  # Nothing began: what was refused leaves nothing behind.
+                (self.path / _LOCK).unlink(missing_ok=True)
+                with suppress(OSError):
+                    for made in self._made:
+                        made.rmdir()
             os.close(self._lock)
             self._lock = None
 
@@ -84,7 +91,7 @@ class RunFolder:
 def _lock(path: Path) -> int:
     """A lock that the system takes away when this process ends; workers that it forks do not hold it.
 
-    The file itself stays, since another process may be about to lock it.
+    The file stays with a run, since another process may be about to lock it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -98,6 +105,9 @@ def _lock(path: Path) -> int:
     except OSError:
         os.close(handle)
         raise
+    if os.fstat(handle).st_nlink == 0:  # A process that was refused has just removed it.
+        os.close(handle)
+        return _lock(path)
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return handle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,6 @@ from autoaccum.workload.batches import batch_size
 _MEASURE_ONLY = float("inf")
 _MOST_OVERFLOWS = 32
 """Each halves the loss scale, which begins at 2^16: by then it is 2^-16."""
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class Stepper(StepObserver):
@@ -143,7 +140,7 @@ class Stepper(StepObserver):
         device = self._trainee.device
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT if device.type == "cpu" else None
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
         """What `restore` goes on from, as plain values."""

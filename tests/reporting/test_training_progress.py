@@ -18,11 +18,8 @@ from autoaccum.training.events import (
     CeilingRaised,
     CheckpointFailed,
     CheckpointWritten,
-    EpochEnded,
     Evaluated,
     EvaluationFailed,
-    Finished,
-    FitResult,
     Noted,
     Planning,
     ShortageMet,
@@ -34,7 +31,6 @@ from autoaccum.units import GIB
 
 MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-RESULT = FitResult(model=MODEL, optimizer=OPTIMIZER, plan=None, updates=30, epochs=1, samples=7680, loss=0.5)
 
 
 class Terminal(io.StringIO):
@@ -73,7 +69,7 @@ def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float
 
 
 def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
-    lines = draw(started(), *(updated(number) for number in range(1, 31)), Finished(RESULT))
+    lines = draw(started(), *(updated(number) for number in range(1, 31)))
     assert lines[0] == "training Linear on cpu: 256 samples per update, in micro-batches of up to 64"
     assert lines[1] == "update 10 of 30  loss 0.1  0:20 left  5,120 samples/s  peak 3.0 GiB"
     assert [line.split("  ")[0] for line in lines[1:]] == [f"update {number} of 30" for number in (10, 20, 30)]
@@ -84,14 +80,10 @@ def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
     [
         ([started(updates=None, epochs=None), updated(7)], "update 7  loss 0.1429  5,120 samples/s"),
         ([started(updates=None, epochs=3), updated(7, 2)], "update 7, epoch 2 of 3  loss 0.1429  5,120 samples/s"),
-        (
-            [started(updates=None, epochs=3), updated(10), EpochEnded(1, 10, 2560), updated(11, 2)],
-            "update 11 of about 30, epoch 2 of 3  loss 0.09091  0:38 left  5,120 samples/s",
-        ),
         ([started(), updated(1, loss=float("nan"), peak_bytes=None)], "update 1 of 30  loss nan  5,120 samples/s"),
         ([started(), updated(1, samples_per_second=0.123456)], "update 1 of 30  loss 1  0.123 samples/s"),
     ],
-    ids=["nothing", "epochs", "after-an-epoch", "no-loss", "slow"],
+    ids=["nothing", "epochs", "no-loss", "slow"],
 )
 def test_totals_that_are_not_known(told: list[Any], line: str) -> None:
     assert draw(*told)[-1].removesuffix("  peak 3.0 GiB") == line
@@ -130,7 +122,7 @@ def test_what_a_person_should_know_has_a_line_of_its_own(terminal: bool) -> None
 
 
 def test_quiet_leaves_warnings_each_of_them_once() -> None:
-    told = [started(), *(event for event, _ in EVENTS), *(event for event, _ in EVENTS), updated(1), Finished(RESULT)]
+    told = [started(), *(event for event, _ in EVENTS), *(event for event, _ in EVENTS), updated(1)]
     lines = draw(*told, quiet=True, seconds=20)
     assert lines == [text for _, text in EVENTS if text.startswith("warning: ")]
     assert draw(CheckpointWritten(1, Path("a"), 0.1)) == []
@@ -182,5 +174,4 @@ def test_a_console_that_is_gone_ends_the_drawing_and_not_the_training(terminal: 
             clock.seconds += 20
             progress.tell(updated(number))
             progress.warn(f"warning {number}")
-        progress.tell(Finished(RESULT))
     assert sys.stdout is stdout

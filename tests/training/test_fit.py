@@ -268,7 +268,6 @@ def test_events_come_in_order_and_say_what_happened() -> None:
         *["Updated"] * 3,
         "EpochEnded",
         "Evaluated",
-        "Finished",
     ]
     started = heard[0]
     assert isinstance(started, Started)

@@ -166,4 +166,6 @@ def test_a_schedule_that_is_not_returned_is_missed() -> None:
 def test_a_workload_that_cannot_be_used_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(AutoaccumError, match="has no dataset"):
         fit(workload(), run_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    with pytest.raises(AutoaccumError, match="there is no file"):
+        fit(workload(dataset=DATA), plan="nothing.json", micro_batch=None, run_dir=tmp_path / "runs" / "run")
+    assert not list(tmp_path.iterdir())
