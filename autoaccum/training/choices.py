@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.planned import differences, planned_facts, unwrapped
+from autoaccum.accumulation.planned import check_plan, differences, planned_facts, unwrapped
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.records import Plan
@@ -25,6 +26,7 @@ from autoaccum.training.events import Noted, Planning
 from autoaccum.training.request import FitRequest
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.subjects import Subject, Trainee
+from autoaccum.units import format_bytes
 
 _ROUNDING = 1e-6
 """Of a rate that is a tensor in float32."""
@@ -166,22 +168,41 @@ def choose_micro_batch(
     return Choice(made.micro_batch, made, made.multiple_of)
 
 
-def choose_learning_rate(request: FitRequest, plan: Plan | None, tell: Callable[[Any], Any]) -> float | None:
-    """What was given, else what the plan was tuned with, which is told; None: the optimizer's own."""
-    if request.learning_rate is not None or plan is None or plan.learning_rate is None:
-        return request.learning_rate
-    tell(Noted(f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it", warns=False))
-    return plan.learning_rate
+def choose_learning_rate(request: FitRequest, plan: Plan | None) -> float | None:
+    """What was given, else what the plan was tuned with; None: the optimizer's own."""
+    return request.learning_rate if request.learning_rate is not None or plan is None else plan.learning_rate
 
 
-def tell_of_schedule(learning_rate: float | None, trainee: Trainee, tell: Callable[[Any], Any]) -> None:
-    """Say where a schedule begins, if it is elsewhere: some, such as `OneCycleLR`, have rates of their own."""
-    if learning_rate is None or trainee.scheduler is None:
-        return
-    begins = float(trainee.optimizer.param_groups[0].get("initial_lr", learning_rate))
-    if not math.isclose(begins, learning_rate, rel_tol=_ROUNDING):
-        name = type(trainee.scheduler).__name__
-        tell(Noted(f"the learning rate is to be {learning_rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
+def check_choice(
+    request: FitRequest, subject: Subject, trainee: Trainee, choice: Choice, tell: Callable[[Any], Any]
+) -> None:
+    """Refuse a plan for something else than is trained; then say what of the choice is worth knowing.
+
+    Raises:
+        UsageError: Names what differs, and what to run instead.
+    """
+    plan, rate = choice.plan, choose_learning_rate(request, choice.plan)
+    if plan is not None:
+        modes = trainee.precision, trainee.batchnorm, trainee.accumulate_in
+        try:
+            check_plan(plan, trainee.model, trainee.optimizer, trainee.objective, *modes)
+        except UsageError as error:
+            raise UsageError(error.message, hint=_instead(request, plan)) from None
+        digest = plan.workload.get("digest")
+        if request.plan is not None and digest and subject.digest and digest != subject.digest:
+            changed = f"{subject.name} is not what the plan was made for, or has changed since"
+            tell(Noted(f"{changed}: should memory run out, plan again"))
+        if rate is not None and request.learning_rate is None:
+            tell(Noted(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
+        if trainee.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
+            size = format_bytes(sum(tensor.nbytes for tensor in trainee.averages.tensors))
+            hint = 'should memory run out, plan again with keeps="ema" (--keeps ema)'
+            tell(Noted(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
+    if rate is not None and trainee.scheduler is not None:
+        begins = float(trainee.optimizer.param_groups[0].get("initial_lr", rate))
+        if not math.isclose(begins, rate, rel_tol=_ROUNDING):  # Some, such as OneCycleLR, have rates of their own.
+            name = type(trainee.scheduler).__name__
+            tell(Noted(f"the learning rate is to be {rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
 
 
 def _without_trials(
@@ -191,7 +212,7 @@ def _without_trials(
         return Choice(request.micro_batch)
     if request.plan is not None:
         given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-        _check_given(given, request, subject, tell)
+        _check_given(given, request, subject)
         return Choice(given.micro_batch, given)
     if saved is None:
         return None
@@ -205,11 +226,10 @@ def _without_trials(
     return None
 
 
-def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callable[[Any], Any]) -> None:
-    """What the Accumulator does not see; it compares model, loss, optimizer, precision and device."""
+def _check_given(plan: Plan, request: FitRequest, subject: Subject) -> None:
+    """What can be seen before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    anyhow = f"plan again, or take its number all the same: {_as_number(plan.micro_batch)}"
     if plan.world_size != 1:
         raise UsageError(
             f"the plan is for {plan.world_size} ranks, training on several is not there yet",
@@ -218,15 +238,11 @@ def _check_given(plan: Plan, request: FitRequest, subject: Subject, tell: Callab
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, here they have {request.target_batch}",
-            hint=anyhow,
+            hint=_instead(request, plan),
         )
     different = _elsewhere(plan, subject.device)
     if different:
-        raise UsageError(f"the plan is for {different[0][0]}; here is {different[0][1]}", hint=anyhow)
-    digest = plan.workload.get("digest")
-    if digest and subject.digest and digest != subject.digest:
-        changed = f"{subject.name} is not what the plan was made for, or has changed since"
-        tell(Noted(f"{changed}: should memory run out, plan again"))
+        raise UsageError(f"the plan is for {different[0][0]}; here is {different[0][1]}", hint=_instead(request, plan))
 
 
 def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
@@ -237,6 +253,15 @@ def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
         card = torch.cuda.get_device_properties(device)
         here = {"kind": "cuda", "card": card.name, "total_bytes": card.total_memory}
     return differences(planned_facts(plan), here)
+
+
+def _instead(request: FitRequest, plan: Plan) -> str:
+    """What to run where a plan is for something else."""
+    again = "plan again"
+    if isinstance(request.subject, (str, os.PathLike)):
+        words = ["autoaccum", "plan", os.fspath(request.subject), "--target-batch", str(request.target_batch)]
+        again = f"run {shlex.join(words)} -o FILE for a plan of it, or this without --plan"
+    return f"{again}, or take its number all the same: {_as_number(plan.micro_batch)}"
 
 
 def _as_number(micro_batch: int) -> str:

@@ -15,7 +15,7 @@ from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.choices import (
-    Choice,
+    check_choice,
     check_same_run,
     choose_learning_rate,
     choose_micro_batch,
@@ -23,7 +23,6 @@ from autoaccum.training.choices import (
     describe_run,
     find_saved,
     tell_of_changes,
-    tell_of_schedule,
 )
 from autoaccum.training.data.source import open_source
 from autoaccum.training.data.windows import DataSettings
@@ -35,8 +34,7 @@ from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.state import restore_randomness
 from autoaccum.training.stopping import StopAsked, Stopping
-from autoaccum.training.subjects import Subject, Trainee
-from autoaccum.units import format_bytes
+from autoaccum.training.subjects import Subject
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -81,10 +79,8 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         own = mix(request.seed, "training")
         seed_generators(own)
         torch.cuda.manual_seed_all(own)
-        learning_rate = choose_learning_rate(request, choice.plan, tell)
-        trainee = subject.build(choice.plan, learning_rate)
-        tell_of_schedule(learning_rate, trainee, tell)
-        _tell_of_average(trainee, choice, teller)
+        trainee = subject.build(choice.plan, choose_learning_rate(request, choice.plan))
+        check_choice(request, subject, trainee, choice, tell)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)
@@ -128,15 +124,6 @@ def _is_spoilt(error: BaseException, loop: Loop) -> bool:
     return isinstance(error, NonFiniteError) and not all(
         bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters
     )
-
-
-def _tell_of_average(trainee: Trainee, choice: Choice, teller: Teller) -> None:
-    """A plan that was made without the average of the weights has no room for it."""
-    if trainee.averages is None or choice.plan is None or "ema" in (choice.plan.workload.get("keeps") or ()):
-        return
-    size = format_bytes(sum(tensor.nbytes for tensor in trainee.averages.tensors))
-    hint = 'should memory run out, plan again with keeps="ema" (--keeps ema)'
-    teller.tell(Noted(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
 
 
 def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Started:
