@@ -21,10 +21,10 @@ from autoaccum.accumulation.planned import check_plan, differences, planned_fact
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.records import Plan
+from autoaccum.training.checkpoints import RunFolder
 from autoaccum.training.data.source import Source
 from autoaccum.training.events import Noted, Planning
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.subjects import Subject, Trainee
 from autoaccum.units import format_bytes
 

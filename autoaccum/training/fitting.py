@@ -14,6 +14,7 @@ from autoaccum.accumulation.randomness import RandomState, seeded_devices
 from autoaccum.accumulation.ranks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.training.checkpoints import RunFolder
 from autoaccum.training.choices import (
     check_choice,
     check_same_run,
@@ -30,7 +31,6 @@ from autoaccum.training.events import FitResult, Noted, Started, Teller
 from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.state import restore_randomness
 from autoaccum.training.stopping import StopAsked, Stopping

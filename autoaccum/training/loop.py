@@ -14,7 +14,7 @@ from autoaccum.accumulation.planned import unwrapped
 from autoaccum.accumulation.reach import find_held, find_reachable
 from autoaccum.accumulation.state import TorchState
 from autoaccum.errors import AutoaccumError
-from autoaccum.training.checkpoints import Keeper
+from autoaccum.training.checkpoints import Keeper, RunFolder
 from autoaccum.training.choices import Choice
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.windows import Window
@@ -22,7 +22,6 @@ from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
 from autoaccum.training.progress import Goal, Progress
 from autoaccum.training.request import FitRequest
-from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix
 from autoaccum.training.state import capture_settings, capture_training, restore_training
 from autoaccum.training.stepping import Stepper

@@ -13,7 +13,6 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.observers import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
-from autoaccum.training.ceiling import Ceiling
 from autoaccum.training.choices import Choice
 from autoaccum.training.events import CeilingRaised, ShortageMet, Skipped
 from autoaccum.training.progress import Progress
@@ -22,8 +21,86 @@ from autoaccum.training.subjects import Trainee
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")
-_MOST_OVERFLOWS = 32
-"""Each halves the loss scale, which begins at 2^16: by then it is 2^-16."""
+_PATIENCE = 32
+_MOST_PATIENCE = 32
+"""By how much patience grows at most: raises that keep failing come every 1,024 updates in the end."""
+
+_NEAR = 8
+"""What is less than an eighth below the planned size is raised to it."""
+
+
+class Ceiling:
+    """The most samples run at once, from update to update.
+
+    The Accumulator lowers it when memory runs out; after `patience` updates without that it is raised halfway to the
+    planned one, or to it once that is near. A raise has succeeded when it was calm for as long again, which restores
+    the patience; one that fails doubles it, and what fitted before is taken again.
+
+    >>> ceiling = Ceiling(256, patience=2)
+    >>> [ceiling.after(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 100), (0, 100)]]
+    [None, None, 178, 100, None, None]
+    >>> ceiling.largest, ceiling.patience
+    (100, 4)
+
+    Args:
+        planned: Where it begins, and what it never exceeds; at least 1.
+        patience: Calm updates before a raise, at least 1.
+
+    Attributes:
+        largest: The ceiling now, in samples.
+        patience: Calm updates before the next raise.
+    """
+
+    def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
+        self.planned = self.largest = planned
+        self.patience = self._usual = patience
+        self._calm = 0
+        self._fitted: int | None = None  # What held before a raise that has not succeeded yet.
+
+    def after(self, retries: int, micro_batch: int) -> int | None:
+        """Take an update in, and say what the ceiling becomes; None where it stays what it is.
+
+        Args:
+            retries: How often the update was repeated because memory ran out.
+            micro_batch: The Accumulator's ceiling after it.
+        """
+        self.largest = min(max(micro_batch, 1), self.planned)
+        if retries:
+            return self._fall()
+        self._calm += 1
+        if self._fitted is not None and self._calm >= self.patience:
+            self._fitted, self.patience = None, self._usual
+        if self._fitted is not None or self.largest == self.planned or self._calm < self.patience:
+            return None
+        return self._rise()
+
+    def state(self) -> dict[str, int | None]:
+        """What `restore` goes on from, as plain values."""
+        return {"largest": self.largest, "calm": self._calm, "patience": self.patience, "fitted": self._fitted}
+
+    def restore(self, state: Mapping[str, int | None]) -> None:
+        """Go on from a `state`; under a smaller planned size than it was taken with, that size bounds it."""
+        self.largest = min(max(state["largest"] or 1, 1), self.planned)
+        self._calm = state["calm"] or 0
+        self.patience = min(max(state["patience"] or 1, self._usual), self._usual * _MOST_PATIENCE)
+        fitted = state["fitted"]
+        self._fitted = None if fitted is None else min(fitted, self.planned)
+
+    def _fall(self) -> int | None:
+        fitted, self._fitted, self._calm = self._fitted, None, 0
+        if fitted is None:
+            return None
+        self.patience = min(2 * self.patience, self._usual * _MOST_PATIENCE)
+        if fitted <= self.largest:
+            return None
+        self.largest = fitted
+        return fitted
+
+    def _rise(self) -> int:
+        self._fitted, self._calm = self.largest, 0
+        halfway = (self.largest + self.planned + 1) // 2
+        self.largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
+        return self.largest
 
 
 class Stepper(StepObserver):
@@ -55,7 +132,7 @@ class Stepper(StepObserver):
         self.ceiling = Ceiling(choice.micro_batch)
         self._trainee, self._progress, self._skips = trainee, progress, request.skip_nonfinite
         self._check, self._tell = check, tell
-        self._retries = self._overflows = 0
+        self._retries = 0
         self._passed_over: str | None = None
         self._accumulator = Accumulator(
             trainee.model,
@@ -116,7 +193,6 @@ class Stepper(StepObserver):
 
         Raises:
             WorkloadError: The model has other parameters or buffers than when its average began.
-            NonFiniteError: The gradient overflows at every loss scale.
             Exception: What the scheduler or a callback raises.
         """
         if self._trainee.averages is not None and result.updated:
@@ -130,7 +206,6 @@ class Stepper(StepObserver):
         if self._passed_over is not None:
             self._progress.skipped += 1
             self._tell(Skipped(self._progress.update, self._passed_over))
-        self._check_scale(result)
 
     def peak_bytes(self) -> int | None:
         """The most memory of this update; None where it is not known.
@@ -163,16 +238,3 @@ class Stepper(StepObserver):
         # Also for a step that ends without an update, and so does not lower it itself.
         self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
         self._tell(ShortageMet(self._progress.update + 1, phase, micro_batch, next_micro_batch))
-
-    def _check_scale(self, result: StepResult) -> None:
-        """End a run whose gradients overflow at every loss scale: it would train nothing, and say nothing."""
-        overflowed = self._trainee.scaler is not None and not result.updated and bool(result.terms)
-        self._overflows = self._overflows + 1 if overflowed else 0
-        if self._overflows >= _MOST_OVERFLOWS:
-            raise NonFiniteError(
-                f"update {self._progress.update}: {self._overflows} times in a row the gradient was not finite at any"
-                " loss scale",
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                hint='look for what overflows in fp16, or train in precision="bf16" or "fp32"',
-            )

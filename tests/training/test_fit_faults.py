@@ -248,22 +248,6 @@ def test_half_an_update_is_not_kept_and_the_way_back_is_named(tmp_path: Path) ->
     assert fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), steps=5).updates == 5
 
 
-class Endless(nn.Module):
-    """Its gradient is infinite at every loss scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + torch.sqrt((x @ self.weight * 0).square())
-
-
-def test_fp16_that_never_trains_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"32 times in a row.*at any loss scale: look for what overflows"):
-        fit(samples(64), model=Endless(), precision="fp16", steps=100)
-
-
 def test_where_no_update_was_made_it_says_so() -> None:
     data = in_order(TensorDataset(torch.full((64, 3), math.nan), torch.zeros(64, 2)))
     result = fit(data, skip_nonfinite=True)

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints import NotPortableError
-from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.checkpoints import NotPortableError, RunFolder
 
 HOLD = """
 import os, sys
-from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.checkpoints import RunFolder
 with RunFolder(sys.argv[1]):
     worker = os.fork()
     if worker == 0:
