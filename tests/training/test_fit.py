@@ -295,13 +295,6 @@ def test_a_callback_that_says_true_ends_the_training() -> None:
     assert (result.updates, result.stopped) == (2, "callback")
 
 
-def test_gradients_are_let_go_of_and_no_hook_stays() -> None:
-    result, _ = fit_small(steps=3)
-    for parameter in result.model.parameters():
-        assert parameter.grad is None
-        assert not parameter._backward_hooks
-
-
 def test_modules_at_rest_stay_at_rest_and_a_model_at_rest_is_trained() -> None:
     model, data = small()
     settings: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 1, "progress": False}

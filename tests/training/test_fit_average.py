@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
@@ -140,49 +140,6 @@ def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
         fit(ema_decay=1.5)
     with pytest.raises(UsageError, match="nothing is known to be kept as 'swa'"):
         fit(keeps="swa")
-
-
-class Rows(torch.utils.data.Dataset[Any]):
-    """Row 700 of a thousand is long."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.ones(64 if index == 700 else 4), torch.tensor(0)
-
-
-def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
-    return rows, torch.stack([label for _, label in samples])
-
-
-class Widths(nn.Module):
-    """Tells how wide its batches are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        WIDTHS.append(x.shape[1])
-        return torch.as_tensor(self.layer(x.mean(1, keepdim=True)))
-
-
-WIDTHS: list[int] = []
-
-
-def test_it_is_planned_for_the_longest_of_as_many_samples_as_asked() -> None:
-    asked: dict[str, Any] = {"keeps": None, "ema_decay": None, "micro_batch": None, "steps": 1, "worst_of": 1000}
-    workload = Workload(model=Widths, loss=loss, dataset=Rows(), collate=collate)
-    result = fit(workload, **asked)
-    assert result.plan is not None
-    assert max(WIDTHS) == 64
-    assert result.plan.workload["worst_of"] == 1000
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_batches_have_no_single_samples_to_look_at() -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +24,6 @@ from autoaccum.training.events import (
     Skipped,
     Updated,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def samples(count: int) -> TensorDataset:
@@ -53,13 +50,6 @@ class Poisoned(Dataset[Any]):
 
 def in_order(dataset: Any) -> Any:
     return torch.utils.data.DataLoader(dataset, batch_size=4)
-
-
-def test_an_iterator_lasts_for_one_epoch_only() -> None:
-    batches = [(torch.ones(8, 3), torch.ones(8, 2))] * 2
-    assert fit(iter(batches), steps=None, epochs=1).updates == 2
-    with pytest.raises(UsageError, match="once"):
-        fit(iter(batches), steps=None, epochs=2)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_update(tmp_path: Path) -> None:
@@ -132,44 +122,6 @@ def test_a_disk_that_stays_full_leaves_the_earlier_checkpoints_and_says_so(tmp_p
     assert result.checkpoint is not None
     assert result.checkpoint.name == "checkpoint-00000003.pt"
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
-
-
-class Dying(Dataset[Any]):
-    """Its worker is killed at one sample."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index == 30:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.ones(3), torch.zeros(2)
-
-
-def test_a_worker_that_dies_is_told_as_that_and_loses_nothing(tmp_path: Path) -> None:
-    with pytest.raises(AutoaccumError, match="worker") as caught:
-        fit(in_order(Dying()), workers=1, run_dir=tmp_path, steps=8)
-    assert caught.value.exit_code == 3
-    newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    update = torch.load(newest, weights_only=True)["record"]["progress"]["update"]
-    assert update >= 1
-
-
-class Raising(Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index == 30:
-            raise KeyError("the sample is missing")
-        return torch.ones(3), torch.zeros(2)
-
-
-def test_what_the_data_raises_comes_as_it_is_after_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="the sample is missing"):
-        fit(in_order(Raising()), run_dir=tmp_path, steps=8, workers=1)
-    newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    assert newest.name == "checkpoint-00000003.pt"
 
 
 class Late(torch.optim.lr_scheduler.LRScheduler):

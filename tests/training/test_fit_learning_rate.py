@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from autoaccum.devices.base import Trial
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.planning.records import Plan
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
 from autoaccum.training.events import FitResult, Noted, Updated
@@ -126,17 +126,6 @@ def test_a_schedule_that_is_there_already_is_refused_with_nothing_changed() -> N
         with pytest.raises(UsageError, match=r"and the ExponentialLR was made before it: give scheduler as a function"):
             fit(model, **given, **options)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]
-
-
-def test_an_optimizer_without_a_rate_is_refused() -> None:
-    def frozen_first(params: list[Any]) -> Optimizer:
-        groups: list[dict[str, Any]] = [{"params": params[:1], "lr": 0.0}, {"params": params[1:]}]
-        return SGD(groups, lr=0.1)
-
-    with pytest.raises(AutoaccumError, match="the first parameter group of SGD is 0") as caught:
-        fit(workload(optimizer=frozen_first), learning_rate=0.4)
-    assert caught.value.exit_code == 2
-    assert fit(workload(optimizer=frozen_first))[0].updates == 3
 
 
 def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: Path) -> None:

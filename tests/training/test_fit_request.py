@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,13 +65,6 @@ def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str
         FitRequest.of(subject, given)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_numbers_may_be_numpy_s_and_callbacks_an_iterator() -> None:
-    calls: list[Any] = []
-    given: dict[str, Any] = {"target_batch": np.int64(8), "epochs": np.int32(2), "callbacks": iter([calls.append])}
-    request = FitRequest.of(nn.Linear(3, 2), given)
-    assert (type(request.target_batch), request.epochs, len(request.callbacks)) == (int, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -160,12 +160,6 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
     assert resumed.evaluation == whole.evaluation
 
 
-def test_workers_change_nothing(tmp_path: Path) -> None:
-    alone = run(tmp_path / "alone")
-    helped = interrupted(tmp_path / "helped", [3], workers=2)
-    assert digest(helped) == digest(alone)
-
-
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", precision="fp16")
     resumed = interrupted(tmp_path / "parts", [2, 5], precision="fp16")

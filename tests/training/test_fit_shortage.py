@@ -150,21 +150,3 @@ def test_where_not_even_one_sample_fits_it_says_so_and_keeps_what_it_has(tmp_pat
         fit_crowded(model, listen, steps=9, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
     assert newest.name == "checkpoint-00000005.pt"
-
-
-def test_a_callback_that_raises_at_a_higher_ceiling_costs_no_step_of_the_schedule(tmp_path: Path) -> None:
-    model = Crowded(3, 2, dtype=torch.float64)
-
-    def listen(event: Any) -> None:
-        if isinstance(event, Updated):
-            model.most = 9 if event.update == 1 else 10**9
-        if isinstance(event, CeilingRaised):
-            raise LookupError
-
-    def halving(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
-
-    with pytest.raises(LookupError):
-        fit_crowded(model, listen, steps=60, run_dir=tmp_path, scheduler=halving)
-    kept = torch.load(max((tmp_path / "checkpoints").glob("*.pt")), weights_only=True)["record"]
-    assert kept["training"]["scheduler"]["last_epoch"] == kept["progress"]["update"] > 30

@@ -3,26 +3,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from autoaccum.accumulation.accumulator import Accumulator, StepResult
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.observers import StepObserver, StepPhase
 from autoaccum.training.stopping import StopAsked, Stopping
 
-ROOT = Path(__file__).parents[2]
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -135,75 +124,6 @@ def test_what_is_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, before)
 
 
-class Watching(StepObserver):
-    """Leaves a step where the run is asked to stop, as the loop does."""
-
-    def __init__(self, stopping: Stopping) -> None:
-        self._stopping = stopping
-
-    def phase(self, phase: StepPhase) -> None:
-        self._stopping.check()
-
-
-class Tracer:
-    """Sends a signal when the step has come to its `line`-th line of Python."""
-
-    def __init__(self, line: int, number: int) -> None:
-        self.lines, self._line, self._number = 0, line, number
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines == self._line:
-                os.kill(os.getpid(), self._number)
-        return self
-
-
-def signalled_step(line: int, number: int, guarded: bool) -> tuple[int, StepResult | None, str, bool]:
-    """One step with a signal in it: its lines, its result, the digest after it, whether a next one is possible."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batch = torch.randn(6, 3), torch.randn(6, 2)
-    stopping = Stopping(one_press_seconds=60)
-    accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=3, clip_norm=1.0, observer=Watching(stopping))
-    if not guarded:
-        accumulator.step(batch)
-    tracer, result = Tracer(line, number), None
-    try:
-        with stopping:
-            sys.settrace(tracer)
-            try:
-                result = accumulator.step(batch)
-            except StopAsked:
-                result = None
-            finally:
-                sys.settrace(None)
-            assert stopping.asked in (None, number)
-    except (KeyboardInterrupt, SystemExit):
-        pass
-    digest = state_digest(model, optimizer)
-    stopping.asked = None
-    return tracer.lines, result, digest, accumulator.step(batch).updated
-
-
-@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_at_any_moment_of_a_step_the_update_is_wholly_made_or_wholly_undone(guarded: bool) -> None:
-    lines, _, made, _ = signalled_step(0, signal.SIGINT, guarded)
-    seen, undone = set[bool](), set[str]()
-    for turn, line in enumerate(range(1, lines, max(1, lines // 60))):
-        _, result, digest, goes_on = signalled_step(line, NUMBERS[turn % 3], guarded)
-        seen.add(result is not None)
-        assert goes_on
-        if result is None:
-            undone.add(digest)
-        else:
-            assert digest == made
-    assert seen == {True, False}
-    assert len(undone) == 1
-    assert made not in undone
-
-
 def wait_for_ever(ready: Any) -> None:
     ready.set()
     while True:
@@ -225,73 +145,6 @@ def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent(
         child.join(30)
         assert child.exitcode == -signal.SIGTERM
         assert stopping.asked is None
-
-
-SCRIPT = """
-import os, signal, sys, time
-import torch
-from torch.utils.data import DataLoader, Dataset
-from autoaccum.training.data.workers import Reader
-from autoaccum.training.stopping import StopAsked, Stopping
-
-class Slow(Dataset):
-    def __len__(self):
-        return 1000
-    def __getitem__(self, index):
-        time.sleep(0.05)
-        return index
-
-if __name__ == "__main__":
-    seen = 0
-    with Stopping() as stopping:
-        try:
-            batches = Reader(DataLoader(Slow(), batch_size=2, num_workers=2, collate_fn=list))
-            while True:
-                with stopping.interruptible():
-                    batches.read()
-                seen += 1
-                if seen == 3:
-                    print("ready", flush=True)
-                if sys.argv[1] == "busy" and seen > 3:
-                    deadline = time.monotonic() + 60
-                    while stopping.asked is None and time.monotonic() < deadline:
-                        time.sleep(0.01)
-                    time.sleep(0.3)  # The end of an update, while workers end.
-        except StopAsked as stop:
-            print("checkpoint", stop.number, flush=True)
-        finally:
-            batches.close()
-"""
-
-
-@pytest.mark.parametrize(("number", "doing"), [(signal.SIGINT, "waiting"), (signal.SIGTERM, "busy")])
-def test_a_signal_to_the_whole_group_leaves_one_checkpoint_and_no_worker(
-    tmp_path: Path, number: signal.Signals, doing: str
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    with subprocess.Popen(
-        [sys.executable, str(script), doing],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        os.killpg(process.pid, number)
-        stdout, stderr = process.communicate(timeout=60)
-    assert stdout == f"checkpoint {int(number)}\n"
-    if number == signal.SIGINT:
-        assert process.returncode == -signal.SIGINT
-        assert stderr.count("Traceback") == 1
-        assert stderr.endswith("\nKeyboardInterrupt\n")
-    else:
-        assert (process.returncode, stderr) == (128 + number, "")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
 
 
 def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> None:

@@ -66,12 +66,6 @@ class EpochSampler(Sampler[int]):
         return COUNT
 
 
-class EndlessSampler(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield random.randrange(COUNT)
-
-
 class OwnGenerator(Sampler[int]):
     """Draws from a generator that nobody knows of."""
 
@@ -206,27 +200,6 @@ def test_leaves_the_callers_generators_alone(form: str) -> None:
     assert random.getstate() == states[0]
     assert str(np.random.get_state()) == str(states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
-
-
-def test_an_endless_sampler_is_read_as_it_comes() -> None:
-    def make() -> Source:
-        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=EndlessSampler()))
-
-    source, windows = make(), []
-    assert source.samples_per_epoch is None
-    source.start_epoch(0)
-    for _ in range(9):
-        window = source.next_window()
-        assert window is not None
-        windows.append((0, window))
-        if len(windows) == 8:
-            source.commit()
-    resumed = make()
-    resumed.load_state_dict(source.state_dict())
-    resumed.start_epoch(0)
-    last = resumed.next_window()
-    assert last is not None
-    assert_same([(0, last)], windows[8:])
 
 
 def test_batches_of_ones_own_are_joined_in_one_form_and_differently_padded_ones_are_not() -> None:

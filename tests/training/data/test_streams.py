@@ -247,21 +247,3 @@ def test_what_was_read_beyond_a_commit_is_no_part_of_the_place() -> None:
         assert lost is not None
         assert again is not None
         assert_same([(0, lost)], [(0, again)])
-
-
-class Silent(StatefulBatches):
-    """Cannot tell its place."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise OSError("cannot tell")
-
-
-def test_a_place_that_is_not_kept_is_not_asked_for() -> None:
-    source = opened(Silent(SIZES))
-    source.keeps_place = False
-    assert_same(windows_of(source, range(3)), windows_of(opened(StatefulBatches(SIZES)), range(3)))
-    source = opened(Silent(SIZES))
-    source.start_epoch(0)
-    with pytest.raises(OSError, match="cannot tell"):
-        source.next_window()
-    assert source.state_dict()["windows"] == 0

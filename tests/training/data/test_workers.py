@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +21,9 @@ from small_data import (
     remaining,
     windows_of,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-import autoaccum
 from autoaccum.errors import DataWorkerError, UsageError
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.workers import WorkerStart
@@ -118,62 +113,6 @@ def test_workers_may_be_spawned_and_the_users_start_of_them_is_kept() -> None:
     assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
 
 
-class Level(Dataset[Tensor]):
-    """Tells what it was set to."""
-
-    level = 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([self.level])
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_may_be_changed_between_epochs(workers: int) -> None:
-    data, seen = Level(), []
-    source = opened(data, 8, workers=workers)
-    for epoch in range(3):
-        source.start_epoch(epoch)
-        data.level = epoch
-        seen += [part.unique().tolist() for part in source.next_window().parts]  # type: ignore[union-attr]
-        source.commit()
-        assert source.next_window() is None
-    source.close()
-    assert seen == [[0], [0], [1], [1], [2], [2]]
-
-
-class Pressing(Sampler[int]):
-    """Presses Ctrl-C while workers start, which is when a DataLoader asks for the first indices."""
-
-    is_past = False
-
-    def __iter__(self) -> Iterator[int]:
-        if multiprocessing.active_children():
-            os.kill(os.getpid(), signal.SIGINT)
-            self.is_past = True
-        return iter(range(COUNT))
-
-    def __len__(self) -> int:
-        return COUNT
-
-
-def test_a_signal_while_workers_start_waits_until_they_have() -> None:
-    class Targets(DrawingRows):
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index).float(), torch.zeros(2)
-
-    sampler = Pressing()
-    loader = DataLoader(Targets(COUNT), 4, sampler=sampler, num_workers=1)
-    with pytest.raises(KeyboardInterrupt):
-        autoaccum.fit(
-            nn.Linear(4, 2), loader, target_batch=8, micro_batch=4, loss=nn.MSELoss(), epochs=1, progress=False
-        )
-    assert sampler.is_past
-    assert not multiprocessing.active_children()
-
-
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGBUS", "exit"])
 def test_a_worker_that_dies_is_told(how: str) -> None:
     source = opened(ordered(Trap(how)), 8)
@@ -212,32 +151,6 @@ def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
     with pytest.raises(DataWorkerError):
         run_out(source)
     source.close()
-
-
-@contextmanager
-def few_descriptors(free: int) -> Iterator[None]:
-    """No more than `free` files can be opened."""
-    gc.collect()  # What earlier tests left may close files at any time.
-    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = next(n for n in range(soft) if n - sum(number < n for number in taken) == free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of what it half started.
-def test_too_few_file_descriptors_for_workers_are_told() -> None:
-    source = opened(DrawingRows(COUNT), workers=2)
-    source.start_epoch(0)
-    with few_descriptors(8), pytest.raises(DataWorkerError, match=r"could not be started \(.*\): most likely .* open"):
-        source.next_window()
-    source.close()
-    gc.collect()
-    for child in multiprocessing.active_children():  # One that did start ends with this process.
-        child.terminate()
 
 
 def test_close_ends_a_worker_in_the_midst_of_an_item(tmp_path: Path) -> None:
