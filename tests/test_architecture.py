@@ -69,7 +69,6 @@ WITHOUT_TORCH = (
     "tuning/searching.py",
     "tuning/study.py",
     "reporting/pictures/formats.py",
-    "training/ceiling.py",
     "training/stopping.py",
     "workload/names.py",
 )

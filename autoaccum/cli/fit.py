@@ -155,14 +155,14 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: boo
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.fit_table import fit_record, print_fit
 
-    known: dict[str, Any] = {"target_batch": asked["target_batch"], "last": seen.last}
     if as_json:
-        click.echo(json.dumps(fit_record(result, **known), indent=2, allow_nan=False))
+        record = fit_record(result, target_batch=asked["target_batch"], last=seen.last)
+        click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         if not quiet:
             make_console(stderr=True).print()
         longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
-        print_fit(make_console(), result, command=running_words(without=_OUTPUTS, instead=longer), **known)
+        print_fit(make_console(), result, command=running_words(without=_OUTPUTS, instead=longer), last=seen.last)
     if result.unsaved is not None:
         raise CheckpointError(f"the end of the training is not on disk: {result.unsaved}")
 

@@ -20,25 +20,22 @@ from autoaccum.training.events import FitResult, Updated
 SCHEMA = 1
 
 
-def print_fit(
-    console: Console, result: FitResult, *, target_batch: int, last: Updated | None, command: Sequence[str]
-) -> None:
+def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
     """Draw what a training came to, and the exact next commands.
 
     Args:
         console: Where to.
         result: What it came to.
-        target_batch: Samples per update.
         last: The last update of a whole batch that this call made, or the last; None when it made none.
         command: The words of a command that goes on from here.
     """
-    print_rows(console, fit_rows(result, target_batch=target_batch, last=last))
+    print_rows(console, fit_rows(result, last=last))
     console.print()
     for line in next_lines(result, command=command):
         console.print(line, soft_wrap=True)
 
 
-def fit_rows(result: FitResult, *, target_batch: int, last: Updated | None) -> Iterator[tuple[str, Text]]:
+def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, Text]]:
     """The rows of the table: name and value."""
     yield "updates", Text(_made(result))
     if result.loss is not None:

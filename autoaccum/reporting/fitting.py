@@ -94,7 +94,8 @@ def fit(
             The plan's, where it was tuned, else the optimizer's own when None.
         scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
         collate: From a list of samples to a batch; torch's default_collate when None.
-        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
+        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone
+            through again; nothing that keeps its place in itself and is trained on, too.
         eval_every: Updates between evaluations; after each epoch when None.
         evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
         run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and
@@ -103,7 +104,7 @@ def fit(
         checkpoint_every: Updates between checkpoints.
         keep: How many are kept.
         seed: Of the model that a workload builds, of the order of the data, of what the data and training draw.
-        workers: Processes that read a dataset; a DataLoader has its own.
+        workers: Processes that read a map-style dataset; a DataLoader has its own.
         skip_nonfinite: Pass over a window whose loss or gradient is not finite, rather than end there.
         progress: Draw a progress bar, or lines where there is no terminal, on stderr.
         callbacks: Called with every event (`autoaccum.training.events`); one that returns True ends the training.

@@ -15,14 +15,13 @@ from autoaccum.units import format_bytes
 
 _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 10.0
-_EPOCH_SECONDS = 1.0
 
 
 class TrainingProgress(Progress):
     """Draws a training's events, and the planner's before it starts.
 
     On a terminal one line is redrawn, at most four times a second and by no thread of its own. Elsewhere a line is
-    written every ten seconds, at the end of epochs, and at the end.
+    written every ten seconds, and at the end.
 
     Args:
         console: Where to, stderr as a rule.
@@ -54,9 +53,6 @@ class TrainingProgress(Progress):
             self.say(headline(event))
             self._next_drawn = self._clock() + self._seconds_between
             self.show(self._line.text())
-        elif isinstance(event, events.EpochEnded):
-            if not self.is_live and self._clock() >= self._next_drawn - _LINE_SECONDS + _EPOCH_SECONDS:
-                self._draw()
         elif isinstance(event, events.Printed):
             self._planning.pass_on(event.line)
         elif isinstance(event, events.EvaluationFailed | events.CheckpointFailed):
@@ -68,7 +64,7 @@ class TrainingProgress(Progress):
                 self.warn(event.text)
             else:
                 self.say(f"note: {event.text}")
-        elif not isinstance(event, events.Planning | events.CheckpointWritten):
+        elif not isinstance(event, events.Planning | events.EpochEnded | events.CheckpointWritten):
             self._planning.tell(event)
 
     def stop(self) -> None:

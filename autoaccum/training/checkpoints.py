@@ -353,12 +353,9 @@ class Keeper:
 
 def _own_values(tensor: Tensor) -> Tensor:
     """On the CPU, of a storage that holds nothing else."""
-    values = tensor.detach().resolve_conj().resolve_neg()
-    if values.device.type != "cpu":
-        return values.to("cpu")
-    if values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes:
-        return values.clone(memory_format=torch.contiguous_format)
-    return values
+    values = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    is_part = values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes
+    return values.clone(memory_format=torch.contiguous_format) if is_part else values
 
 
 def _below(path: str, key: object) -> str:

@@ -50,11 +50,6 @@ class Saved:
         text = self.record["plan"]
         return None if text is None else Plan.from_json(text, source=f"the plan in {self.path}")
 
-    @property
-    def micro_batch(self) -> int:
-        """The planned micro-batch of the run so far."""
-        return int(self.record["micro_batch"])
-
 
 def find_saved(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]) -> Saved | None:
     """The newest whole checkpoint of the folder, as `resume` has it; None for a run that begins anew.
@@ -218,7 +213,7 @@ def _without_trials(
         return None
     kept = saved.plan
     if kept is None:
-        return Choice(saved.micro_batch)
+        return Choice(int(saved.record["micro_batch"]))
     different = _elsewhere(kept, subject.device)
     if not different:
         return Choice(kept.micro_batch, kept)

@@ -243,10 +243,6 @@ class FitResult:
     warnings: tuple[str, ...] = ()
 
 
-TrainingListener = Callable[[Any], Any]
-"""Given every event of this file, and the planner's while it plans."""
-
-
 class Teller:
     """Passes every event on: to listeners of our own, then to the user's callbacks.
 
@@ -259,7 +255,7 @@ class Teller:
         warnings: What went wrong without ending the training, as sentences.
     """
 
-    def __init__(self, listeners: Sequence[TrainingListener], callbacks: Sequence[TrainingListener]) -> None:
+    def __init__(self, listeners: Sequence[Callable[[Any], Any]], callbacks: Sequence[Callable[[Any], Any]]) -> None:
         self.ended = False
         self.warnings: list[str] = []
         self.listeners, self._callbacks = list(listeners), list(callbacks)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
@@ -184,10 +184,12 @@ class Subject:
             UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
             WorkloadError: The model cannot be copied for an average.
         """
+        if self._workload is None:
+            _check_follows(self._request.scheduler, learning_rate)
         model, optimizer = self._make()
         if learning_rate is not None:
             set_rate(optimizer, learning_rate)
-        scheduler = self._make_scheduler(optimizer, learning_rate)
+        scheduler = self._make_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
         precision = self._setting("precision", "fp32", plan)
         check_precision(precision)
@@ -230,11 +232,10 @@ class Subject:
             module.to(self.device)
         return model, own.build_optimizer(model)
 
-    def _make_scheduler(self, optimizer: Optimizer, learning_rate: float | None) -> Any:
+    def _make_scheduler(self, optimizer: Optimizer) -> Any:
         if self._workload is not None:
             return self._workload.build_scheduler(optimizer)
         scheduler = self._request.scheduler
-        _check_follows(scheduler, learning_rate)
         made = scheduler(optimizer) if callable(scheduler) else scheduler
         if made is None and scheduler is not None:
             raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
@@ -330,19 +331,6 @@ def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
         )
 
 
-class _ListedSamples(Dataset[Any]):
-    """A list of samples, which elsewhere would count as one of batches."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
-
-
 def _samples(dataset: Any) -> Any:
     """A workload's dataset; a list or tuple there is one of samples."""
-    return _ListedSamples(dataset) if isinstance(dataset, (list, tuple)) else dataset
+    return Subset(dataset, range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset

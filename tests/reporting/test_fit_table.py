@@ -60,7 +60,7 @@ COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
 
 def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> str:
     file = io.StringIO()
-    print_fit(make_console(file=file, width=width), result, target_batch=256, last=last, command=COMMAND)
+    print_fit(make_console(file=file, width=width), result, last=last, command=COMMAND)
     return file.getvalue()
 
 

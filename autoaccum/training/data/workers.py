@@ -36,20 +36,11 @@ class Reader:
 
     Args:
         data: What is iterated; workers of a DataLoader start now.
-
-    Raises:
-        DataWorkerError: They could not be started.
     """
 
     def __init__(self, data: Any) -> None:
         self._has_workers = isinstance(data, DataLoader) and data.num_workers > 0
-        try:
-            self.entries: Iterator[Any] = iter(data)
-        except OSError as error:
-            if not self._has_workers:
-                raise
-            said = f"the processes that read data could not be started ({first_line(error)})"
-            raise DataWorkerError(said, hint=_WAY_OUT) from error
+        self.entries: Iterator[Any] = iter(data)
         if getattr(self.entries, "_worker_pids_set", False):
             # torch raises the death of a worker from a handler of SIGCHLD, so at any moment, within an update too.
             # A read sees it by itself.
