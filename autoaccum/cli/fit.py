@@ -14,6 +14,7 @@ import click
 from autoaccum.cli.flags import count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
+from autoaccum.reporting.plain_text import near_path
 from autoaccum.training.events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
@@ -198,18 +199,12 @@ class _Seen:
             return
         kept, path = self._kept
         since = "" if kept >= self._update else f", the newest checkpoint is from update {kept}"
-        _say(f"{how} after update {max(kept, self._update)}{since}: {_near(path)}; {self._same} goes on from there")
+        _say(f"{how} after update {max(kept, self._update)}{since}: {near_path(path)}; {self._same} goes on from there")
 
     def tell_kept(self) -> None:
         """One line on stderr above an error: what is not lost."""
         if self._kept is not None:
-            _say(f"note: the state after update {self._kept[0]} is kept: {_near(self._kept[1])}")
-
-
-def _near(path: Path) -> str:
-    from autoaccum.reporting.plain_text import near_path
-
-    return near_path(path)
+            _say(f"note: the state after update {self._kept[0]} is kept: {near_path(self._kept[1])}")
 
 
 def _say(text: str) -> None:

@@ -110,7 +110,7 @@ class Loop:
             "run": dict(self._run),
             "digest": self._digest,
             "settings": self._settings,
-            "progress": self.progress.state(),
+            "progress": dict(vars(self.progress)),
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self.choice.micro_batch,
             "stepper": self.stepper.state(),
@@ -127,7 +127,7 @@ class Loop:
         """
         restore_training(record["training"], record["settings"], self.trainee, self._teller.tell)
         self._settings = record["settings"]
-        self.progress.restore(record["progress"])
+        vars(self.progress).update(record["progress"])
         self.stepper.restore(record["stepper"], same_plan=record["micro_batch"] == self.choice.micro_batch)
         self._evaluator.restore(record["evaluation"])
         how = self._source.load_state_dict(record["data"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from autoaccum.accumulation.observers import StepResult
 
@@ -51,15 +48,6 @@ class Progress:
         """All of the data was seen once more."""
         self.epoch += 1
         self.epoch_samples = 0
-
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return dataclasses.asdict(self)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
@@ -333,4 +333,4 @@ def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
 
 def _samples(dataset: Any) -> Any:
     """A workload's dataset; a list or tuple there is one of samples."""
-    return Subset(dataset, range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset
+    return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset

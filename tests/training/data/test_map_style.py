@@ -136,13 +136,6 @@ def test_parts_are_divided_as_a_plan_divides_them() -> None:
     assert {len(part) for _, window in windows_of(source, range(1)) for part in window.parts} == {4}
 
 
-def test_each_part_has_a_padding_of_its_own() -> None:
-    lengths = [3, 9, 1, 4, 4, 8, 2, 7]
-    ((_, window),) = windows_of(opened(UnevenRows(lengths), 8, part_size=2, collate=padding_collate), range(1))
-    for part in window.parts:
-        assert part.shape[1] == max(lengths[int(row[0]) - 1] for row in part)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_goes_on_at_any_window_bit_for_bit(form: str) -> None:
     more: dict[str, Any] = {"collate": drawing_collate} if form == "dataset" else {}
