@@ -52,9 +52,8 @@ class Logs:
             shown = {f"evaluation/{name}": value for name, value in event.values.items()}
         else:
             return
-        self._add(figures)
-        if self._board is not None:
-            with suppress(OSError):  # The same figures are in metrics.jsonl, which tells of a full disk.
+        if self._add(figures) and self._board is not None:
+            with suppress(OSError):  # metrics.jsonl tells of a full disk, and spares TensorBoard's thread the attempt.
                 for name, value in shown.items():
                     if value is not None:
                         self._board.add_scalar(name, value, event.update)
@@ -70,10 +69,10 @@ class Logs:
                 if log is not None:
                     log.close()
 
-    def _add(self, figures: Mapping[str, Any]) -> None:
+    def _add(self, figures: Mapping[str, Any]) -> bool:
         """Append a whole line, or nothing where there is no room for it; what is not a finite number is null."""
         if self._file is None:
-            return
+            return False
         end = self._file.seek(0, io.SEEK_END)
         rest = memoryview(json.dumps(_finite(figures), allow_nan=False).encode() + b"\n")
         try:
@@ -83,6 +82,8 @@ class Logs:
             with suppress(OSError):
                 self._file.truncate(end)
             self._fail(error)
+            return False
+        return True
 
     def _fail(self, error: OSError) -> None:
         if not self._has_failed:
