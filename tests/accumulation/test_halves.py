@@ -9,6 +9,7 @@ from typing import Any
 import coupled_models as small
 import numpy as np
 import pytest
+import small_verified as verified
 import torch
 from torch import Tensor, nn
 
@@ -22,14 +23,13 @@ Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[
 
 WELL: dict[str, Case] = {
     "MLP": (small.mlp, small.mean_square, small.rows),
-    "GroupNorm": (lambda: small.cnn(nn.GroupNorm(2, 4)), small.cross_entropy, small.images),
+    "GroupNorm": (verified.grouped, verified.class_loss, verified.images),
     "LayerNorm": (lambda: small.normed_mlp(nn.LayerNorm(8)), small.mean_square, small.rows),
     "dropout": (lambda: small.normed_mlp(nn.Dropout(0.5)), small.mean_square, small.rows),
-    "GPT with dropout": (lambda: small.Text(drop=0.3), small.text_loss, small.text),
-    "GPT, recomputed": (lambda: small.Text(recompute=True), small.text_loss, small.text),
-    "its own loss": (lambda: small.Text(own_loss=True), small.models_loss, small.text),
-    "LSTM, batch first": (lambda: small.Recurrent(batch_first=True), small.mean_square, small.sequences),
-    "LSTM, time first": (lambda: small.Recurrent(batch_first=False), small.mean_square, small.sequences),
+    "GPT with dropout": (verified.Gpt, verified.token_loss, verified.texts),
+    "GPT, recomputed": (small.Recomputed, verified.token_loss, verified.texts),
+    "its own loss": (verified.HuggingFace, verified.huggingface_loss, verified.texts),
+    "GRU": (verified.Recurrent, verified.class_loss, verified.sequences),
     "state kept": (small.Stateful, small.mean_square, small.sequences),
     "sorted and packed": (small.Packed, small.packed_loss, small.text),
     "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
@@ -41,7 +41,7 @@ WELL: dict[str, Case] = {
 }
 
 COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
-    "BatchNorm2d": ((lambda: small.cnn(nn.BatchNorm2d(4)), small.cross_entropy, small.images), ("1",), False),
+    "BatchNorm2d": ((verified.Residual, verified.class_loss, verified.images), ("norm1", "norm2"), False),
     "BatchNorm after dropout": (
         (
             lambda: nn.Sequential(nn.Linear(small.WIDTH, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from small_verified import Gpt
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -16,10 +17,6 @@ LENGTHS = (3, 5, 2, 4)
 
 def rows(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.randn(size, 3)
-
-
-def images(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 2, 6, 6), torch.arange(size) % 3
 
 
 def sequences(size: int) -> tuple[Tensor, Tensor]:
@@ -54,16 +51,6 @@ def normed_mlp(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Tanh(), nn.Linear(8, 3))
 
 
-def cnn(norm: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), norm, nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
-
-
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
 class Normaliser(nn.Module):
     """A batch normalisation by another name."""
 
@@ -83,54 +70,15 @@ class Centring(nn.Module):
         return self.last(hidden - hidden.mean(0))  # type: ignore[no-any-return]
 
 
-class Text(nn.Module):
-    """A small GPT; `own_loss` has it return its loss, as models of Hugging Face do."""
+class Recomputed(nn.Module):
+    """A GPT whose activations are computed once more, its dropout too."""
 
-    def __init__(self, *, own_loss: bool = False, recompute: bool = False, drop: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.own_loss, self.recompute = own_loss, recompute
-        self.embed, self.positions = nn.Embedding(WORDS, 8), nn.Embedding(TIME, 8)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, drop, batch_first=True)
-        self.head = nn.Linear(8, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+        self.inner = Gpt()
 
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
-        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
-        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        if self.recompute:
-            x = checkpoint(self.block, x, causal, ~mask, use_reentrant=False)
-        else:
-            x = self.block(x, causal, ~mask)
-        logits = self.head(x)
-        if not self.own_loss:
-            return logits
-        assert labels is not None
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return {"loss": loss, "logits": logits}
-
-
-def text_loss(model: nn.Module, batch: Any) -> Tensor:
-    logits = model(batch["ids"], batch["mask"])
-    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-
-def models_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(batch["ids"], batch["mask"], batch["labels"])["loss"]
-    return loss
-
-
-class Recurrent(nn.Module):
-    """An LSTM, time or batch first."""
-
-    def __init__(self, *, batch_first: bool) -> None:
-        super().__init__()
-        self.batch_first = batch_first
-        self.lstm, self.head = nn.LSTM(WIDTH, 7, num_layers=2, batch_first=batch_first), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.lstm(x if self.batch_first else x.transpose(0, 1))
-        out = out if self.batch_first else out.transpose(0, 1)
-        return self.head(out[:, -1])  # type: ignore[no-any-return]
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(checkpoint(self.inner, ids, use_reentrant=False))
 
 
 class Stateful(nn.Module):

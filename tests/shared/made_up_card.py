@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,3 +35,13 @@ def sizes_of(recorder: Recorder, run: Callable[[], Any], above: int = 0) -> list
     kept = run()
     del kept
     return [size for size in recorder.sizes[start:] if isinstance(size, int) and size > above]
+
+
+def most_held(events: Sequence[int], sizes: Sequence[Any]) -> int:
+    """The most at once, of those that take bytes."""
+    alive = most = 0
+    for event in events:
+        size = sizes[event if event >= 0 else ~event]
+        alive += (size if event >= 0 else -size) if isinstance(size, int) else 0
+        most = max(most, alive)
+    return most

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from held_bytes import most_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up_card import most_held
 from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
 from autoaccum.devices.base import Phase

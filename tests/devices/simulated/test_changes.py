@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from held_bytes import most_held
+from made_up_card import most_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from held_bytes import most_held
+from made_up_card import most_held
 from torch import nn
 
 from autoaccum.devices.simulated.card_mode import CardMode
