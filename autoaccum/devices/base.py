@@ -37,10 +37,8 @@ class Trial:
         seconds: Wall time of the trial, without the start of its process.
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
-        certain: False when an `oom` was recognised by a text that some bugs share: it counts only if a smaller
-            size runs in a fresh process.
-        fresh: Whether its process had run no trial before; where nothing runs, whether it rests on a trace of just its
-            parts.
+        certain: False when an `oom` was recognised by a text that some bugs share: a smaller size has to run then.
+        fresh: Whether its process had run no trial before, or its trace was of just its parts.
         blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
         limit_bytes: The budget it was held to, where that is another than the plan's.
         timed_out: Whether it is an `error` only because it took too long, and was ended.
@@ -188,9 +186,6 @@ class Device(Protocol):
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load and check the workload, without a limit on memory.
 
-        Args:
-            limit_seconds: As in `trial`; loading has a limit of its own.
-
         Raises:
             WorkloadError: The workload is not usable.
             UsageError: The budget is not.
@@ -212,8 +207,7 @@ class Device(Protocol):
             parts: As in `Trial`.
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
-            limit_seconds: End it after this time, if that is less than the settings' limit on trials. A device that
-                runs trials in place cannot, and lets it finish.
+            limit_seconds: End it after this time, below the settings' own limit; in place, it runs to its end.
         """
 
     def close(self) -> None:

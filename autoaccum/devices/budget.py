@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -20,16 +21,11 @@ class Supply:
 _LEAST_ROOM_BYTES = 256 * MIB
 
 
-@dataclass(frozen=True)
-class Headroom:
+class Headroom(NamedTuple):
     """What is kept free where nobody says how much: a share of what is free, and at least so many bytes."""
 
     share: float
     least_bytes: int
-
-    def of(self, free_bytes: int) -> int:
-        """In bytes, of what is free."""
-        return max(int(free_bytes * self.share), self.least_bytes)
 
 
 HOST_HEADROOM = Headroom(0.05, 256 * MIB)
@@ -49,8 +45,7 @@ def choose_budget(
 ) -> int:
     """The budget in bytes: `memory`, or else what is free, less `reserve`.
 
-    A budget beyond what is free is refused, not tried: on the host the kernel would kill something in the end, and
-    under `memory.oom.group` that is the whole container; on a card no trial could have it.
+    A budget beyond what is free is refused, not tried: on the host the kernel would kill something in the end.
 
     Args:
         supply: Read with the workload loaded.
@@ -72,7 +67,8 @@ def choose_budget(
     if reserve is not None:
         kept = reserve.resolve(supply.total_bytes)
     else:
-        kept = 0 if memory is not None else headroom.of(supply.free_bytes)
+        automatic = max(int(supply.free_bytes * headroom.share), headroom.least_bytes)
+        kept = 0 if memory is not None else automatic
     budget = wanted - kept
     if budget <= 0:
         whole = f"{format_bytes(wanted)} {'that are free' if memory is None else 'of --memory'}"

@@ -13,7 +13,7 @@ import gc
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.lifeline import Lifeline, failure_reply, load_asked, look_where
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Answer requests until the parent closes its end."""
     lifeline = Lifeline(arguments)
-    child: Jobs = Child()
+    child: Any = Child()
     for request in lifeline:
         if request["job"] == "prepare":
             _prepare(request)
@@ -34,15 +34,10 @@ def main(arguments: list[str]) -> None:
             lifeline.answer({})
             continue
         if "card" in request:
-            child = _simulated_child()
+            from autoaccum.devices.simulated.jobs import SimulatedChild
+
+            child = SimulatedChild()
         lifeline.answer(child.answer(request))
-
-
-class Jobs(Protocol):
-    """What answers requests."""
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to one."""
 
 
 class Child:
@@ -100,12 +95,6 @@ class Child:
             doing = f"micro-batch {max(parts)}, {done.reply['phase']}"
             return {**done.reply, **failure_reply(done.failure, doing, at=f"{doing}: ")}
         return {**done.reply, "kept_bytes": _settle(self._meter)}
-
-
-def _simulated_child() -> Jobs:
-    from autoaccum.devices.simulated.jobs import SimulatedChild
-
-    return SimulatedChild()
 
 
 def _prepare(request: Mapping[str, Any]) -> None:

@@ -74,14 +74,7 @@ class ChildDevice(ABC):
         return self._limit_bytes
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """Load and check the workload, without a limit on memory.
-
-        Raises:
-            WorkloadError: The workload is not usable.
-            UsageError: The device or the budget is not (see `limit_bytes`).
-            DoesNotFitError: Two samples already run out of what is there.
-            NotMeasuredError: Its process died or hung.
-        """
+        """As `Device.inspect`."""
         worker = self._use_worker()
         self._keep_spare()
         inspection = worker.inspect(limit_seconds)
@@ -96,13 +89,7 @@ class ChildDevice(ABC):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """Run one trial; `fresh` asks for a process that has done nothing but load the workload.
-
-        Raises:
-            WorkloadError: The workload cannot be loaded.
-            UsageError: The budget cannot be set (see `limit_bytes`).
-            NotMeasuredError: A process cannot be started, or does not get as far as a trial.
-        """
+        """As `Device.trial`; errors are those of loading, and of setting the budget."""
         worker = self._use_worker(fresh=fresh or not self.resets_peak)
         self._keep_spare()
         trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)

@@ -32,10 +32,9 @@ class CpuDevice(ChildDevice):
     `/proc/self/clear_refs` cannot be written, every trial has a process of its own. What tensors held
     (`peak_allocated_bytes`) is not told: the CPU allocator keeps no count.
 
-    *The processes*: a child is kept while its trials succeed and give back what they took (to 2 MiB or 1 % of the
-    budget, the first of them 5 %); after any failure the next trial has a fresh one. A used process has up to a few
-    MiB less than a fresh one (what its first trial left), never more: a size that ran in it runs in a fresh one; one
-    that just did not may. From one fresh process to the next the memory left to a trial differs by some 100 KiB.
+    *The processes* (see `ChildDevice`): a used one has up to a few MiB less than a fresh one (what its first trial
+    left), never more: a size that ran in it runs in a fresh one; one that just did not may. From one fresh process to
+    the next the memory left to a trial differs by some 100 KiB.
 
     *A crash*: some libraries do not survive a refusal (oneDNN's backward of a convolution, torch 2.13: SIGSEGV). So
     what ends a trial by a fault in native code is tried once more with half as much memory again: if it runs then, or
@@ -72,9 +71,7 @@ class CpuDevice(ChildDevice):
         return {
             "name": self.name,
             "kind": "cpu",
-            "total_bytes": self._host.total_bytes,
-            "free_bytes": self._host.free_bytes,
-            "bound": self._host.bound,
+            **dataclasses.asdict(self._host),
             "limit_bytes": limit_bytes,
             "enforced_by": "RLIMIT_DATA above VmData after loading",
             "peak": "VmHWM above what was resident before, and what is untouched"
@@ -90,11 +87,7 @@ class CpuDevice(ChildDevice):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """As `ChildDevice.trial`; after a crash, what it means is found out by a second one.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: As there.
-        """
+        """As `ChildDevice.trial`; after a crash, what it means is found out by a second one."""
         trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
         if not trial.crashed:
             return trial

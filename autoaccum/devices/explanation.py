@@ -36,14 +36,12 @@ class ModuleShare:
     """What a module holds at the peak, without the modules in it; equal ones that differ by number are one record.
 
     Attributes:
-        name: Its path in the model, such as `layer1.0.conv1`; of several, with `*` for the numbers in which they
-            differ, as in `h.*.attn`, or with these (`{4..6}.up`) where others would be named alike; empty for the model
-            itself and what belongs to no module.
+        name: Its path in the model; of several, with `*` for the numbers in which they differ, as in `h.*.attn`, or
+            with these (`{4..6}.up`); empty for the model itself and what belongs to no module.
         kind: The name of its class; empty for what belongs to no module.
         count: How many modules the record is of.
-        bytes: What they hold at the peak, all together.
-        categories: The same by category, without those of 0 bytes.
-        bytes_per_sample: By how much that grows with each sample of the micro-batch, all together; None: not known.
+        bytes: What they hold at the peak, all together, also by `categories`.
+        bytes_per_sample: By how much that grows with each sample of the micro-batch; None: not known.
     """
 
     name: str
@@ -83,8 +81,7 @@ class Moment:
         phase: Where the step is.
         held_bytes: What tensors and workspaces hold then: the sum of `categories`.
         categories: What for; those of 0 bytes and `unused` are left out.
-        holdings: The same by module, complete, in the order of the model. It tells where a growth comes from when the
-            peak moves to another phase; a lock does not keep it, and moments are equal without.
+        holdings: The same by module, complete, in the order of the model; moments are equal without.
     """
 
     phase: Phase
@@ -178,10 +175,8 @@ class Account:
         timeline: The memory over time.
         curve: The peak over the micro-batch, ascending; empty where sizes do not follow from each other.
         notes: Sentences for the plan.
-        holdings: What is held at the moment that is explained, by module and complete: without `unused`, they add up
-            to what `explanation` has of each category. In the order of the model.
-        moments: The same for each phase that asks for memory, the first of a step first; the highest of them is that
-            moment.
+        holdings: What is held at the moment that is explained, by module, complete and in the order of the model.
+        moments: The same for each phase that asks for memory, the first of a step first.
     """
 
     explanation: Explanation
@@ -199,13 +194,7 @@ class Explaining(Protocol):
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
     ) -> Account:
-        """Account for the memory of `parts`, whose trial ran.
-
-        Args:
-            parts: Micro-batches of an update, in samples.
-            changes: Simulate what would change the peak, too.
-            curve: Tell how the peak grows with the micro-batch, too.
-            limit_seconds: What it may take, beside the start of a process.
+        """Account for the memory of `parts`, whose trial ran, and for `changes` and the `curve` of the peak.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
@@ -259,8 +248,4 @@ class Foreseeing(Protocol):
     """A device that can tell what peaks to expect."""
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
-        """What peaks to expect; where that cannot be told, nothing is lost but trials.
-
-        Args:
-            limit_seconds: What finding out may take, beside the start of a process; a limit of its own when None.
-        """
+        """What peaks to expect; where that cannot be told, nothing is lost but trials."""

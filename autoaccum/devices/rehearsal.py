@@ -147,14 +147,7 @@ class Rehearsal:
 
 
 class Rehearsed(NamedTuple):
-    """What came of a rehearsal under a limit.
-
-    Attributes:
-        reply: `seconds`, the fields of the reading, and the phase where it failed, as a child answers them.
-        reading: What it took.
-        beside: Readings before and after the evaluation, and after the update behind it.
-        failure: What was raised.
-    """
+    """What came of a rehearsal under a limit: `reply` as a child answers it, `beside` as for `without_stretch`."""
 
     reply: dict[str, Any]
     reading: Reading

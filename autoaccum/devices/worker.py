@@ -77,16 +77,9 @@ class Worker:
         return self._process.alive
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
-        """Run the job `inspect`, in `limit_seconds` if that is less than the settings' limit on trials.
-
-        Raises:
-            WorkloadError: The workload is not usable.
-            DoesNotFitError: Two samples run the machine out of memory.
-            NotMeasuredError: The process died or took too long.
-        """
-        reply = self._ask(
-            self._request("inspect"), "building the model and checking an update of it", self._seconds(limit_seconds)
-        )
+        """As `Device.inspect`, in `limit_seconds` if that is less than the settings' limit on trials."""
+        doing = "building the model and checking an update of it"
+        reply = self._ask(self._request("inspect"), doing, self._seconds(limit_seconds))
         self.kept_bytes = reply.get("kept_bytes", 0)
         return read_record(reply["inspection"], Inspection)
 
@@ -104,13 +97,9 @@ class Worker:
     def trial(
         self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
     ) -> Trial:
-        """Run the job `trial`; whatever ends it is in the record, and after a failure the process is ended.
+        """Run the job `trial` within the plan's budget, or `limit_bytes` instead.
 
-        Args:
-            parts: As in `Trial`.
-            budget_bytes: The plan's budget.
-            limit_bytes: Another one for this trial.
-            limit_seconds: Another limit of time than the settings', if it is less.
+        Whatever ends it is in the record, and after a failure the process is ended.
         """
         held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
         seconds = self._seconds(limit_seconds)

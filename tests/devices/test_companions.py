@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.devices.companions import Averages, KeptOutputs, evaluate, naming
 from autoaccum.devices.rehearsal import Rehearsal
@@ -103,21 +101,6 @@ def test_a_model_that_is_not_called_has_no_outputs_to_keep() -> None:
         Rehearsal(make(loss=loss, keeps="outputs"), 4).run((2, 2))
 
 
-def test_the_accumulator_itself_keeps_nothing() -> None:
-    seen: list[weakref.ref[Tensor]] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        outputs = model(batch[0])
-        seen.append(weakref.ref(outputs))
-        return torch.as_tensor(outputs).mean()
-
-    model = Net()
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), loss, micro_batch=2)
-    accumulator.step(batch(6))
-    gc.collect()
-    assert [one() for one in seen] == [None] * 3
-
-
 def tied() -> Any:
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 5))
     model[1].weight = model[0].weight
@@ -170,13 +153,6 @@ def test_a_model_that_cannot_be_copied_has_no_average() -> None:
 
     with pytest.raises(WorkloadError, match='Net, cannot be copied for its average .*leave "ema" out of keeps'):
         Rehearsal(make(model=model, keeps="ema"), 4).run((2, 2))
-
-
-def test_an_average_follows_every_update() -> None:
-    rehearsal = Rehearsal(make(keeps="ema"), 4)
-    rehearsal.run((2, 2))
-    assert rehearsal._averages is not None
-    assert int(rehearsal._averages._averaged.n_averaged) == 2
 
 
 def test_an_evaluation_is_two_passes_without_gradients_whose_outputs_outlive_them() -> None:

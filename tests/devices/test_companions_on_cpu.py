@@ -91,12 +91,3 @@ def test_an_evaluation_that_does_not_fit_is_told_as_such(reference: str, plain_b
         assert "micro-batch 1, evaluation ran out of memory" in trial.message
     with device(reference, plain_bytes + 16 * MIB, evaluation_batch=16) as made:
         assert made.trial((SIZE, SIZE)).outcome == "ok"
-
-
-def test_what_evaluate_raises_is_the_users(write_workload: Any) -> None:
-    written = write_workload(HEAD + "def evaluate(model, batch):\n    raise KeyError('metric')\n")
-    with device(written, evaluation_batch=2) as made:
-        trial = made.trial((1, 1))
-    assert (trial.outcome, trial.phase, trial.blames) == ("error", "evaluation", "user")
-    assert trial.traceback is not None
-    assert "in evaluate" in trial.traceback

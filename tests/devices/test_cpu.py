@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import textwrap
 from typing import Any
 
@@ -74,9 +73,3 @@ def test_an_unusable_workload_is_refused_in_one_sentence(
     )
     with CpuDevice(TrialSettings(reference=reference, share=4)) as device, pytest.raises(error, match=message):
         device.inspect()
-
-
-def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(NotMeasuredError, match="need Linux, this is darwin"):
-        CpuDevice(TrialSettings(reference="model.py", share=4))

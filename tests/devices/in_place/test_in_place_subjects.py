@@ -296,17 +296,6 @@ def test_batches_have_memory_of_their_own(form: str, size: int) -> None:
     assert all(float(part.sum()) == 4 for part in parts)
 
 
-def test_lambdas_and_closures_work() -> None:
-    data = torch.arange(10)
-    assert torch.equal(make_batches(lambda n: data[:n])(3), torch.arange(3))
-
-    class Maker:
-        def make(self, size: int) -> Tensor:
-            return data[-size:]
-
-    assert batch_size(make_batches(Maker().make)(4)) == 4
-
-
 def test_what_the_function_raises_is_the_user_s() -> None:
     def failing(size: int) -> Tensor:
         raise KeyError("labels")
