@@ -113,18 +113,11 @@ def report_card(
     own_pid: int,
     allocator: str = "native",
 ) -> CardReport:
-    """Put together what is known.
+    """Put together what is known: all cards `before` this process made its context, and the card `now`.
 
     The own process is the one with `own_pid`; where pids are those of another namespace (containers), the only one
     that has come since `before`. What it holds outside of the allocator is what NVML says it holds, or else by how
     much more of the card is taken than before, less what the allocator holds.
-
-    Args:
-        memory: The card, with a context on it.
-        before: All cards, before this process made its context.
-        now: The card after that; None where PyTorch does not tell which it is.
-        own_pid: Of this process.
-        allocator: As in `CardReport`.
     """
     if now is None or isinstance(now, NvmlMissing):
         reason = "PyTorch does not tell the card's uuid" if now is None else now.reason

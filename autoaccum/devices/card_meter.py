@@ -17,7 +17,7 @@ from autoaccum.devices.card import CardMemory as CardMemory
 from autoaccum.devices.card import check_index, report_card
 from autoaccum.devices.nvml import read_all_cards, read_nvml
 from autoaccum.devices.recording import Reading
-from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.errors import NotMeasuredError, UsageError, first_line
 
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _LIMITED = ("native", "cudaMallocAsync")
@@ -94,7 +94,7 @@ class CardMeter:
 def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
     """What is said where CUDA does not start."""
     return NotMeasuredError(
-        f"CUDA does not start on {device} ({(str(error).splitlines() or [type(error).__name__])[0]})",
+        f"CUDA does not start on {device} ({first_line(error)})",
         hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
     )
 

@@ -53,11 +53,7 @@ class Checkout:
 
 
 def check_loaded(reference: str, checkout: Mapping[str, str]) -> None:
-    """See that a workload was loaded from its checkout, with all that the checkout has of its modules.
-
-    Args:
-        reference: The workload's.
-        checkout: Of `Checkout.to_record`.
+    """See that a workload was loaded from its checkout (`Checkout.to_record`), with all of its modules there.
 
     Raises:
         NotMeasuredError: It would be compared with itself.

@@ -161,30 +161,18 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
     assert workload.evaluation_batch is not None
     held = workload.build_batch(workload.evaluation_batch)
     device = model_device(model)
-    run = _evaluates_loss(workload) if workload.evaluate is None else _own_evaluation(workload.evaluate)
-    outputs = None
+    objective = naming(workload.objective, KeptOutputs())  # With what the model returns named for a metric.
+    outputs: Any = None
     with _resting(model), torch.no_grad():
         for _ in range(_PASSES):
             batch = move_batch(held, device)
             with autocast(workload.precision, device):
-                outputs = run(model, batch)
+                if workload.evaluate is not None:
+                    outputs = workload.evaluate(model, nests.held_batch(batch))
+                    continue
+                with users_code("the loss in eval mode (there is no def evaluate(model, batch))"):
+                    outputs = objective.terms(model, batch)
     del outputs
-
-
-def _own_evaluation(function: Any) -> Any:
-    return lambda model, batch: function(model, nests.held_batch(batch))
-
-
-def _evaluates_loss(workload: Workload) -> Any:
-    """The evaluation of who wrote none: the loss, with what the model returns named for a metric."""
-    objective = naming(workload.objective, KeptOutputs())
-    doing = "the loss in eval mode (there is no def evaluate(model, batch))"
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        with users_code(doing):
-            return objective.terms(model, batch)
-
-    return run
 
 
 @contextmanager

@@ -35,9 +35,8 @@ class CudaDevice(ChildDevice):
     *The peak* (`peak_reserved_bytes`) is the most the allocator held, as the limit counts it; what tensors held of it
     is `peak_allocated_bytes`. A trial that ran only after the allocator had released its cache is `tight`.
 
-    *The processes*: as on the CPU, a child is kept while its trials succeed and give back what they took. Before and
-    after each trial garbage is collected, the cache emptied, and peaks are counted anew. After any failure, a
-    device-side assert included, the next trial has a fresh child, and so a fresh context.
+    *The processes* (see `ChildDevice`): before and after each trial garbage is collected, the cache emptied, and peaks
+    are counted anew. After any failure, a device-side assert included, the next trial has a fresh child and context.
 
     Args:
         settings: What all trials have in common; a share as `memory` is one of the card's total, and no `memory` what

@@ -85,14 +85,10 @@ _RESET_PEAK = "5"
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """One reading of `/proc/self/status` (proc_pid_status(5)), in bytes.
+    """One reading of `/proc/self/status` in bytes: VmData, RssAnon, RssFile, RssShmem, VmHWM (proc_pid_status(5)).
 
-    Attributes:
-        data_bytes: VmData: private writable address space, touched or not; what RLIMIT_DATA limits.
-        anonymous_bytes: RssAnon: resident pages that belong to this process alone.
-        file_bytes: RssFile: resident pages of files, mostly the code of libraries.
-        shared_bytes: RssShmem: resident pages of shared memory and tmpfs.
-        peak_bytes: VmHWM: the most that was resident at once since the peak was last reset.
+    `data_bytes` is private writable address space, touched or not: what RLIMIT_DATA limits. `peak_bytes` is the most
+    that was resident at once since the peak was last reset.
     """
 
     data_bytes: int

@@ -96,15 +96,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
 def describe_subject(
     workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
 ) -> dict[str, Any]:
-    """The fields of an inspection that need no measuring.
-
-    Args:
-        workload: The workload.
-        model: Its model.
-        optimizer: The one that was made for it.
-        size: Samples of the batch whose form is described.
-        terms: The names of the loss's terms.
-    """
+    """The fields of an inspection that need no measuring; `size` samples tell the form of a batch."""
     objective, parameters = workload.objective, list(model.parameters())
     return {
         "name": workload.name,
@@ -124,12 +116,11 @@ def describe_subject(
         "batchnorm": workload.batchnorm,
         "accumulate_in": workload.accumulate_in,
         "multiple_of": workload.multiple_of or 1,
-        "modules": {name: _bytes_of(module) for name, module in find_beside(workload).items()},
+        "modules": {
+            name: storage_bytes([*module.parameters(), *module.buffers()])
+            for name, module in find_beside(workload).items()
+        },
     }
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return storage_bytes([*module.parameters(), *module.buffers()])
 
 
 def few_samples(workload: Workload, count: int, share: int) -> int:
@@ -194,27 +185,17 @@ def collected_warnings() -> Iterator[list[str]]:
 
 
 def find_least_size(workload: Workload, model: nn.Module) -> int:
-    """The smallest micro-batch that can be trained at all, in samples."""
+    """The smallest micro-batch that can be trained at all, in samples: BatchNorm refuses one value per channel."""
     each = workload.multiple_of or 1
-    return 2 if each == 1 and needs_two(workload, model) else each
-
-
-def needs_two(workload: Workload, model: nn.Module) -> bool:
-    """Whether `model` refuses a single sample, as a BatchNorm that is not frozen may do."""
     norms = [] if workload.batchnorm == "frozen" else batchnorm_names(model, workload.objective.criterion_module)
-    return bool(norms) and not _runs_one_sample(workload, model)
-
-
-def _runs_one_sample(workload: Workload, model: nn.Module) -> bool:
-    """Whether `model` runs a single sample in training mode: BatchNorm refuses one value per channel."""
-    batch = move_batch(workload.build_batch(1), model_device(model))
-    try:
-        workload.objective.terms(model, batch)
-    except ValueError as error:  # torch/nn/functional.py, _verify_batch_size
-        if "more than 1 value per channel" in str(error):
-            return False
-        raise
-    return True
+    if each > 1 or not norms:
+        return each
+    raised = _run(workload, model, 1)
+    if raised is None:
+        return 1
+    if isinstance(raised, ValueError) and "more than 1 value per channel" in str(raised):
+        return 2  # torch/nn/functional.py, _verify_batch_size
+    raise raised
 
 
 def _check_finite(loss: float, size: int) -> None:
@@ -228,13 +209,8 @@ def _check_finite(loss: float, size: int) -> None:
 def count_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
     """The bytes that stay alive after forward for its backward, per sample; scratch and gradients come on top.
 
-    The difference of two small batches, so that what does not depend on the size drops out. It is a hint for the
-    search: None where it cannot be told, whatever the reason.
-
-    Args:
-        workload: The workload.
-        model: Its model, on its device, in training mode.
-        size: Samples of the smaller batch; the other has twice as many.
+    The difference of batches of `size` samples and of twice as many, so that what does not depend on the size drops
+    out. It is a hint for the search: None where it cannot be told, whatever the reason.
     """
     try:
         small, large = (_held_bytes(workload, model, samples) for samples in (size, 2 * size))

@@ -36,12 +36,8 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
     """`workload` as text, for `unpack` in another process; nothing here is changed, and no weight is copied.
 
     What `__main__`, a notebook or a test that pytest loaded by its path defines goes by value: no import would find it.
-    Parameters go without their values, which decide no size; all other tensors with them, to the CPU.
-
-    Args:
-        workload: What is planned.
-        model: The live model, in place of the workload's.
-        optimizer: The live optimizer of its model, of which class and settings go; None: the workload's makes one.
+    Parameters go without their values, which decide no size; all other tensors with them, to the CPU. A live `model`
+    goes in place of the workload's, and of its live `optimizer` class and settings.
 
     Raises:
         UsageError: A part of it cannot be sent: names it.
@@ -155,12 +151,7 @@ class _UsesModelError(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends parameters without values, and other tensors with theirs.
-
-    Args:
-        file: Where to.
-        known: The ids of what may not be sent a second time.
-    """
+    """Sends parameters without values, and other tensors with theirs; nothing whose id is `known` a second time."""
 
     def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
         super().__init__(file)
@@ -201,10 +192,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_importable(package: str) -> bool:
-    """Whether an import in another process finds it: not so what pytest loaded by its path.
-
-    `importlib.util.find_spec` would answer from `sys.modules`, where it is.
-    """
+    """Whether an import elsewhere finds it: `importlib.util.find_spec` would answer from `sys.modules`, where it is."""
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     return any(find is not None and find(package, None) is not None for find in finders)
 

@@ -138,11 +138,6 @@ class ChildProcess:
     ) -> dict[str, Any]:
         """Send a request and wait for its reply; unless there is one, the child is ended.
 
-        Args:
-            request: What to send.
-            limit_seconds: How long to wait.
-            is_stopped: Asked meanwhile; whether nobody waits for the reply any more.
-
         Raises:
             ChildDied: There will be no reply: see its `kind`.
             KeyboardInterrupt: `is_stopped` says so.

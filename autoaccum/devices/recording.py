@@ -21,12 +21,9 @@ _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 def record_reply(reply: Mapping[str, Any], limit_bytes: int, about: Mapping[str, Any]) -> Trial:
-    """The record of a trial that the child has answered for.
+    """The record of a trial that was held to `limit_bytes`, with the fields `about` that are known already.
 
-    Args:
-        reply: `seconds`, the fields of a `Reading`, and of a `Failure` with its phase if there was one.
-        limit_bytes: What the trial was held to.
-        about: Fields of the record that are known already: `parts` among them.
+    The reply has `seconds`, the fields of a `Reading`, and those of a `Failure` with its phase if there was one.
     """
     reading = Reading(**reply["reading"])
     measured = {
@@ -125,12 +122,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
 
 
 def failure_error(failure: Failure, owner: str) -> AutoaccumError:
-    """The error that ends a plan by a failure before any trial.
-
-    Args:
-        failure: Of loading or of the inspection.
-        owner: Whose memory it was, as the subject of `... has free`.
-    """
+    """The error that ends a plan by a failure before any trial; `owner` is whose memory it was."""
     if failure.outcome == "oom":
         return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
     if failure.blames == "user":

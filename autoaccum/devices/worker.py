@@ -141,13 +141,7 @@ class Worker:
 
 
 def death_error(death: ChildDied, doing: str, limit_seconds: float) -> AutoaccumError:
-    """The error that the death of a child before any trial is.
-
-    Args:
-        death: How it ended.
-        doing: What was going on, as the start of a sentence: `loading the workload`.
-        limit_seconds: How long that might take.
-    """
+    """The error that the death of a child is before any trial, `doing` such as `loading the workload`."""
     if death.kind == "limit":
         return NotMeasuredError(
             f"{doing} took longer than {limit_seconds:g} s, and was ended",

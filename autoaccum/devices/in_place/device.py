@@ -15,7 +15,7 @@ from autoaccum.accumulation.recovery import forget, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.keeper import StateKeeper, check_host_copy, count_live_bytes
-from autoaccum.devices.in_place.places import Place, make_place
+from autoaccum.devices.in_place.places import Place, check_single_thread, make_place, tight_heap
 from autoaccum.devices.in_place.subjects import LiveObjects, prepare
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.interruptions import Interruptions
@@ -25,6 +25,11 @@ from autoaccum.devices.rehearsal import rehearse
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MemorySize, format_bytes
 from autoaccum.workload.spec import Workload
+
+_WEAKNESS = (
+    "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
+    " one; plan through a file for exact ceilings"
+)
 
 
 class InPlaceDevice:
@@ -36,7 +41,7 @@ class InPlaceDevice:
 
     *What the budget means* is the same as on the other devices: all that training takes, live objects and their
     `.grad` included. On the CPU that is what the live objects hold and what a trial adds to this process, told by its
-    peak (see `InPlaceHostMeter`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
+    peak (see `HostPlace`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
     is all that PyTorch's allocator in this process holds there, other tensors of yours included.
 
     *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
@@ -103,18 +108,16 @@ class InPlaceDevice:
         }
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """Check the workload by an update from a small batch, without any limit; everything is put back.
+        """As `Device.inspect`, by an update from a small batch; everything is put back.
 
         Raises:
-            WorkloadError: It is not usable.
-            UsageError: As `limit_bytes`.
-            DoesNotFitError: Two samples already run the machine itself out of memory.
+            WorkloadError, UsageError, DoesNotFitError: As there.
             NotMeasuredError: Something could not be put back.
         """
         place, _ = self._start()
         inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
         place.settle()
-        return dataclasses.replace(inspection, cautions=tuple(self._cautions(place)))
+        return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
     def trial(
         self,
@@ -131,7 +134,7 @@ class InPlaceDevice:
             NotMeasuredError: Something could not be put back: it is named.
         """
         place, budget_bytes = self._start()
-        place.check()
+        self._check_threads()
         held_to = budget_bytes if limit_bytes is None else limit_bytes
         trial = self._keeper.run(lambda interruptions: self._try(place, parts, held_to, interruptions))
         place.settle()
@@ -161,9 +164,10 @@ class InPlaceDevice:
         is_cpu = self._tried.device.type == "cpu"
         check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
         place = make_place(self._tried.device, self._live)
-        place.check()
+        self._check_threads()
         with ExitStack() as resources:
-            resources.enter_context(place.measuring())
+            if is_cpu:
+                resources.enter_context(tight_heap())
             self._keeper.run(lambda _: _warm_up(place))
             budget_bytes = place.choose_budget(place.begin(), self._memory, self._reserve)
             if budget_bytes <= self._live.held_bytes:
@@ -175,6 +179,10 @@ class InPlaceDevice:
             self._resources = resources.pop_all()
         self._started = (place, budget_bytes)
         return self._started
+
+    def _check_threads(self) -> None:
+        if self._tried.device.type == "cpu":  # On a card they share the limit as they share the card.
+            check_single_thread()
 
     def _inspect(self, place: Place, interruptions: Interruptions) -> Inspection:
         name = self._tried.workload.name
@@ -212,9 +220,9 @@ class InPlaceDevice:
             forget(done.failure)
             del done  # the traceback holds this frame
 
-    def _cautions(self, place: Place) -> list[str]:
+    def _cautions(self) -> list[str]:
         """What the caller has to know of trials in place."""
-        said = [] if place.weakness is None else [place.weakness]
+        said = [_WEAKNESS] if self._tried.device.type == "cpu" else []
         if self._tried.is_live and not self._tried.roots[""].training:
             said.append(
                 "the model is in eval mode, and was measured so: training may take more, call model.train() before"

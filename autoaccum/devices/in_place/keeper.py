@@ -55,12 +55,8 @@ def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None
 def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host: bool) -> None:
     """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
 
-    Args:
-        name: What the message calls the model.
-        live: What there is.
-        host: Read now.
-        guarded_on_host: Whether the copy comes on top with which the Accumulator guards a trial's first update; on the
-            CPU it is within the budget.
+    `guarded_on_host`: the copy with which the Accumulator guards a trial's first update comes on top; on the CPU it is
+    within the budget.
 
     Raises:
         UsageError: It does not fit; nothing was touched.
@@ -107,20 +103,15 @@ def _storage_size(tensors: Iterable[Tensor]) -> int:
 _RELOAD = "the model is not as it was: load it again before training"
 
 
-def not_restored(what: Exception | list[str]) -> NotMeasuredError:
-    """The error that says what a trial in place has changed for good."""
-    if isinstance(what, Exception):
-        told = f"{type(what).__name__}: {first_line(what)}"
-        return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
-    return NotMeasuredError(f"a trial in place has changed {listed(what)}, which could not be put back", hint=_RELOAD)
-
-
 class LiveState:
     """The state of live objects from before a trial.
 
     What `TorchState` covers, and plain attributes of modules of the user's own classes. Not covered: torch's settings
     for the process, what other objects keep, hooks on nodes of the graph, how often a tensor was written to (a graph
     recorded before cannot be run backward any more), and where an iterator stands.
+
+    Attributes:
+        own: Those attributes.
 
     Args:
         roots: Modules by the prefix of their names.
@@ -135,12 +126,12 @@ class LiveState:
         self._entries = self._hash()
         self._had_cuda = bool(torch.get_device_module("cuda").is_initialized())
         self._torch = TorchState(roots.values(), optimizer, generators)
-        self._own = OwnAttributes(roots)
+        self.own = OwnAttributes(roots)
 
     def restore(self) -> None:
         """Put everything back; may be called again when it was interrupted."""
         self._torch.restore()
-        self._own.restore()
+        self.own.restore()
         if not self._had_cuda and torch.cuda.is_available():
             # Seeding the CPU before CUDA has started leaves a seed for the cards to start with: this was theirs.
             torch.cuda.manual_seed_all(torch.initial_seed())
@@ -148,10 +139,6 @@ class LiveState:
     def differences(self) -> list[str]:
         """What is not as before, by name."""
         return changed_names(self._entries, self._hash())
-
-    def changed_attributes(self) -> list[str]:
-        """Names of plain attributes of the user's own modules that changed."""
-        return self._own.changed()
 
     def _hash(self) -> dict[str, str]:
         return state_entries(self._roots, self._optimizer, identity=True)
@@ -199,15 +186,20 @@ class StateKeeper:
     def _put_back(self, state: LiveState) -> NotMeasuredError | None:
         try:
             release_memory(self._tried.device)  # Raises where a card's context is dead.
-            kept = state.changed_attributes()
+            kept = state.own.changed()
             state.restore()
             changed = state.differences()
         except Exception as error:
-            return not_restored(error)
+            told = f"{type(error).__name__}: {first_line(error)}"
+            return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
         if kept:
             told = (
                 f"a trial changes what the model keeps in Python ({listed(kept)}), which no rollback covers: keep"
                 " state in buffers (register_buffer)"
             )
             self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
-        return not_restored(changed) if changed else None
+        if not changed:
+            return None
+        return NotMeasuredError(
+            f"a trial in place has changed {listed(changed)}, which could not be put back", hint=_RELOAD
+        )

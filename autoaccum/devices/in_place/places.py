@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -70,9 +70,6 @@ def _chosen(variable: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-_SHOWN = 4
-
-
 def check_single_thread() -> None:
     """Refuse to limit this process's memory while other Python threads run in it: they would run out of it, too.
 
@@ -84,10 +81,9 @@ def check_single_thread() -> None:
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread() and _runs(thread)]
     if not others:
         return
-    named = ", ".join(f"{thread.name} ({type(thread).__name__})" for thread in others[:_SHOWN])
-    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    named = ", ".join(f"{thread.name} ({type(thread).__name__})" for thread in others)
     raise UsageError(
-        f"other Python threads run in this process and would share a trial's limit on memory: {named}{more}",
+        f"other Python threads run in this process and would share a trial's limit on memory: {named}",
         hint="end them first, or plan through a file, whose trials run elsewhere: autoaccum plan model.py",
     )
 
@@ -114,25 +110,12 @@ class HostPlace(HostMeter):
         live: What live objects take of the budget already, and their copy of what is free.
     """
 
-    weakness = (
-        "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
-        " one; plan through a file for exact ceilings"
-    )
-
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()
         self._live = live
         self._host: Supply | None = None
         self._kept_bytes: int | None = None
         self._room_bytes = 0
-
-    def check(self) -> None:
-        """See `check_single_thread`."""
-        check_single_thread()
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """See `tight_heap`."""
-        return tight_heap()
 
     def begin(self) -> Mapping[str, Any]:
         """As `HostMeter`."""
@@ -208,8 +191,6 @@ class HostPlace(HostMeter):
 class CardPlace(CardMeter):
     """A card, with whatever else PyTorch's allocator in this process holds there."""
 
-    weakness = None
-
     def __init__(self, device: torch.device) -> None:
         try:
             torch.get_device_module("cuda").init()
@@ -217,13 +198,6 @@ class CardPlace(CardMeter):
             raise start_error(device, error) from error
         super().__init__(torch.cuda.current_device() if device.index is None else device.index)
         self._report: CardReport | None = None
-
-    def check(self) -> None:
-        """Other threads share a card's limit as they share the card."""
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """PyTorch's allocator keeps its own books."""
-        return nullcontext()
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
         """Of what is free and what this process's allocator holds, its cache released."""

@@ -86,9 +86,7 @@ class SampleBatches:
 def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int], Any]:
     """What makes batches of the `batch` a user gives: `batch(size)`, or a sample batch.
 
-    Args:
-        batch: What the user gives; with `batching` it is a sample batch where `size(batch)` counts it.
-        batching: How batches are counted and cut; None: by their rows.
+    With `batching` it is a sample batch where `size(batch)` counts it.
 
     Raises:
         WorkloadError: It is neither.
@@ -109,7 +107,7 @@ def _owned(node: Any, shared: set[int]) -> Any:
         leaf = node.detach().requires_grad_() if isinstance(node, Tensor) and node.requires_grad else node
         address = _address(leaf)
         if address in shared:
-            return _copied(leaf)
+            return leaf.clone().detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
         shared.add(address)
         return leaf
     children = nests.children(node)
@@ -119,10 +117,6 @@ def _owned(node: Any, shared: set[int]) -> Any:
     if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
         return node
     return nests.rebuild(node, owned)
-
-
-def _copied(leaf: Tensor | np.ndarray[Any, Any]) -> Tensor | np.ndarray[Any, Any]:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
 
 
 def _addresses(node: Any) -> Iterator[int]:

@@ -128,7 +128,10 @@ def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
     functions: tuple[Any, ...]
     if isinstance(subject, LiveObjects):
         workload, place = subject.as_workload(), find_device(subject.model)
-        _check_place(place, device)
+        if device not in ("auto", place.type, str(place)):
+            raise UsageError(
+                f"the model is on {place}, and the device is to be {device}", hint="move the model there first"
+            )
         model, functions = subject.model, (subject.batch, subject.options.optimizer, subject.evaluate)
         optimizer = subject.live_optimizer
     else:
@@ -158,11 +161,6 @@ def find_device(model: nn.Module) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"the model is on {device}, where no trial can be measured", hint="move it: model.to('cuda')")
     return device
-
-
-def _check_place(place: torch.device, asked: str) -> None:
-    if asked not in ("auto", place.type, str(place)):
-        raise UsageError(f"the model is on {place}, and the device is to be {asked}", hint="move the model there first")
 
 
 def _choose_device(asked: str) -> torch.device:
