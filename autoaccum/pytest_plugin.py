@@ -9,8 +9,9 @@ Nothing is imported before a test calls it. PYTEST_DONT_REWRITE
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,42 +19,20 @@ if TYPE_CHECKING:
     from autoaccum.errors import AutoaccumError
 
 
-class AssertFits(Protocol):
-    """Fails the test where a schedule does not fit, or cannot be measured."""
-
-    def __call__(
-        self,
-        workload: str | os.PathLike[str],
-        *,
-        gpu: str | None = None,
-        micro_batch: int | None = None,
-        limit: str | None = None,
-        **further: Any,
-    ) -> None:
-        """Measure two micro-batches of `micro_batch`, or as many as make up `target_batch`.
-
-        Args:
-            workload: `model.py`, `model.py:name` or `package.module:name`; a file is looked for from pytest's root
-                folder, then beside the test.
-            gpu: The card to simulate, such as `rtx3090` or `24GiB`.
-            micro_batch: The most samples at once; planned where only a `target_batch` is given.
-            limit: The budget, such as `20GiB` or `80%`; what the card has when None.
-            further: `target_batch`, `device` in place of a card, and other options of `autoaccum.plan`.
-        """
-
-
 @pytest.fixture
-def assert_fits(request: pytest.FixtureRequest) -> AssertFits:
+def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Fail where a training step does not fit: `assert_fits("model.py", gpu="rtx3090", micro_batch=32)`.
 
-    What cannot be measured fails, too; it is never a pass, and never skipped.
+    What cannot be measured fails, too; it is never a pass, and never skipped. `limit` is the budget (`20GiB`, `80%`),
+    all of the card's where none is given; further arguments are `device` in place of a card, `target_batch`, and other
+    options of `autoaccum.plan`. A file is looked for from pytest's root folder, then beside the test.
     """
     root, beside = request.config.rootpath, request.path.parent
 
     def check(workload: str | os.PathLike[str], *, limit: str | None = None, **asked: Any) -> None:
         __tracebackhide__ = True
         from autoaccum.errors import AutoaccumError, UsageError
-        from autoaccum.guarding.fitting_check import check_fits
+        from autoaccum.guarding.guarding import check_fits
 
         failure = ""
         try:

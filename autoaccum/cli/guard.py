@@ -49,7 +49,7 @@ _FORMS = ("text", "json", "markdown", "github")
     type=click.Choice(_FORMS),
     help="What is on stdout.  [default: text; github within GitHub Actions]",
 )
-@click.option("--json", "as_json", is_flag=True, help="As --format json.")
+@click.option("--json", "form", flag_value="json", help="As --format json.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the report in a file, too; that of github as markdown.")
 @click.option("--force", is_flag=True, help="Overwrite that file, and with --update a lock that cannot be read.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
@@ -63,7 +63,6 @@ def command(
     baseline: str | None,
     time_limit: float | None,
     form: str | None,
-    as_json: bool,
     output: str | None,
     force: bool,
     quiet: bool,
@@ -87,7 +86,7 @@ def command(
     from autoaccum.guarding.records import parse_tolerance
     from autoaccum.planning.files import write_text
 
-    form = _chosen_form(form, as_json)
+    form = form or ("github" if _on_github() else "text")
     with _annotating(form):
         if lock is not None and baseline is not None:
             hint = "a baseline is compared with no lock: take one"
@@ -114,14 +113,6 @@ def command(
             write_text(Path(output), _written(report, form), force=force)
     if report.exit_code:
         raise click.exceptions.Exit(report.exit_code)
-
-
-def _chosen_form(form: str | None, as_json: bool) -> str:
-    if as_json and form not in (None, "json"):
-        raise UsageError(f"both --json and --format {form} are given", hint="leave one of them away")
-    if as_json:
-        return "json"
-    return form or ("github" if _on_github() else "text")
 
 
 def _check_output(output: str, project: Project, *, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,8 +12,6 @@ from autoaccum.cli.outputs import check_apart, running_words, stdout_kept
 
 _CODE_DIFFERENT = 1
 _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
-_OWN = (*_OUTPUTS, "micro_batch", "precision", "device", "target_batch")
-"""What a plan has no use for, or is told anyway."""
 
 
 @click.command("verify", short_help="Tell whether accumulating is the same as the full batch.")
@@ -49,7 +48,7 @@ def command(
 
     Exit code: 0 equivalent, 1 not equivalent, 2 bad usage or workload, 3 could not be measured.
     """
-    from autoaccum.planning.files import check_output
+    from autoaccum.planning.files import check_output, write_text
     from autoaccum.reporting.consoles import make_console
     from autoaccum.reporting.verification_table import VerificationProgress, print_verification
     from autoaccum.verification.verifying import verify
@@ -63,18 +62,10 @@ def command(
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        offered = {"command": _plan_words(asked["target_batch"]), "again": running_words(without=_OUTPUTS)}
-        print_verification(make_console(), found, **offered, verbose=verbose)
+        print_verification(make_console(), found, again=running_words(without=_OUTPUTS), verbose=verbose)
     if output is not None:
-        found.save(output, force=force)
+        write_text(Path(output), found.to_json(), force=force)
         if not as_json:
             make_console().print(f"kept in {output}", soft_wrap=True)
     if not found.equivalent:
         raise click.exceptions.Exit(_CODE_DIFFERENT)
-
-
-def _plan_words(target_batch: int) -> list[str]:
-    """The command that plans the same workload."""
-    words = running_words(without=_OWN)
-    words[words.index("verify")] = "plan"
-    return [*words, "--target-batch", str(target_batch)]

@@ -13,7 +13,6 @@ from pathlib import Path
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.workload.names import split_reference
 
 _PREFIX = "autoaccum-baseline-"
 
@@ -29,10 +28,6 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
 
     Nothing is left of it afterwards, unless this process is killed: `git worktree prune` removes that. The user's
     files, index, HEAD and hooks are not touched. Neither submodules nor large files (Git LFS) are fetched.
-
-    Args:
-        folder: The project's, in a git repository.
-        revision: Whatever git knows a commit by.
 
     Raises:
         UsageError: It can be no revision.
@@ -60,18 +55,6 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
         with Interruptions():
             _run(folder, "worktree", "remove", "--force", "--force", str(place))  # Twice: even if half made.
             shutil.rmtree(place, ignore_errors=True)
-
-
-def check_there(checkout: Checkout, workload: str, revision: str) -> None:
-    """See whether a workload that is a file is in the revision that is checked out.
-
-    Raises:
-        NotMeasuredError: It is not.
-    """
-    target, _, _ = split_reference(workload)
-    if target.endswith(".py") and not (checkout.folder / target).exists():
-        hint = "name a revision that has it, or lock what it takes by `autoaccum guard --update`"
-        raise NotMeasuredError(f"there is no {target} in {revision}", hint=hint)
 
 
 def _git(folder: Path, *words: str, hint: str) -> str:

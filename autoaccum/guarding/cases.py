@@ -124,9 +124,7 @@ def case_name(case: Case) -> str:
 def check_case(case: Case, *, partial: bool = False) -> Case:
     """The case with its card written in one way, so that equal cases compare equal.
 
-    Args:
-        case: What was asked for.
-        partial: Whether it may leave out what a measurement needs.
+    One that is `partial` may leave out what a measurement needs.
 
     Raises:
         UsageError: It cannot be asked for so.
@@ -134,10 +132,8 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     options = case.options
     if not partial or case.workload:
         _check_workload(case.workload)
-    if options.device != "auto" and not (isinstance(options.device, str) and _DEVICE.fullmatch(options.device)):
+    if options.device != "auto" and not _DEVICE.fullmatch(options.device):
         raise UsageError(f"the device is {options.device!r}", hint="take cpu, cuda or cuda:N")
-    if options.optimizer is not None and not (isinstance(options.optimizer, str) and options.optimizer.isidentifier()):
-        raise UsageError(f"the optimizer is {options.optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))
@@ -163,10 +159,7 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
 def guard_command(case: Case, folder: Path, *further: str) -> str:
     """The command that guards just this case, from the current folder; words to replace stand for what it leaves out.
 
-    Args:
-        case: The case, or a part of one.
-        folder: Where its workload is relative to.
-        further: Flags at the end.
+    The workload is relative to `folder`; `further` flags come at the end.
     """
     said = {**case.asked(), "workload": _from_here(case.workload, folder) if case.workload else "model.py"}
     if case.place is None:

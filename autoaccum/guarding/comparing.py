@@ -7,14 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoaccum.devices.explanation import CATEGORIES
 from autoaccum.devices.simulated.allocator import LARGE_SEGMENT_BYTES
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.growth import growths
 from autoaccum.guarding.measuring import what_is_missing
-from autoaccum.guarding.modules import LASTING
-from autoaccum.guarding.records import Growth, Judgement, Measured, Measurement, Outcome, Tolerance
+from autoaccum.guarding.records import Growth, Judgement, Measurement, Outcome, Tolerance
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _ROUNDING = 1e-9
@@ -53,60 +51,33 @@ class _Figure:
         return percent(self.more_bytes, self.before_bytes, sign=True)
 
 
-@dataclass(frozen=True)
 class _Figures:
     """What an update takes, before and now.
 
     Of a prediction three figures tell: what the allocator gets of the card where nothing limits it (`peak`), what
     tensors hold at most (`held`), and the smallest budget at which the update still runs (`least`). One may follow from
-    the way blocks happen to be packed, and contradict the others.
+    the way blocks happen to be packed, and contradict the others. Of peaks that both lie above the budget, so that no
+    card holds them, the least budget tells in place.
     """
 
-    before: Measurement
-    now: Measurement
-    tolerance: Tolerance
-
-    @property
-    def spread_bytes(self) -> int:
-        """How far apart runs are, before and now."""
-        return self.before.spread_bytes + self.now.spread_bytes
-
-    @property
-    def whole_peak(self) -> _Figure:
-        return _Figure("the peak", self.before.peak_bytes, self.now.peak_bytes, self.tolerance, self.spread_bytes)
-
-    @property
-    def peak(self) -> _Figure:
-        """The peak; where both lie above the budget, so that no card holds them, the least budget in place of it."""
-        if self.least.before_bytes and all(each.peak_bytes > each.limit_bytes for each in (self.before, self.now)):
-            return self.least
-        return self.whole_peak
-
-    @property
-    def held(self) -> _Figure:
-        return self._predicted("what is held at the peak", "held_bytes")
-
-    @property
-    def least(self) -> _Figure:
-        return self._predicted("the least budget", "least_bytes")
-
-    @property
-    def all(self) -> tuple[_Figure, ...]:
-        return self.peak, self.held, self.least
+    def __init__(self, before: Measurement, now: Measurement, tolerance: Tolerance) -> None:
+        self.before, self.now, self.tolerance = before, now, tolerance
+        self.spread_bytes = before.spread_bytes + now.spread_bytes
+        self.held = self._predicted("what is held at the peak", before.held_bytes, now.held_bytes)
+        self.least = self._predicted("the least budget", before.least_bytes, now.least_bytes)
+        peak = _Figure("the peak", before.peak_bytes, now.peak_bytes, tolerance, self.spread_bytes)
+        is_above = all(each.peak_bytes > each.limit_bytes for each in (before, now))
+        self.peak = self.least if self.least.before_bytes and is_above else peak
+        self.grew = any(figure.grew for figure in (self.peak, self.held, self.least))
 
     @property
     def worse(self) -> _Figure | None:
         """What regressed: the peak, if another figure says so too or a whole segment; or what is held; or nothing."""
-        peak, held, least = self.all
+        peak, held, least = self.peak, self.held, self.least
         alone = peak.more_bytes >= LARGE_SEGMENT_BYTES or not held.before_bytes
         if peak.grew and (alone or held.grew or least.grew):
             return peak
         return held if held.grew and least.more_bytes >= 0 else None
-
-    @property
-    def grew(self) -> bool:
-        """Whether any of them grew."""
-        return any(figure.grew for figure in self.all)
 
     @property
     def improved(self) -> bool:
@@ -135,26 +106,19 @@ class _Figures:
         differs_bytes = self.spread_bytes + abs(self.before.limit_bytes - self.now.limit_bytes)
         return allowed - (-largest * differs_bytes // peak_bytes)
 
-    def _predicted(self, name: str, field: str) -> _Figure:
-        was, is_now = getattr(self.before, field), getattr(self.now, field)
-        known = was is not None and is_now is not None
-        return _Figure(name, was if known else 0, is_now if known else 0, self.tolerance)
+    def _predicted(self, name: str, was: int | None, is_now: int | None) -> _Figure:
+        if was is None or is_now is None:
+            return _Figure(name, 0, 0, self.tolerance)
+        return _Figure(name, was, is_now, self.tolerance)
 
 
-def compare(
-    case: Case, before: Measurement, measured: Measured, tolerance: Tolerance, *, command: str = ""
-) -> Judgement:
-    """Judge what a case takes now by what it took.
+def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Judgement:
+    """Judge what a case takes now by what it took: as a lock has it, or another revision.
 
-    Args:
-        case: What was measured.
-        before: What it is compared with: of a lock, or of another revision.
-        measured: What was measured now.
-        tolerance: By how much memory may grow. Of runs on a real device, how far apart they are comes on top.
-        command: Locks in what was measured; empty where there is no lock.
+    Of runs on a real device, how far apart they are comes on top of the tolerance. `command` locks in what was
+    measured; empty where there is no lock.
     """
-    now = measured.measurement
-    judged = Judgement(case=case, outcome="unmeasured", before=before, now=now, warnings=measured.warnings)
+    judged = Judgement(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
     unlike = tuple(_unlike(before, now))
     if unlike:
         torch = before.versions.get("torch")
@@ -164,6 +128,7 @@ def compare(
     figures = _Figures(before, now, tolerance)
     reasons = tuple(_faults(figures))
     outcome: Outcome = "regressed" if reasons else _harmless(figures)
+    budgets = [precise_bytes(each.limit_bytes) for each in (before, now)]
     more = {"regressed": True, "improved": False}.get(outcome)
     found = growths(before, now, more=more)
     return dataclasses.replace(
@@ -175,27 +140,7 @@ def compare(
         command=command if outcome in _HINTS else "",
         explanation=_told(figures, explain(case, before, now, found, more=more)),
         growths=found,
-        notes=tuple(_notes(figures)),
-    )
-
-
-def unmeasured(case: Case, error: AutoaccumError, *, called: bool = True) -> Judgement:
-    """Judge a case by the error that came in place of figures.
-
-    Args:
-        case: Of this case.
-        error: The error.
-        called: Whether the call names the workload. What is wrong with one that a lock or `pyproject.toml` names is no
-            fault of the call: it could not be measured.
-    """
-    code = error.exit_code
-    return Judgement(
-        case=case,
-        outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
-        exit_code=_UNMEASURED if code == UsageError.exit_code and not called else code,
-        reasons=(error.message,),
-        hint=error.hint or "",
-        traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
+        notes=() if budgets[0] == budgets[1] else (f"the budget was {budgets[0]}, it is {budgets[1]} now",),
     )
 
 
@@ -254,26 +199,12 @@ def _told(figures: _Figures, grown: str) -> str:
     return "; ".join(filter(None, (told, grown)))
 
 
-def _notes(figures: _Figures) -> Iterator[str]:
-    was, is_now = (precise_bytes(each.limit_bytes) for each in (figures.before, figures.now))
-    if was != is_now:
-        yield f"the budget was {was}, it is {is_now} now"
-    if figures.grew and any(figure.shrank for figure in figures.all):
-        told = (f"{each.name} {each.change}" for each in (figures.whole_peak, figures.held, figures.least))
-        yield f"the figures contradict each other: {', '.join(told)}"
-
-
 def explain(
     case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth], *, more: bool | None = None
 ) -> str:
     """Say by how much the peak grew, for what, and what fits now; empty where nothing changed.
 
-    Args:
-        case: What was measured: it names the card as it was asked for.
-        before: What it took.
-        now: What it takes.
-        growths: All that grew and shrank, the most first.
-        more: Whether what grew is to be told, or what shrank; None: as the peak did, or what is held of it.
+    `more`: whether what grew is to be told, or what shrank; None: as the peak did, or what is held of it.
     """
     grown, held = now.peak_bytes - before.peak_bytes, (now.held_bytes or 0) - (before.held_bytes or 0)
     sign = (-1 if (grown or held) < 0 else 1) if more is None else 1 if more else -1
@@ -290,37 +221,16 @@ def explain(
     return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
 
 
-@dataclass
-class _Cause:
-    """Growths that are told in one: what lasts of a module is often made, and gone, at the same time."""
-
-    growths: list[Growth]
-
-    @property
-    def bytes(self) -> int:
-        return sum(growth.bytes for growth in self.growths)
-
-    @property
-    def is_unused(self) -> bool:
-        return self.growths[0].category == "unused"
-
-    def __str__(self) -> str:
-        first = self.growths[0]
-        of = f" of {first.module}" if first.module else ""
-        change = f" ({first.change})" if first.change else ""
-        named = [name.replace("_", " ") for name in CATEGORIES if name in {growth.category for growth in self.growths}]
-        categories = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-        return f"{categories}{of} {signed_bytes(self.bytes)}{change}"
-
-
 def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth], sign: int) -> Iterator[str]:
+    """The largest growths, the largest that goes against them, and what the update is made with."""
     moved = bool(before.phase and now.phase and before.phase != now.phase)
-    told = [growth for growth in growths if growth.category != "unused" or not moved]
-    causes = sorted(_joined(told), key=lambda cause: -sign * cause.bytes)
-    most = max((sign * cause.bytes for cause in causes), default=0)
-    shown = [cause for cause in causes if sign * cause.bytes >= max(_LITTLE * most, 1)][:_MOST_CAUSES]
-    against = [cause for cause in causes if -sign * cause.bytes >= max(0.5 * most, 1) and not cause.is_unused]
-    yield from map(str, sorted([*shown, *against[:1]], key=lambda cause: cause.is_unused))
+    told = [growth for growth in growths if not (growth.is_unused and moved)]
+    told.sort(key=lambda growth: -sign * growth.bytes)
+    most = max((sign * growth.bytes for growth in told), default=0)
+    shown = [growth for growth in told if sign * growth.bytes >= max(_LITTLE * most, 1)][:_MOST_CAUSES]
+    against = [growth for growth in told if -sign * growth.bytes >= max(0.5 * most, 1) and not growth.is_unused]
+    for growth in sorted([*shown, *against[-1:]], key=lambda growth: growth.is_unused):
+        yield f"{growth.what} {signed_bytes(growth.bytes)}{f' ({growth.change})' if growth.change else ''}"
     if moved:
         yield f"the peak moved from {before.phase} to {now.phase}"
     for name in ("precision", "optimizer", "batchnorm"):
@@ -330,22 +240,8 @@ def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth], si
     if before.parameters != now.parameters:
         yield f"parameters {before.parameters:,} -> {now.parameters:,}"
     state, state_now = (each.categories.get("optimizer_state", 0) for each in (before, now))
-    if state and state == state_now and not all(cause.is_unused for cause in shown):
+    if state and state == state_now and not all(growth.is_unused for growth in shown):
         yield "optimizer unchanged"
-
-
-def _joined(growths: Sequence[Growth]) -> list[_Cause]:
-    causes: dict[tuple[str, ...], _Cause] = {}
-    for growth in growths:
-        lasts = growth.category in LASTING and growth.module
-        key = (growth.module, growth.change) if lasts else (growth.module, growth.change, growth.category)
-        if key in causes and causes[key].bytes * growth.bytes >= 0:
-            causes[key].growths.append(growth)
-        elif key not in causes:
-            causes[key] = _Cause([growth])
-        else:
-            causes[(*key, growth.category)] = _Cause([growth])
-    return list(causes.values())
 
 
 def _change(grown: int, before: int) -> str:

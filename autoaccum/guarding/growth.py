@@ -37,14 +37,8 @@ def growths(before: Measurement, now: Measurement, *, more: bool | None = None) 
     Where the peak has moved to another phase, it is compared with what that phase held before: what grew there is why
     it moved. `unused` is then by how much less of the peak is unused at that time.
 
-    Args:
-        before: A prediction, with its holdings as a lock keeps them or complete.
-        now: Another, of the same schedule, complete.
-        more: Whether what grew is to be told first, or what shrank; None: as the peak did.
-
-    Returns:
-        What grew or shrank most first. Nothing where either was measured, since nobody knows what memory of a real
-        process is for.
+    What grew comes first, or where not `more` what shrank (None: as the peak did). Holdings of `before` may be as a
+    lock keeps them. Nothing is told where either was measured: nobody knows what memory of a real process is for.
     """
     if before.held_bytes is None or now.held_bytes is None:
         return ()
@@ -186,12 +180,8 @@ def _cut(found: list[Growth], category: Category, grown: int) -> list[Growth]:
 def what_changed(share: Share, hidden_bytes: int) -> str:
     """What is different, as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
 
-    Args:
-        share: What grew or shrank.
-        hidden_bytes: What of it may have been there before, among what a lock does not tell by module.
-
-    Returns:
-        The phrase; empty where only the size is different.
+    Empty where only the size is different. `hidden_bytes` of it may have been there before, among what a lock does not
+    tell by module.
     """
     changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
     return ", ".join(filter(None, (_difference(share, hidden_bytes), _whose(changed))))

@@ -1,43 +1,50 @@
-"""`guard`: every case that is asked for is measured and compared, with the lock or another revision, or locked."""
+"""`guard`: cases are measured and compared, with a lock or another revision, or locked; `check_fits` for tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.checkout import Checkout
-from autoaccum.errors import AutoaccumError, LockFileError, MissingLockError, NotMeasuredError, UsageError
-from autoaccum.guarding.baseline import check_there, checked_out
-from autoaccum.guarding.cases import Case
-from autoaccum.guarding.comparing import compare, unmeasured
+from autoaccum.devices.explanation import Holding
+from autoaccum.errors import (
+    AutoaccumError,
+    DoesNotFitError,
+    LockFileError,
+    MissingLockError,
+    NotMeasuredError,
+    UsageError,
+    WorkloadError,
+)
+from autoaccum.guarding.baseline import checked_out
+from autoaccum.guarding.cases import CASE_FIELDS, Case, check_case, make_case
+from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import measure
-from autoaccum.guarding.project import Project, select_cases
+from autoaccum.guarding.measuring import measure, request_of
+from autoaccum.guarding.project import Project, find_project, select_cases
 from autoaccum.guarding.records import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
-    Event,
     Judgement,
     Listener,
-    Measured,
     Measurement,
     Report,
     Tolerance,
 )
 from autoaccum.planning.files import check_output
+from autoaccum.units import format_bytes
+from autoaccum.workload.names import numberless
 
-_MOST_AT_ONCE = 2
-"""Simulations: each takes a processor and the memory of a PyTorch."""
-
-IsStopped = Callable[[], bool]
+_MOST_MODULES = 5
 
 
 def guard(
@@ -131,10 +138,7 @@ def _nothing_known(wanted: Sequence[Case], project: Project, baseline: str | Non
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """One round over several cases: what goes wrong with one ends none of the others.
-
-    `tell` and `on_output` are called by one thread at a time; `deadline` is by `time.monotonic`.
-    """
+    """One round over several cases: what goes wrong with one ends none of the others."""
 
     project: Project
     locked: Mapping[Case, Measurement]
@@ -143,36 +147,26 @@ class _Round:
     tell: Listener
     on_output: Callable[[str], None] | None
     deadline: float | None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """By `time.monotonic`."""
 
-    def judge_all(self, cases: Sequence[Case], judge: Callable[[Case, IsStopped], Judgement]) -> tuple[Judgement, ...]:
-        """The judgements of all cases, in their order; simulated ones are measured two at a time.
-
-        Raises:
-            KeyboardInterrupt: As it came; every process has ended.
-        """
-
-        def told(number: int, case: Case, is_stopped: IsStopped) -> Judgement:
-            self._tell(CaseStarted(case, number, len(cases)))
+    def judge_all(self, cases: Sequence[Case], judge: Callable[[Case], Judgement]) -> tuple[Judgement, ...]:
+        """The judgements of all cases, in their order."""
+        found = []
+        for number, case in enumerate(cases, 1):
+            self.tell(CaseStarted(case))
             try:
-                judgement = judge(case, is_stopped)
+                judgement = judge(case)
             except AutoaccumError as error:
                 judgement = self._unmeasured(case, error)
-            self._tell(CaseFinished(number, len(cases), judgement))
-            return judgement
+            self.tell(CaseFinished(number, len(cases), judgement))
+            found.append(judgement)
+        return tuple(found)
 
-        jobs = [partial(told, number, case) for number, case in enumerate(cases, 1)]
-        beside = [index for index, case in enumerate(cases) if case.options.gpu is not None]
-        found = dict(zip(beside, _run_side_by_side([jobs[index] for index in beside]), strict=True))
-        for index in set(range(len(cases))) - found.keys():
-            found[index] = jobs[index](lambda: False)
-        return tuple(found[index] for index in range(len(cases)))
-
-    def compare_with_lock(self, case: Case, is_stopped: IsStopped) -> Judgement:
+    def compare_with_lock(self, case: Case) -> Judgement:
         """Measure the locked schedule again, as it stands, and compare."""
         lock, command = self.project.lock, self.project.command(case, "--update")
         if case in self.locked:
-            now = self._measure(case, is_stopped, micro_batches=self.locked[case].micro_batches)
+            now = self._measure(case, micro_batches=self.locked[case].micro_batches)
             return compare(case, self.locked[case], now, self.tolerance, command=command)
         return Judgement(
             case=case,
@@ -183,90 +177,159 @@ class _Round:
             command=command,
         )
 
-    def relock(self, case: Case, is_stopped: IsStopped) -> Judgement:
+    def relock(self, case: Case) -> Judgement:
         """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault."""
-        now, before = self._measure(case, is_stopped), self.locked.get(case)
-        judgement = Judgement(case=case, outcome="locked", before=before, now=now.measurement, warnings=now.warnings)
+        now, before = self._measure(case), self.locked.get(case)
+        judgement = Judgement(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
         if before is None:
             return judgement
         seen = compare(case, before, now, self.tolerance)
         return dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
 
-    def compare_revisions(self, there: Checkout, revision: str, case: Case, is_stopped: IsStopped) -> Judgement:
+    def compare_revisions(self, there: Checkout, revision: str, case: Case) -> Judgement:
         """Measure in both, and compare as with a lock."""
         try:
-            check_there(there, case.workload, revision)
-            before = self._measure(case, is_stopped, there).measurement
+            before = self._measure(case, there)
         except AutoaccumError as error:
             raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
-        now = self._measure(case, is_stopped, micro_batches=before.micro_batches)
-        return compare(case, before, now, self.tolerance)
+        return compare(case, before, self._measure(case, micro_batches=before.micro_batches), self.tolerance)
 
     def _measure(
-        self,
-        case: Case,
-        is_stopped: IsStopped,
-        checkout: Checkout | None = None,
-        micro_batches: tuple[int, ...] | None = None,
-    ) -> Measured:
+        self, case: Case, checkout: Checkout | None = None, micro_batches: tuple[int, ...] | None = None
+    ) -> Measurement:
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
             raise NotMeasuredError("the limit on time was over before it was measured", hint="allow more")
-        return measure(
-            case,
-            checkout or Checkout(self.project.folder),
-            micro_batches=micro_batches,
-            time_limit=left,
-            is_stopped=is_stopped,
-            on_output=None if self.on_output is None else self._pass_on,
-        )
+        there = checkout or Checkout(self.project.folder)
+        return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
     def _unmeasured(self, case: Case, error: AutoaccumError) -> Judgement:
-        """That a case cannot be measured, and what to do about an entry that was left behind."""
-        told = unmeasured(case, error, called=self.is_named)
-        if case not in self.locked or case in self.project.cases:
-            return told
-        way_out = f"delete its entry from {self.project.lock.name} if it is guarded no more"
-        return dataclasses.replace(told, hint=f"{told.hint or 'mend it'}, or {way_out}")
+        """The error that came in place of figures, and what to do about an entry that was left behind.
 
-    def _tell(self, event: Event) -> None:
-        with self._lock:
-            self.tell(event)
-
-    def _pass_on(self, line: str) -> None:
-        assert self.on_output is not None
-        with self._lock:
-            self.on_output(line)
-
-
-def _run_side_by_side(jobs: Sequence[Callable[[IsStopped], Judgement]]) -> list[Judgement]:
-    """The results of all jobs, in their order; two run at a time where there are the processors for it.
-
-    Each gets a function that tells whether it is to stop: after Ctrl-C, or an error of another one. It does so soon,
-    by KeyboardInterrupt.
-
-    Raises:
-        BaseException: What a job raised first; the others have ended by then.
-    """
-    at_once = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)), len(jobs))
-    if at_once < 2:
-        return [job(lambda: False) for job in jobs]
-    stop = threading.Event()
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(job, stop.is_set) for job in jobs]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            return [future.result() for future in futures]
-        except BaseException:
-            stop.set()
-            for future in futures:
-                future.cancel()
-            raise
+        What is wrong with a workload that a lock or `pyproject.toml` names is no fault of the call: it could not be
+        measured.
+        """
+        is_usage, hint = error.exit_code == UsageError.exit_code, error.hint or ""
+        if case in self.locked and case not in self.project.cases:
+            hint = f"{hint or 'mend it'}, or delete its entry from {self.project.lock.name} if it is guarded no more"
+        return Judgement(
+            case=case,
+            outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
+            exit_code=NotMeasuredError.exit_code if is_usage and not self.is_named else error.exit_code,
+            reasons=(error.message,),
+            hint=hint,
+            traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
+        )
 
 
 def _from_here(path: Path) -> str:
     """A path as it is shown: relative to the current folder, where it lies within."""
     shown = os.path.relpath(path)
     return str(path) if shown.startswith("..") else shown
+
+
+def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
+    """Measure what is asked for, and say why it does not fit.
+
+    Args:
+        workload: A file, absolute, with `:name` where it has one; or a module.
+        folder: Where the project is looked for, upwards.
+        asked: Fields of `Case` and of its options.
+
+    Returns:
+        Lines that say what is needed, the bound, where the memory goes, and what grew since the lock; empty where it
+        fits.
+
+    Raises:
+        UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
+        DoesNotFitError: It does not even fit the machine that would measure it.
+    """
+    unknown = sorted(asked.keys() - {*CASE_FIELDS[1:]})
+    if unknown:
+        takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
+        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
+    project = find_project(folder)
+    try:
+        reference = project.reference(workload, project.folder)
+    except UsageError:  # A file outside of the project goes by its whole path.
+        reference = workload
+    case = check_case(make_case(workload=reference, **asked))
+    request, here = request_of(case), Checkout(project.folder)
+    schedule = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
+    try:
+        measured = measure(case, here, micro_batches=schedule)
+    except DoesNotFitError as error:
+        try:  # The smallest micro-batches, of which not even one fits, show where the memory goes.
+            measured = measure(case, here, micro_batches=request.schedule(1).micro_batches)
+        except AutoaccumError:
+            raise error from None
+    if measured.fits:
+        return ""
+    return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project, measured)])
+
+
+def _shortage(case: Case, measured: Measurement) -> str:
+    """What is needed, and the bound."""
+    needed = f"more than {format_bytes(measured.peak_bytes)}"
+    if measured.least_bytes is not None:
+        roomy = f"{format_bytes(measured.peak_bytes)} where nothing limits it"
+        needed = f"at least {format_bytes(measured.least_bytes)} ({roomy})"
+    bound = (
+        f"the limit is {case.options.memory}"
+        if case.options.memory
+        else f"{format_bytes(measured.limit_bytes)} are there"
+    )
+    fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
+    parts = format_parts(measured.micro_batches)
+    return (
+        f"{case.workload} on {case.place} does not fit: micro-batch {measured.micro_batch} "
+        f"({parts}, {measured.precision}) needs {needed}; {bound}, {fitting}"
+    )
+
+
+def _where_it_goes(measured: Measurement) -> Iterator[str]:
+    """The categories and the modules that hold most at the peak; nothing where that was not told apart."""
+    if not measured.categories:
+        return
+    of = f" of {measured.module}" if measured.module else ""
+    yield f"where the memory goes, in {measured.phase} at {measured.op}{of}:"
+    ordered = sorted(measured.categories.items(), key=lambda item: -item[1])
+    yield from (f"  {format_bytes(held):>9}  {category.replace('_', ' ')}" for category, held in ordered)
+    yield "the modules that hold most:"
+    most = _modules(measured.holdings).most_common(_MOST_MODULES)
+    yield from (f"  {format_bytes(held):>9}  {what}" for what, held in most)
+
+
+def _modules(holdings: Iterable[Holding]) -> Counter[str]:
+    """What modules hold, by what and which; those that differ in numbers only are one."""
+    held = Counter[str]()
+    for holding in holdings:
+        if holding.module or holding.kind:
+            named = numberless(holding.module)
+            # A star alone would tell nothing: the layers of a Sequential have their numbers for names.
+            of = (holding.module if named == "*" else named) or f"the {holding.kind} itself"
+            held[f"{holding.category.replace('_', ' ')} of {of}"] += holding.bytes
+    return held
+
+
+def _since_the_lock(case: Case, project: Project, measured: Measurement) -> Iterator[str]:
+    """What grew since the same code was locked for that card, at the size that is nearest; nothing where none was."""
+    try:
+        entries = read_lock(project.lock, project.anew)
+        alike = [other for other in entries if _without_size(other) == _without_size(case)]
+        if not alike:
+            return
+        nearest = min(alike, key=lambda other: abs(entries[other].micro_batch - measured.micro_batch))
+        before = entries[nearest]
+        now = measure(nearest, Checkout(project.folder), micro_batches=before.micro_batches)
+        told = compare(nearest, before, now, project.tolerance or Tolerance())
+    except AutoaccumError as error:
+        yield f"what grew since {project.lock.name} is not known: {error.message}"
+        return
+    reason = next(iter(told.reasons), "nothing grew")
+    yield f"since {project.lock.name}: {told.explanation or reason}"
+
+
+def _without_size(case: Case) -> Case:
+    options = dataclasses.replace(case.options, memory=None, reserve=None, world_size=1, equal=False)
+    return Case(workload=case.workload, options=options)

@@ -17,6 +17,7 @@ from autoaccum.errors import LockFileError
 from autoaccum.guarding.cases import Case, case_name, make_case
 from autoaccum.guarding.records import Measurement
 from autoaccum.planning.files import write_text
+from autoaccum.records import freeze, to_plain
 from autoaccum.units import precise_bytes
 from autoaccum.workload.names import compact_names, expand_name, numberless
 
@@ -44,9 +45,7 @@ _OF_NOTHING: tuple[Any, ...] = (None, "", (), {}, [])
 def read_lock(path: Path, anew: str) -> dict[Case, Measurement]:
     """The entries of a lock, with their holdings folded; none where there is no file.
 
-    Args:
-        path: The file.
-        anew: The command that writes it anew, for messages.
+    `anew` is the command that writes it anew, for messages.
 
     Raises:
         LockFileError: It cannot be read, is damaged, half merged, of something else or of a newer autoaccum.
@@ -88,10 +87,6 @@ def read_lock(path: Path, anew: str) -> dict[Case, Measurement]:
 def write_lock(path: Path, entries: Mapping[Case, Measurement]) -> None:
     """Write a lock in place of what is there, whole or not at all; equal locks are equal to the byte.
 
-    Args:
-        path: The file; a symbolic link stays one.
-        entries: In any order.
-
     Raises:
         UsageError: It cannot be written there.
     """
@@ -113,10 +108,8 @@ def fold(measurement: Measurement, keep: Set[Group] = frozenset()) -> Measuremen
 
     Such a one names no module, kind, dtype or operator. To fold twice changes nothing.
 
-    Args:
-        measurement: Any.
-        keep: Groups that stay however small they are: those of a locked measurement that this one is compared with, so
-            that none of them seems to be gone because it came to be a little below the bound.
+    Groups to `keep` stay however small they are: those of a locked measurement that this one is compared with, so that
+    none of them seems to be gone because it came to be a little below the bound.
     """
     sizes: dict[Group, int] = {}
     for holding in measurement.holdings:
@@ -159,7 +152,7 @@ def _to_record(case: Case, measurement: Measurement) -> dict[str, Any]:
     rows, see `_to_rows`.
     """
     folded = fold(measurement)
-    values = dict(vars(folded))
+    values = {**vars(folded), "warnings": ()}
     values["micro_batches"] = [[len(list(run)), size] for size, run in groupby(folded.micro_batches)]
     values["categories"] = _sorted(folded.categories)
     values["holdings"] = list(_to_rows(folded.holdings))
@@ -167,7 +160,7 @@ def _to_record(case: Case, measurement: Measurement) -> dict[str, Any]:
     values["versions"] = dict(sorted(folded.versions.items()))
     values["settings"] = dict(sorted(folded.settings.items()))
     asked = {_key(name): value for name, value in case.asked().items()}
-    found = {_key(name): _plain(value) for name, value in values.items() if value not in _OF_NOTHING}
+    found = {_key(name): to_plain(value) for name, value in values.items() if value not in _OF_NOTHING}
     return {"asked": asked, **found}
 
 
@@ -177,7 +170,7 @@ def _from_record(record: dict[str, Any]) -> tuple[Case, Measurement]:
     values = {key.replace("-", "_"): value for key, value in record.items()}
     values["micro_batches"] = tuple(size for count, size in values["micro_batches"] for _ in range(count))
     values["runs"] = tuple(values.get("runs", ()))
-    values["settings"] = {name: _frozen(value) for name, value in values.get("settings", {}).items()}
+    values["settings"] = freeze(values.get("settings", {}))
     values["holdings"] = _in_order(each for row in values.get("holdings", ()) for each in _from_row(row))
     moments = values.get("moments", ())
     values["moments"] = tuple(Moment(phase=phase, held_bytes=held, categories=each) for phase, held, each in moments)
@@ -222,15 +215,6 @@ def _sorted(categories: Mapping[Category, int]) -> dict[str, int]:
 
 def _key(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, as records have them."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _entry_lines(case: Case, measurement: Measurement) -> Iterator[str]:

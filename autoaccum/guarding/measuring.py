@@ -16,7 +16,7 @@ from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.records import Measured, Measurement
+from autoaccum.guarding.records import Measurement
 from autoaccum.planning.events import Event, Inspected
 from autoaccum.planning.planner import plan_on
 from autoaccum.planning.request import Request
@@ -45,17 +45,15 @@ def measure(
     *,
     micro_batches: tuple[int, ...] | None = None,
     time_limit: float | None = None,
-    is_stopped: Callable[[], bool] | None = None,
     on_output: Callable[[str], None] | None = None,
-) -> Measured:
+) -> Measurement:
     """Measure what a schedule takes, and search for the largest micro-batch that fits, as a plan does.
 
     Args:
         case: What is measured. Its `micro_batch` is both the size that is measured and the largest that is tried.
         checkout: Where the workload lies.
         micro_batches: The schedule, in samples, whether it fits or not; None: the one that is planned, and has to.
-        time_limit: Seconds that the search may take; nothing is told where they are too few.
-        is_stopped: As in `TrialSettings`.
+        time_limit: Seconds that the search may take.
         on_output: Given what the workload prints, line by line; stderr otherwise.
 
     Raises:
@@ -69,21 +67,19 @@ def measure(
         options=request.options,
         load_limit_seconds=request.check_limit,
         checkout=checkout,
-        is_stopped=is_stopped,
         on_output=on_output,
     )
     task = Task(find_subject(case.workload, {}, settings, verb="guard"), request, micro_batches or asked)
     simulated = case.options.gpu is not None
     with task.subject.device:
-        measured = measure_simulated(task) if simulated else measure_by_runs(task)
-    found = measured.measurement
+        found = measure_simulated(task) if simulated else measure_by_runs(task)
     if micro_batches is None and not found.fits:
         raise _too_large(found)
     if not simulated and case.options.memory is None and not found.capped:
         there = precise_bytes(found.limit_bytes)
         warning = f"the budget is what was free, {there}, and so is the largest that fits: name one by --memory"
-        return dataclasses.replace(measured, warnings=(*measured.warnings, warning))
-    return measured
+        return dataclasses.replace(found, warnings=(*found.warnings, warning))
+    return found
 
 
 def request_of(case: Case, time_limit: float | None = None) -> Request:
@@ -122,21 +118,25 @@ class _Sizing:
     proved: tuple[Trial, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def measurement(self, **found: Any) -> Measurement:
-        """The measurement of the schedule."""
+    def measurement(self, device: Any, *more_warnings: str, **found: Any) -> Measurement:
+        """The measurement of the schedule on this device."""
+        described, seen = device.describe(), self.inspection
         return Measurement(
-            precision=self.inspection.precision,
-            optimizer=self.inspection.optimizer,
-            batchnorm=self.inspection.batchnorm,
-            parameters=self.inspection.parameters,
+            precision=seen.precision,
+            optimizer=seen.optimizer,
+            batchnorm=seen.batchnorm,
+            parameters=seen.parameters,
             micro_batches=self.micro_batches,
             largest=self.largest,
             capped=self.capped,
+            limit_bytes=device.limit_bytes,
+            versions=_versions(seen, described),
+            warnings=tuple(dict.fromkeys((*self.warnings, *more_warnings))),
             **found,
         )
 
 
-def measure_simulated(task: Task) -> Measured:
+def measure_simulated(task: Task) -> Measurement:
     """Trace the workload, search for the largest size, and account for the schedule.
 
     Where the schedule is given and runs in parts of the largest size worth trying, that is the answer of the search.
@@ -155,11 +155,12 @@ def measure_simulated(task: Task) -> Measured:
         trial = _run(task, parts)
         account = device.explain(parts, changes=False, detail=True)
     explanation, prediction, described = account.explanation, device.predict(parts), device.describe()
-    measurement = sizing.measurement(
+    return sizing.measurement(
+        device,
+        *prediction.warnings,
         kind="predicted",
         card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
         fits=trial.ran,
-        limit_bytes=device.limit_bytes,
         peak_bytes=explanation.peak_bytes,
         held_bytes=explanation.peak_bytes - explanation.categories["unused"],
         least_bytes=prediction.least_bytes,
@@ -169,19 +170,16 @@ def measure_simulated(task: Task) -> Measured:
         categories={category: held for category, held in explanation.categories.items() if held},
         holdings=account.holdings,
         moments=account.moments,
-        versions=_versions(sizing.inspection, described),
         settings={**described["allocator"], **_variables(os.environ, _VARIABLES)},
     )
-    return Measured(measurement=measurement, warnings=tuple(dict.fromkeys((*sizing.warnings, *prediction.warnings))))
 
 
-def measure_by_runs(task: Task) -> Measured:
+def measure_by_runs(task: Task) -> Measurement:
     """Plan by real trials, then run the schedule from clean states until there are three such runs with the plan's.
 
-    The peak is the median of the runs that went through: of a card what PyTorch's allocator held at most, in whole
-    segments, without the context; of the CPU what the process held beyond what it held with the workload loaded
-    (`devices.cpu.CpuDevice`), which differs by some hundred KiB from run to run. Where one does not go through, the
-    schedule does not fit; where none does, the peak is the budget. Nothing is told of modules and categories.
+    The peak is the median of those that went through: of a card what PyTorch's allocator held, of the CPU what the
+    process held beyond the loaded workload. Where one does not go through, the schedule does not fit; where none does,
+    the peak is the budget. Nothing is told of modules and categories.
 
     Raises:
         AutoaccumError: As of `measure`.
@@ -193,17 +191,15 @@ def measure_by_runs(task: Task) -> Measured:
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
     device, environment = task.subject.device, sizing.inspection.environment
     described = device.describe()
-    measurement = sizing.measurement(
+    return sizing.measurement(
+        device,
         kind="measured",
         card=str(described["card"] if described["kind"] == "cuda" else environment["processor"]),
         fits=len(peaks) == RUNS,
-        limit_bytes=device.limit_bytes,
         peak_bytes=int(statistics.median(peaks)) if peaks else device.limit_bytes,
         runs=tuple(peaks),
-        versions=_versions(sizing.inspection, described),
         settings=_settings(described, environment),
     )
-    return Measured(measurement=measurement, warnings=tuple(dict.fromkeys(sizing.warnings)))
 
 
 def _run(task: Task, parts: tuple[int, ...]) -> Trial:

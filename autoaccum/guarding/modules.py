@@ -93,9 +93,7 @@ def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list
     grew alike, or it and those in it both have a part, or too many in it do, it is theirs together. What is no module's
     is told apart.
 
-    Args:
-        differences: By module, those that are as they were too.
-        modules: All there are, before and now.
+    `differences` are by module, with those that are as they were; `modules` all there are, before and now.
     """
     known = _Names(modules, differences)
     inside = [difference for difference in differences if difference.module]

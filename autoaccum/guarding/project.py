@@ -82,9 +82,7 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
     Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`, else that of the lock, which is the
     nearest from `cwd` upwards where none is named, else `cwd` itself.
 
-    Args:
-        cwd: The current folder.
-        lock: Another lock than the project's, relative to `cwd`.
+    `lock` is another lock than the project's, relative to `cwd`.
 
     Raises:
         UsageError: `[tool.autoaccum]` says what cannot be honoured, or its file cannot be read.
@@ -102,10 +100,7 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
 def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]) -> tuple[Case, ...]:
     """The cases that are asked for, ordered by name.
 
-    Args:
-        wanted: Parts of cases, one for each card; their workload is relative to the current folder.
-        project: What cases are relative to.
-        known: The cases that are named or locked.
+    `wanted` are parts of cases, one for each card; `known` are those that are named or locked.
 
     Raises:
         UsageError: Something cannot be asked for so, or a size is without a workload, or without a card or device.

@@ -97,6 +97,7 @@ class Measurement:
         moments: The same for each phase of the update, in order. Empty when measured.
         versions: Of what decides about the figures: torch, autoaccum; on a card also cuda, cudnn, driver.
         settings: What else does, where it is not as it comes: variables of the allocator and their values.
+        warnings: Sentences on the way, which are not locked.
     """
 
     kind: Literal["predicted", "measured"]
@@ -122,6 +123,7 @@ class Measurement:
     moments: tuple[Moment, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def micro_batch(self) -> int:
@@ -132,14 +134,6 @@ class Measurement:
     def spread_bytes(self) -> int:
         """How far apart the runs are; 0 when predicted."""
         return self.runs[-1] - self.runs[0] if self.runs else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A measurement, and the warnings on the way, which are not locked."""
-
-    measurement: Measurement
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +151,16 @@ class Growth:
     module: str
     bytes: int
     change: str = ""
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it is what the allocator holds and no tensor does."""
+        return self.category == "unused"
+
+    @property
+    def what(self) -> str:
+        """What it is of, such as `optimizer state of blocks.*.mlp`."""
+        return f"{self.category.replace('_', ' ')}{f' of {self.module}' if self.module else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +253,9 @@ class CheckedOut:
 
 @dataclass(frozen=True)
 class CaseStarted:
-    """A case is measured from now on, as the `number`th of `count`; another one may be under way beside it."""
+    """A case is measured from now on."""
 
     case: Case
-    number: int
-    count: int
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,12 @@ from autoaccum.guarding.records import Judgement, Report
 from autoaccum.reporting.guard_text import (
     NONE,
     OUTCOMES,
-    FigureWords,
     compared,
-    figures,
-    growth_words,
-    hint_title,
-    largest_words,
+    measured_words,
     outcome_counts,
     remarks,
 )
 from autoaccum.reporting.plain_text import one_line
-from autoaccum.units import precise_bytes, signed_bytes
 from autoaccum.workload.names import split_reference
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
@@ -38,10 +33,7 @@ so (CommonMark 0.31, 2.5)."""
 _OPENING = re.compile(r"^\s*(?:[-+=](?=[-+=\s]|$)|[#>:]|\d(?=\d*[.)](?:\s|$)))")
 """What else is structure where a block begins: a list, a heading, a quote, the line below a heading or a table's."""
 _CODE = re.compile(r"`([^`]+)`")
-_MOST_GROWTHS = 20
 _TITLE = "autoaccum guard"
-_MOST_SUMMARY_BYTES = 1024 * 1024
-"""Of one step, by GitHub's documentation of job summaries; a larger one is not shown at all."""
 _OLD_COMMAND = "##["
 
 
@@ -50,7 +42,7 @@ def report_markdown(report: Report) -> str:
     counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
     against = compared(report)
     blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
-    head = ["| case | outcome | peak | least budget | largest fit |", "| --- | --- | --- | --- | --- |"]
+    head = ["| case | outcome | what it takes |", "| --- | --- | --- |"]
     blocks.append("\n".join([*head, *map(_row, report.judgements)]))
     blocks += [block for judgement in report.judgements for block in _details(judgement)]
     return "\n\n".join(blocks) + "\n"
@@ -86,13 +78,7 @@ def harmless(text: str) -> str:
 
 
 def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """A command for each case that a person should look at, the worst first: GitHub shows ten of a kind.
-
-    Args:
-        report: What was found.
-        folder: The project's, which workloads are relative to.
-        environment: Of the runner.
-    """
+    """A command for each case that a person should look at, the worst first: GitHub shows ten of a kind."""
     told = [one for one in report.judgements if one.exit_code or one.outcome == "improved"]
     for judgement in sorted(told, key=lambda one: list(OUTCOMES).index(one.outcome)):
         where = _find_place(judgement.case.workload, folder, environment)
@@ -126,12 +112,8 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
         return None
     path = Path(name)
     try:
-        room = _MOST_SUMMARY_BYTES - (path.stat().st_size if path.exists() else 0)
-        written = report_markdown(report).encode()
-        if len(written) > room:
-            return f"the step's summary has no room for the report (GitHub shows {_MOST_SUMMARY_BYTES:,} bytes of it)"
         with path.open("ab") as file:
-            file.write(written)
+            file.write(report_markdown(report).encode())
     except (OSError, ValueError) as error:
         return f"the step's summary cannot be written ({getattr(error, 'strerror', None) or error})"
     return None
@@ -156,25 +138,10 @@ def _find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> 
 
 def _row(judgement: Judgement) -> str:
     outcome = OUTCOMES[judgement.outcome][0]
-    cells = [code(case_name(judgement.case)), f"**{outcome}**" if judgement.exit_code else outcome]
-    now, both = judgement.now, {figure.name: figure for figure in figures(judgement)}
-    if now is None:
-        cells += [NONE] * 3
-    elif both:
-        cells += [_change(both.get(name)) for name in ("peak", "least budget", "largest fit")]
-    else:
-        least = NONE if now.least_bytes is None else precise_bytes(now.least_bytes)
-        cells += [precise_bytes(now.peak_bytes), least, largest_words(now)]
+    figures = "" if judgement.now is None else measured_words(judgement.now)
+    told = escape(one_line("; ".join(filter(None, (figures, judgement.explanation))))) or NONE
+    cells = [code(case_name(judgement.case)), f"**{outcome}**" if judgement.exit_code else outcome, told]
     return f"| {' | '.join(cells)} |"
-
-
-def _change(figure: FigureWords | None) -> str:
-    if figure is None:
-        return NONE
-    if figure.before == figure.now:
-        return figure.now
-    share = f" ({escape(figure.share)})" if figure.share else ""
-    return f"{figure.before} → {figure.now}{share}"
 
 
 def _details(judgement: Judgement) -> Iterator[str]:
@@ -190,25 +157,12 @@ def _details(judgement: Judgement) -> Iterator[str]:
 
 
 def _body(judgement: Judgement) -> Iterator[str]:
-    yield escape(one_line(judgement.explanation))
-    growths = judgement.growths if judgement.outcome in ("regressed", "improved") else ()
-    if growths:
-        rows = [
-            f"| {signed_bytes(one.bytes)} | {escape(growth_words(one))} | {escape(one.change)} |"
-            for one in growths[:_MOST_GROWTHS]
-        ]
-        if rest := growths[_MOST_GROWTHS:]:
-            rows.append(f"| {signed_bytes(sum(one.bytes for one in rest))} | {len(rest)} more | |")
-        yield "\n".join(["| change | for what | how |", "| ---: | --- | --- |", *rows])
     if judgement.traceback:
         # Indented code would end at the first line that is not; a fence, at one in the text.
         yield f"<pre>{_referred(judgement.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
     points = [text if kind == "why" else f"{kind}: {text}" for kind, text in remarks(judgement)]
     lines = [f"- {escape(one_line(point))}" for point in points]
-    if judgement.hint:
-        words = f"- {hint_title(judgement)}: {escape(one_line(judgement.hint))}"
-        lines.append(f"{words}: {code(judgement.command)}" if judgement.command else words)
-    yield "\n".join(lines)
+    yield "\n".join(lines) + (f" {code(judgement.command)}" if judgement.command else "")
 
 
 def _referred(text: str, keep: str = "") -> str:

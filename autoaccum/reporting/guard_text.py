@@ -6,20 +6,18 @@ import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.guarding.cases import Case, case_name
+from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.records import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
     Event,
-    Growth,
     Judgement,
     Measurement,
     Outcome,
@@ -50,43 +48,32 @@ _LABEL_WIDTH = max(len(label) for label, _ in OUTCOMES.values())
 
 
 class GuardProgress(Progress):
-    """Draws events: one line for each case with its time, and a live one for those under way.
+    """Draws events: one line for each case with its time, and a live one for the one under way.
 
-    Args:
-        console: Where to, stderr as a rule.
-        harmless: Makes what a workload prints and is called safe for where it is shown; None: shown as it is.
-        options: As in `Progress`.
+    `harmless` makes what a workload prints and is called safe for where it is shown.
     """
 
     def __init__(self, console: PlainConsole, *, harmless: Callable[[str], str] | None = None, **options: Any) -> None:
         super().__init__(console, **options)
         self._harmless = harmless
-        self._began: dict[Case, float] = {}
+        self._began = 0.0
 
     def tell(self, event: Event) -> None:
         """Draw one event."""
         if isinstance(event, CheckedOut):
             self.show(f"measuring revision {event.revision} beside it ...")
         elif isinstance(event, CaseStarted):
-            self._began.setdefault(event.case, time.monotonic())
-            self._show_under_way()
+            self._began = time.monotonic()
+            self.show(f"measuring {case_name(event.case)} ...")
         elif isinstance(event, CaseFinished):
             self.stop()
-            ended = time.monotonic()
-            seconds = ended - self._began.pop(event.judgement.case, ended)
-            line = finished_line(event.judgement, event.number, event.count, seconds)
+            line = finished_line(event.judgement, event.number, event.count, time.monotonic() - self._began)
             line.plain = line.plain if self._harmless is None else self._harmless(line.plain)
             self.say(line)
-            self._show_under_way()
 
     def pass_on(self, line: str) -> None:
         """Print what a workload printed, also where it is quiet."""
         super().pass_on(line if self._harmless is None else self._harmless(line))
-
-    def _show_under_way(self) -> None:
-        if self._began:
-            first, *others = map(case_name, self._began)
-            self.show(f"measuring {first}{f' and {len(others)} beside it' if others else ''} ...")
 
 
 def finished_line(judgement: Judgement, number: int, count: int, seconds: float) -> Text:
@@ -137,34 +124,6 @@ def compared(report: Report) -> str:
     return f"against {report.against}, tolerance {report.tolerance}"
 
 
-@dataclass(frozen=True)
-class FigureWords:
-    """One quantity before and now, as text; `worse` where it went the wrong way."""
-
-    name: str
-    before: str
-    now: str
-    change: str
-    share: str
-    worse: bool
-
-
-def figures(judgement: Judgement) -> Iterator[FigureWords]:
-    """What was measured before and now; nothing where it was not measured twice, or is not to be compared."""
-    before, now = judgement.before, judgement.now
-    if before is None or now is None or judgement.outcome == "unmeasured":
-        return
-    yield _bytes("peak", before.peak_bytes, now.peak_bytes)
-    if before.held_bytes is not None and now.held_bytes is not None:
-        yield _bytes("most held", before.held_bytes, now.held_bytes)
-    if before.least_bytes is not None or now.least_bytes is not None:
-        yield _bytes("least budget", before.least_bytes, now.least_bytes)
-    change = now.largest - before.largest
-    yield FigureWords(
-        "largest fit", largest_words(before), largest_words(now), f"{change:+d}" if change else NONE, "", change < 0
-    )
-
-
 def largest_words(measurement: Measurement) -> str:
     """The largest micro-batch that fits; `(all)` where an update has no more samples, and no larger one was sought."""
     if measurement.largest == 0:
@@ -172,33 +131,13 @@ def largest_words(measurement: Measurement) -> str:
     return f"{measurement.largest} (all)" if measurement.capped else str(measurement.largest)
 
 
-def growth_words(growth: Growth) -> str:
-    """What a growth is of.
-
-    >>> growth_words(Growth(category="optimizer_state", module="blocks.*.mlp", bytes=1))
-    'optimizer state of blocks.*.mlp'
-    """
-    return f"{growth.category.replace('_', ' ')}{f' of {growth.module}' if growth.module else ''}"
-
-
 def remarks(judgement: Judgement) -> Iterator[tuple[str, str]]:
-    """What else is told of a case, each with its kind."""
+    """What else is told of a case, each with its kind; the hint last, which may lead to the command."""
     yield from (("why", reason) for reason in judgement.reasons)
     yield from (("warning", warning) for warning in judgement.warnings)
     yield from (("note", note) for note in judgement.notes)
-
-
-def hint_title(judgement: Judgement) -> str:
-    """What a hint is."""
-    return "way out" if judgement.exit_code else "next"
-
-
-def _bytes(name: str, before: int | None, now: int | None) -> FigureWords:
-    was, is_now = (NONE if one is None else precise_bytes(one) for one in (before, now))
-    if before is None or now is None or before == now:
-        return FigureWords(name, was, is_now, NONE, "", False)
-    grown = now - before
-    return FigureWords(name, was, is_now, signed_bytes(grown), percent(grown, before, sign=True), grown > 0)
+    if judgement.hint:
+        yield "way out" if judgement.exit_code else "next", judgement.hint + (":" if judgement.command else "")
 
 
 def _judgement_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
@@ -207,22 +146,19 @@ def _judgement_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
     yield from (Text(f"  {line}") for line in (judgement.traceback or "").rstrip().splitlines())
     if judgement.explanation:
         yield Text(f"  {judgement.explanation}")
-    if judgement.before is not None and judgement.outcome in ("regressed", "improved"):
-        yield from _figure_lines(judgement)
+    if judgement.before is not None and judgement.now is not None and judgement.outcome in ("regressed", "improved"):
+        yield from _figure_lines(judgement.before, judgement.now)
     elif judgement.now is not None:
-        yield Text(f"  {_measured_words(judgement.now)}")
+        yield Text(f"  {measured_words(judgement.now)}")
     if judgement.outcome == "regressed":
         yield from _growth_lines(judgement)
     for kind, text in remarks(judgement):
         yield from row_lines(console, f"  {kind}", Text(text, "yellow" if kind == "warning" else ""))
-    if judgement.hint:
-        words = f"{judgement.hint}:" if judgement.command else judgement.hint
-        yield from row_lines(console, f"  {hint_title(judgement)}", Text(words))
     if judgement.command:  # On a line of its own, which is never wrapped, so that it can be copied.
         yield Text(f"    {judgement.command}", "cyan")
 
 
-def _measured_words(now: Measurement) -> str:
+def measured_words(now: Measurement) -> str:
     """What was measured, in one line."""
     words = [f"peak {precise_bytes(now.peak_bytes)}"]
     if now.runs:
@@ -232,12 +168,19 @@ def _measured_words(now: Measurement) -> str:
     return ", ".join([*words, f"largest fit {largest_words(now)}", f"parts {format_parts(now.micro_batches)}"])
 
 
-def _figure_lines(judgement: Judgement) -> Iterator[Text]:
-    """Figures before and now, side by side."""
+def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
+    """Figures before and now, side by side; red where they went the wrong way."""
     yield Text(f"  {'':<{_COLUMN}}{'before':>{_COLUMN}}{'now':>{_COLUMN}}{'change':>{_COLUMN}}", "dim")
-    for figure in figures(judgement):
-        cells = f"{figure.before:>{_COLUMN}}{figure.now:>{_COLUMN}}{figure.change:>{_COLUMN}}"
-        yield Text(f"  {figure.name:<{_COLUMN}}{cells}  {figure.share}", "red" if figure.worse else "")
+    rows = [("peak", before.peak_bytes, now.peak_bytes), ("most held", before.held_bytes, now.held_bytes)]
+    for name, was, is_now in [*rows, ("least budget", before.least_bytes, now.least_bytes)]:
+        if was is not None and is_now is not None:
+            more, share = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True))
+            change = f"{more:>{_COLUMN}}  {share}" if is_now != was else f"{NONE:>{_COLUMN}}"
+            cells = f"{precise_bytes(was):>{_COLUMN}}{precise_bytes(is_now):>{_COLUMN}}{change}"
+            yield Text(f"  {name:<{_COLUMN}}{cells}", "red" if is_now > was else "")
+    change = f"{now.largest - before.largest:+d}" if now.largest != before.largest else NONE
+    cells = f"{largest_words(before):>{_COLUMN}}{largest_words(now):>{_COLUMN}}{change:>{_COLUMN}}"
+    yield Text(f"  {'largest fit':<{_COLUMN}}{cells}", "red" if now.largest < before.largest else "")
 
 
 def _growth_lines(judgement: Judgement) -> Iterator[Text]:
@@ -246,6 +189,6 @@ def _growth_lines(judgement: Judgement) -> Iterator[Text]:
         yield Text(f"  {'change':>{_COLUMN}}  for what", "dim")
     for growth in judgement.growths[:_MOST_GROWTHS]:
         change = f" ({growth.change})" if growth.change else ""
-        yield Text(f"  {signed_bytes(growth.bytes):>{_COLUMN}}  {growth_words(growth)}{change}")
+        yield Text(f"  {signed_bytes(growth.bytes):>{_COLUMN}}  {growth.what}{change}")
     if rest := judgement.growths[_MOST_GROWTHS:]:
         yield Text(f"  {signed_bytes(sum(growth.bytes for growth in rest)):>{_COLUMN}}  {len(rest)} more", "dim")

@@ -24,17 +24,10 @@ _MOST_WORSE = 3
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
-def print_verification(
-    console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str], verbose: bool = False
-) -> None:
+def print_verification(console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False) -> None:
     """Draw a verification: one line where all is equal, else the verdict, its causes and what to do.
 
-    Args:
-        console: Where to.
-        found: What it found.
-        command: The words of the command that plans the same workload, offered where all is equal.
-        again: Those of the one that verified it, offered where not.
-        verbose: Draw all that was compared, and every remark.
+    `again` are the words of the command that verified it.
     """
     print_line(console, verdict(found, verbose=verbose))
     for number, cause in enumerate(found.causes):
@@ -52,8 +45,9 @@ def print_verification(
         print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
     if verbose or not found.equivalent:
         print_remarks(console, [("note", note) for note in found.notes], verbose=verbose)
+    if not found.equivalent:
         console.print()
-        _print_next(console, found, command=command, again=again)
+        _print_next(console, found, again)
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:
@@ -94,10 +88,11 @@ def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> Non
     if not all(name in cause.found for name in cause.where):
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
         rows.append(("in", Text(f"{', '.join(cause.where[:_MOST_WORSE])}{more}")))
-    words, code = _split_code(cause.change)
+    code = _FUNCTION.search(cause.change)
+    words = cause.change if code is None else cause.change[: code.start()].rstrip()
     print_rows(console, [*rows, ("change", Text(words))])
-    for line in code:
-        print_line(console, Text(f"  {line}"))
+    if code is not None:  # Never wrapped, so that it can be copied.
+        print_line(console, Text(f"  {code[0]}"))
     frozen = cause.kind == "batchnorm" and "frozen" in cause.change
     done = 'batchnorm="frozen"' if of == 1 and frozen else "this done" if of == 1 else "all of these done"
     proof = f"with {done}, the same comparison is equal"
@@ -105,29 +100,19 @@ def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> Non
     print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
 
 
-def _print_next(console: Console, found: Verification, *, command: Sequence[str], again: Sequence[str]) -> None:
+def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
     """What to do next, to be copied."""
     at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
-    if found.equivalent:
-        words, line = "find the micro-batch that fits:", command
-    elif at_rest:
+    line: Sequence[str] = again if found.causes else ()
+    if at_rest:
         words, line = "see what remains with BatchNorm frozen (-v shows all that was compared):", _frozen(again)
     elif found.causes:
-        words, line = "make the change, and verify again (-v shows all that was compared):", again
+        words = "make the change, and verify again (-v shows all that was compared):"
     else:
-        words, line = "no cause was found by experiment: please report it with the output of --json", ()
+        words = "no cause was found by experiment: please report it with the output of --json"
     console.print(words, soft_wrap=True)
     if line:
         print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
-
-
-def _split_code(change: str) -> tuple[str, list[str]]:
-    """The words of a change, and its lines of code, which are never wrapped, so that they can be copied."""
-    words, newline, code = change.partition("\n")
-    if newline:
-        return words, code.splitlines()
-    found = _FUNCTION.search(change)
-    return (change, []) if found is None else (change[: found.start()].rstrip(), [found[0]])
 
 
 def _frozen(again: Sequence[str]) -> list[str]:

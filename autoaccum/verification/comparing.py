@@ -218,26 +218,19 @@ def find_tolerances(runs: _Runs, *, precision: str, samples: int, double: _Runs 
     roundoffs; where there are none in float64 to compare with, 8 unit roundoffs times the root of the samples, as
     errors of sums grow (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
 
-    Args:
-        runs: Of the batch, in `precision`.
-        precision: `fp64`, `fp32`, `bf16` or `fp16`.
-        samples: Of the batch.
-        double: Of the same batch on the same device in float64; None where that does not run.
+    `double` are runs of the same batch in float64; None where that does not run.
 
     Raises:
         NotMeasuredError: Rounding in that precision is as large as the gradient.
     """
     if precision == "fp64":
-        words = f"{DOUBLE:.0e} of the largest entry, in float64; for the update also what the optimizer makes of"
-        return Tolerances(relative=DOUBLE, rounding=f"{words} gradients that are off by so much")
+        words = f"{DOUBLE:.0e} of the largest entry, in float64; for the update also what the optimizer makes of that"
+        return Tolerances(relative=DOUBLE, rounding=words)
     roundoff = _ROUNDOFF[precision]
     least = _LEAST_ROUNDOFFS * roundoff
     if double is None:
         relative = least * math.sqrt(samples)
-        words = (
-            f"what {precision} may be off: 8 unit roundoffs of {roundoff:.1e} times the root of {samples} samples, as"
-            " the workload does not run in float64 here"
-        )
+        words = f"8 unit roundoffs of {precision} times the root of the samples: the workload does not run in float64"
     else:
         distance = _distance(runs.full(Change(calm=True)), double.full(Change(calm=True)))
         if not _MARGIN * distance < 1:
@@ -247,10 +240,7 @@ def find_tolerances(runs: _Runs, *, precision: str, samples: int, double: _Runs 
                 hint="verify with --precision fp64",
             )
         relative = max(_MARGIN * distance, least)
-        words = (
-            f"4 times the distance of the full batch's loss and gradient in {precision} from float64 ({distance:.1e}),"
-            f" at least 8 unit roundoffs ({least:.1e})"
-        )
+        words = f"4 times the distance of the full batch's loss and gradient in {precision} from float64"
     blind = f"an error below {relative:.1e} of the largest gradient entry is not seen, --precision fp64 sees it"
     return Tolerances(relative=relative, rounding=f"{words}; {blind}")
 

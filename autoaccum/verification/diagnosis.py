@@ -10,19 +10,15 @@ from typing import Literal, NamedTuple
 from autoaccum.accumulation.cautions import balancing_factors
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.verification.comparing import Tolerances
-from autoaccum.verification.coupling_causes import (
-    balancing_cause,
-    batchnorm_cause,
+from autoaccum.verification.inquiry import (
+    Inquiry,
     coupling_causes,
-    draw_cause,
     explain_whole,
-    hook_cause,
+    find_restlessness,
     look_for_coupling,
-    module_cause,
+    make_cause,
     state_cause,
-    statistics_cause,
 )
-from autoaccum.verification.inquiry import Inquiry, find_restlessness
 from autoaccum.verification.loops import explain_loop
 from autoaccum.verification.parts import explain_mixed_terms, explain_parts
 from autoaccum.verification.records import Cause, Comparison
@@ -155,15 +151,12 @@ def _causes(inquiry: Inquiry, found: _Found) -> tuple[Cause, ...]:
 
 def _cause(inquiry: Inquiry, one: _Suspect, found: _Found) -> Cause:
     proved = all(cause.proved for cause in found.explained)
-    if one.kind == "batchnorm":
-        alone = len(found.suspects) == 1 and not found.explained
-        if alone and set(inquiry.differences(UNCHANGED) or ()) == {"buffers"}:
-            return statistics_cause(one.where)
-        return batchnorm_cause(one.where, proved=proved, alone=alone)
     if one.kind == "state":
         return replace(state_cause(inquiry, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
-    make = {"coupled model": module_cause, "balancing loss": balancing_cause, "hook": hook_cause}
-    return make.get(one.kind, draw_cause)(one.where, proved=proved)
+    alone = one.kind == "batchnorm" and len(found.suspects) == 1 and not found.explained
+    if alone and set(inquiry.differences(UNCHANGED) or ()) == {"buffers"}:
+        return make_cause("statistics", one.where, proved=True)
+    return make_cause("module" if one.kind == "coupled model" else one.kind, one.where, proved=proved)
 
 
 def _state_seen(inquiry: Inquiry) -> tuple[Cause, ...]:

@@ -92,18 +92,13 @@ def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
 
 
 class Decomposition:
-    """The runs of one batch and of its parts under one change.
+    """The runs of one batch and of its parts under one change; equal combinations may be `rounding` apart.
 
     Attributes:
         whole: The full batch's update.
         gradient: Of the full batch, flat.
         gradients: Of the parts, flat.
         parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
-
-    Args:
-        runs: Of the batch.
-        change: See there.
-        rounding: How far apart equal combinations may be, relative to the largest entry.
     """
 
     def __init__(self, runs: Runs, change: Change, rounding: float) -> None:

@@ -75,11 +75,7 @@ class Fixture:
         loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
 
     Args:
-        workload: The workload that is verified.
-        precision: See there.
-        device: Where runs are made; the model is moved there.
-        optimizer: A live optimizer of the workload's very model, which is copied with its state; None: one is made
-            for each copy.
+        optimizer: A live one of the workload's very model, which is copied with its state; None: each copy gets one.
 
     Raises:
         WorkloadError: The model cannot be copied, or there is no optimizer to be made of it.

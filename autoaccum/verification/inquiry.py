@@ -1,4 +1,4 @@
-"""One comparison that came out unequal, and whether it would be equal if something were otherwise."""
+"""One comparison that came out unequal: what would make it equal, and causes that couple samples or parts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.coupling import ITSELF, listed, modules
+from autoaccum.accumulation.coupling import ITSELF, Coupling, listed, modules
+from autoaccum.accumulation.halves import find_coupling
 from autoaccum.accumulation.reach import tensor_hooks
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.comparing import Tolerances, compare
-from autoaccum.verification.records import Cause, Comparison, Difference, Quantity
+from autoaccum.verification.factors import LARGER, Decomposition, find_factors
+from autoaccum.verification.fixture import BESIDE
+from autoaccum.verification.records import Cause, CauseKind, Comparison, Difference, Quantity
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload import nests
-from autoaccum.workload.candidates import count_candidates
+from autoaccum.workload.nests import OwnBatch
 
 _SLACK = 16.0
 """Of rounding in one comparison, that of a combination of several runs."""
@@ -181,31 +184,156 @@ def _outputs(runs: Runs) -> list[tuple[str, list[Tensor]]]:
     return found
 
 
-def find_notes(runs: Runs) -> list[str]:
-    """Terms without a gradient, and a batch whose samples cannot tell a right weight from a wrong one."""
-    notes, full, objective = [], runs.full(), runs.objective
-    loose = [name for name in full.terms if name not in full.connected]
-    if loose:
-        notes.append(f"{listed(loose)} of the loss has no gradient, whole or in parts: it is detached, or a constant")
-    is_known = objective.criterion is not None and objective.weight_function is None
-    if objective.reduction == "mean" and not is_known and _hides_weights(runs):
-        notes.append(
-            "all samples of this batch count alike, and a wrong weight would not show: where lengths differ in"
-            " training, let batch(size) give such a batch"
-        )
-    return notes
+KEPT_STATE = (
+    "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
+    " each part"
+)
+"""The way out where `has_kept_state`."""
 
 
-def _hides_weights(runs: Runs) -> bool:
-    """Whether there are tokens or masks to count, and every way to count them gives the same shares."""
-    leaves = nests.tensors(runs.batch)
-    counted = any(one.ndim > 1 and not (one.is_floating_point() or one.is_complex()) for one in leaves)
-    if len(runs.parts) < 2 or not counted:
+def look_for_coupling(inquiry: Inquiry) -> Coupling:
+    """Find the modules that give a sample another output beside other samples, and whether the loss mixes samples."""
+    runs = inquiry.runs
+    with runs.fixture.running():
+        copied = runs.fixture.fresh()
+        return find_coupling(copied.model, copied.objective, runs.batch, inquiry.cuts[-1].sizes, runs.fixture.beside)
+
+
+def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
+    """What was seen to couple samples, where putting it out of the way was not enough."""
+    found: dict[str, list[str]] = {text: [] for text in ("batchnorm", "beside", "pairs", "module")}
+    for name in coupling.modules:
+        is_beside, is_pair = name.startswith(BESIDE), name in coupling.pairs
+        text = "beside" if is_beside else "pairs" if is_pair else "module"
+        found["batchnorm" if name in inquiry.batchnorms else text].append(name)
+    causes = [make_cause(text, tuple(names)) for text, names in found.items() if names]
+    return (*causes, _loss_cause(inquiry)) if coupling.loss else tuple(causes)
+
+
+_TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
+    "statistics": (
+        "batchnorm",
+        "each part updates the running statistics of {modules} by itself; gradients are the same",
+        'batchnorm="running", which updates them as the full batch would',
+    ),
+    "batchnorm": (
+        "batchnorm",
+        "BatchNorm normalises by the micro-batch, not by the whole batch, in {modules}",
+        'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
+        ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only',
+    ),
+    "module": (
+        "coupled model",
+        "a sample's output depends on the others of its micro-batch in {modules}",
+        "let it look at one sample at a time, as LayerNorm and GroupNorm do, call eval() on it where it heeds that, or"
+        f" leave it out; {LARGER}",
+    ),
+    "beside": (
+        "coupled model",
+        "a sample's output depends on the others of its micro-batch in {modules}, which the loss calls and the model"
+        " does not hold",
+        f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}",
+    ),
+    "pairs": (
+        "coupled model",
+        "a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules}: the samples of a"
+        " micro-batch know nothing of the others",
+        f"no weight mends that: {LARGER}",
+    ),
+    "balancing loss": (
+        "coupled loss",
+        "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
+        " micro-batch at once",
+        "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most training"
+        f" does; {LARGER}",
+    ),
+    "randomness": (
+        "randomness",
+        "what is drawn is not of one sample each, in {names}: it mixes samples, as an order does",
+        "draw for each sample by itself, or mix samples where the batch is made, before it is cut",
+    ),
+    "hook": (
+        "hook",
+        "hooks on the gradient of {names} see that of each micro-batch, not that of the update",
+        "change gradients once per update, after the last micro-batch and before optimizer.step()",
+    ),
+}
+
+
+def make_cause(text: str, names: tuple[str, ...], *, proved: bool = False) -> Cause:
+    """The cause that these modules, parameters or lines make, by a name of `_TEXTS`."""
+    kind, found, change = _TEXTS[text]
+    said = found.format(modules=modules(names), names=listed(names))
+    return Cause(kind=kind, found=said, change=change, where=names, proved=proved)
+
+
+def has_kept_state(runs: Runs) -> bool:
+    """Whether an accumulated update that raises would run if each part began with the state that the first began with.
+
+    So it is with an RNN that keeps its hidden state, whose first dimension is that of the part before.
+    """
+    try:
+        runs.full(Change(fresh_state=True))
+    except AutoaccumError:
         return False
-    candidates = [one for one in count_candidates(runs.batch, runs.parts) if _counts_entries(one.code)]
-    return len({candidate.shares(0) for candidate in candidates}) <= 1
+    return True
 
 
-def _counts_entries(code: str) -> bool:
-    """Whether it counts entries that are not padding; other ids, and sums of ids, always differ."""
-    return code.startswith("len(") or "!= -100)" in code or "!= 0)" in code or "mask" in code.lower()
+def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Cause:
+    """State that is kept between calls: attributes and buffers that a run changes.
+
+    `without` is what else was put out of the way, but not this.
+    """
+    differing = set(inquiry.differences(without) or ())
+    if differing == {"buffers"}:
+        found = (
+            f"every call changes {listed(names)}, {len(inquiry.runs.sizes)} times in an update, as it counts or"
+            " averages over micro-batches; losses and gradients are the same"
+        )
+        change = (
+            "change it once per update, in the training loop and not in forward; where a value by micro-batches will"
+            " do, leave it as it is"
+        )
+        return Cause(kind="state", found=found, change=change, where=names)
+    if "gradients" in differing and "loss" not in differing and inquiry.method == "accumulator":
+        found = (
+            f"{listed(names)} is kept from the first part without its graph: losses agree, and later parts have no"
+            " gradient through it"
+        )
+        change = "compute it in every call while training, or keep it only under eval()"
+        return Cause(kind="detached", found=found, change=change, where=names)
+    found = f"state is kept between calls: each part begins with what the one before has left in {listed(names)}"
+    change = "reset it before each part, pass it in with the batch, or leave it alone while training"
+    return Cause(kind="state", found=found, change=change, where=names)
+
+
+def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
+    """The cause where no weights at all make the full batch's gradient of its parts'; None where that cannot be told.
+
+    So it is with a mixup in the loss, which mixes samples before the model sees them.
+    `change` puts BatchNorm, state and random draws out of the way.
+    """
+    try:
+        cuts = [Decomposition(cut, change, inquiry.rounding) for cut in inquiry.cuts]
+    except AutoaccumError:
+        return None
+    found = [find_factors(cut.gradient, cut.gradients) for cut in cuts]
+    is_whole = any(one is not None and one.residual > inquiry.rounding for one in found)
+    if not is_whole or len(cuts[0].whole.terms) > 1:  # Each term may have weights of its own.
+        return None
+    return _loss_cause(inquiry)
+
+
+def _loss_cause(inquiry: Inquiry) -> Cause:
+    """A loss, or what it does with the batch before the model, that mixes samples."""
+    found = (
+        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch, outputs of shape"
+        " (n, 1) beside targets of shape (n,)): those of a part know nothing of the others"
+    )
+    first = "see first that split(batch, sizes) returns each sample once, in order; if it does, "
+    change = (
+        f"{first if isinstance(inquiry.runs.batch, OwnBatch) else ''}give what is compared the same shape; otherwise"
+        " no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
+        f" and given along with each sample; of outputs, {LARGER}"
+    )
+    return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))

@@ -24,55 +24,27 @@ from autoaccum.verification.factors import (
     share,
 )
 from autoaccum.verification.inquiry import Inquiry
-from autoaccum.verification.records import Cause
+from autoaccum.verification.records import Cause, CauseKind
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change, Outcome
 from autoaccum.workload.candidates import count_candidates
 
-_SHARES = "they count for {factors}, their shares are {shares}"
 _FOUND: Mapping[Fault, str] = {
-    "zeroed": (
-        "only the last part counts: gradients are zeroed between the parts, or backward() is called after the loop, of"
-        " the last loss only"
-    ),
-    "left out": "some parts are left out: " + _SHARES,
-    "undivided": "the losses of the parts are added up undivided: " + _SHARES,
-    "divided twice": "the losses of the parts are divided twice: " + _SHARES,
-    "mean of means": (
-        "every part's mean counts for {factors}, though parts divide by different counts: their shares are {shares}"
-    ),
-    "constant": "the losses are divided by a fixed number, here of {parts} parts: " + _SHARES,
-    "scaled": "the parts are wrongly divided: " + _SHARES,
-    "uneven": "the parts are wrongly weighted: " + _SHARES,
+    "zeroed": "only the last part counts: gradients are zeroed between the parts, or backward() is called after the"
+    " loop, of the last loss only",
+    "left out": "some parts are left out: {counts}",
+    "undivided": "the losses of the parts are added up undivided: {counts}",
+    "divided twice": "the losses of the parts are divided twice: {counts}",
+    "mean of means": "every part's mean counts alike, though parts divide by different counts: {counts}",
+    "constant": "the losses are divided by a fixed number, here of {parts} parts: {counts}",
+    "scaled": "the parts are wrongly divided: {counts}",
+    "uneven": "the parts are wrongly weighted: {counts}",
 }
 _CHANGES: Mapping[Fault, str] = {
     "zeroed": "call backward() for every part, within the loop, and zero_grad() once, before the first part",
     "left out": "run every part of the window forward and backward",
 }
-_TERMS = Cause(
-    kind="accumulate",
-    found=(
-        "the terms of the loss divide by different counts, and the loop does not give each its own share, by which the"
-        " Accumulator comes to the full batch's gradient"
-    ),
-    change=(
-        "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of the"
-        " window; then backward() of their sum"
-    ),
-)
 
-_REGULARISER = Cause(
-    kind="regulariser",
-    found=(
-        "the loop's gradient is the full batch's, and once more for each part but the first a term that is the same for"
-        " any batch, as a regulariser is"
-    ),
-    change=(
-        "multiply that term by the share of the part as well, as (loss + term) * count / total, or add it once in a"
-        " window"
-    ),
-    proved=True,
-)
 _NONE = 1e-12
 """Of the largest entry of the full gradient: below, there is no gradient."""
 
@@ -94,21 +66,29 @@ def explain_loop(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
     except AutoaccumError:
         return None
     fault = name_fault(cut, other)
+    counts = f"they count for {numbers(cut.factors)}, their shares are {numbers(cut.shares)}"
     if scale is not None:
-        return (_scale_cause(scale, cut, None if is_close(cut.ratio, scale) else _right_line(runs, counted)),)
-    if norm is not None and (fault in ("constant", "scaled") or cut.shrinks):
-        return (_clip_cause(norm, every_part=fault not in ("constant", "scaled")),)
+        undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
+        return _told(
+            f"gradients are left multiplied by {scale:g}, as by a GradScaler: {counts}",
+            undo if is_close(cut.ratio, scale) else f"{undo}; and {_right_line(runs, counted)}",
+            proved=True,
+        )
+    if norm is not None and (fault in ("constant", "scaled") or _shrinks(cut.ratios)):
+        found = f"the loop clips the gradient: its norm is {norm:g}, and that of the full batch is not clipped here"
+        return _told(found, "leave clipping out of accumulate(): clip once per update, after it")
     if fault is None:
         return None
     fault = "scaled" if fault == "mean of means" and counted == SUM else fault
-    return (
-        Cause(
-            kind="last window" if fault == "constant" and inquiry.window == "last" else "accumulate",
-            found=_FOUND[fault].format(factors=numbers(cut.factors), shares=numbers(cut.shares), parts=cut.parts),
-            change=_CHANGES.get(fault) or _right_line(runs, counted),
-            proved=True,
-        ),
-    )
+    found = _FOUND[fault].format(counts=counts, parts=cut.parts)
+    kind: CauseKind = "last window" if fault == "constant" and inquiry.window == "last" else "accumulate"
+    return _told(found, _CHANGES.get(fault) or _right_line(runs, counted), kind=kind, proved=True)
+
+
+def _told(
+    found: str, change: str, *, kind: CauseKind = "accumulate", where: tuple[str, ...] = (), proved: bool = False
+) -> tuple[Cause]:
+    return (Cause(kind=kind, found=found, change=change, where=where, proved=proved),)
 
 
 def _made_otherwise(inquiry: Inquiry, parts: Decomposition, change: Change) -> tuple[Cause, ...] | None:
@@ -120,19 +100,27 @@ def _made_otherwise(inquiry: Inquiry, parts: Decomposition, change: Change) -> t
     if unreached:
         found = f"the loop's gradient does not reach {listed(unreached)}, the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
-        return (Cause(kind="detached", found=found, change=whole, where=unreached),)
+        return _told(found, whole, kind="detached", where=unreached)
     if _counts_with_parts(inquiry, parts, change):
-        return (_REGULARISER,)
+        return _told(
+            "the loop's gradient is the full batch's, and once more for each part but the first a term that is the"
+            " same for any batch, as a regulariser is",
+            "multiply that term by the share of the part as well, as (loss + term) * count / total, or add it once in"
+            " a window",
+            kind="regulariser",
+            proved=True,
+        )
     if not own_shares(parts.runs, list(parts.whole.terms)):
-        return (_TERMS,)
+        return _told(
+            "the terms of the loss divide by different counts, and the loop does not give each its own share",
+            "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of"
+            " the window; then backward() of their sum",
+        )
     gradients = (inquiry.differences(change) or {}).get("gradients")
-    return (
-        Cause(
-            kind="accumulate",
-            found="the loop's gradient is made of something else than the gradients of loss(model, part)",
-            change="compute the loss of a part in the loop as loss(model, part) does",
-            where=() if gradients is None or gradients.where is None else (gradients.where,),
-        ),
+    return _told(
+        "the loop's gradient is made of something else than the gradients of loss(model, part)",
+        "compute the loss of a part in the loop as loss(model, part) does",
+        where=() if gradients is None or gradients.where is None else (gradients.where,),
     )
 
 
@@ -189,29 +177,6 @@ def _round_norm(own: Outcome) -> float | None:
     norm = float(torch.stack(rows).norm()) if rows else 0.0
     rounded = float(f"{norm:.1g}")
     return rounded if 0 <= rounded - norm <= 1e-4 * rounded else None
-
-
-def _clip_cause(norm: float, *, every_part: bool) -> Cause:
-    shrunk = "every part shrinks what came before it" if every_part else "that of the full batch is not clipped here"
-    return Cause(
-        kind="accumulate",
-        found=f"the loop clips the gradient: its norm is {norm:g}, and {shrunk}",
-        change="leave clipping out of accumulate(): clip once per update, after it",
-    )
-
-
-def _scale_cause(scale: float, cut: Cut, line: str | None) -> Cause:
-    """A loss scale; `line` where the losses are not divided either."""
-    undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
-    return Cause(
-        kind="accumulate",
-        found=(
-            f"gradients are left multiplied by {scale:g}, as by a GradScaler:"
-            f" {_SHARES.format(factors=numbers(cut.factors), shares=numbers(cut.shares))}"
-        ),
-        change=undo if line is None else f"{undo}; and {line}",
-        proved=True,
-    )
 
 
 def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
@@ -281,18 +246,11 @@ class Cut:
         """How many times too large every part's factor is, where it is the same for all."""
         return _constant(self.ratios)
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether every part counts for more of its share than the one before, as where each clips what there is."""
-        ratios = self.ratios
-        grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
-        return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
-    @property
-    def missing(self) -> list[int]:
-        """Indices of parts that should count, and do not."""
-        pairs = enumerate(zip(self.factors, self.shares, strict=True))
-        return [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
+def _shrinks(ratios: Sequence[float]) -> bool:
+    """Whether every part counts for more of its share than the one before, as where each clips what there is."""
+    grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
+    return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
 
 def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
@@ -311,8 +269,10 @@ def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
     """
     if is_close(cut.ratio, 1.0):
         return None
-    if cut.missing:
-        return "zeroed" if cut.missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
+    pairs = enumerate(zip(cut.factors, cut.shares, strict=True))
+    missing = [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
+    if missing:
+        return "zeroed" if missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
     cuts = [cut] if other is None else [cut, other]
     if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in cuts):
         return "undivided"

@@ -6,12 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from autoaccum.errors import UsageError
-from autoaccum.planning.files import write_text
-from autoaccum.records import RecordError, freeze, read_record, to_plain
+from autoaccum.records import freeze, to_plain
 
 SCHEMA = 1
 
@@ -143,45 +140,11 @@ class Verification:
     def to_json(self) -> str:
         """The record as indented JSON, the schema first; an error that is infinite is null, `error_text` says so."""
         record = to_plain(self)
-        for difference in _differences(record):
+        for difference in (each for comparison in record["comparisons"] for each in comparison["differences"]):
             error = difference["error"]
             difference["error_text"] = f"{error:.3g}" if math.isfinite(error) else "infinite"
             difference["error"] = error if math.isfinite(error) else None
         return json.dumps({"schema": record.pop("schema"), **record}, indent=2, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "the text") -> Verification:
-        """Read what `to_json` wrote; fields that a later version added are passed over.
-
-        Raises:
-            UsageError: The text is damaged, no verification, or of a newer schema. `source` names it in the message.
-        """
-        try:
-            record = json.loads(text)
-            if record["schema"] > SCHEMA:
-                raise UsageError(f"{source} is of schema {record['schema']}, known is {SCHEMA}", hint=_AGAIN)
-            for difference in _differences(record):
-                difference["error"] = math.inf if difference["error"] is None else difference["error"]
-            return read_record(record, cls)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
-        except (RecordError, KeyError, TypeError) as error:
-            raise UsageError(f"{source} is no verification ({error})", hint=_AGAIN) from None
-
-    def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write it to a file, whole or not at all.
-
-        Raises:
-            UsageError: There is a file and `force` is not given, or it cannot be written.
-        """
-        write_text(Path(path), self.to_json(), force=force)
-
-
-_AGAIN = "verify again with `autoaccum verify`"
-
-
-def _differences(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [difference for comparison in record["comparisons"] for difference in comparison["differences"]]
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.draws import DrawMismatch, Draws, HostDraws
+from autoaccum.accumulation.draws import DrawMismatch, Draws, HostDraws, host_places
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.random_calls import RandomCalls
+from autoaccum.accumulation.random_calls import RandomCalls, calm
+from autoaccum.accumulation.randomness import RandomState
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.comparing import distance, largest_entry
 from autoaccum.verification.fixture import Fixture
-from autoaccum.verification.host_generators import calmed, host_state, seeded_otherwise, whose
 from autoaccum.verification.updates import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.weights import Objective
@@ -55,9 +58,9 @@ class Pair:
     is_calm: bool
     uses_host: bool
 
-    def joined(self) -> AbstractContextManager[None]:
+    def joined(self) -> AbstractContextManager[Any]:
         """Around another full run."""
-        return calmed() if self.is_calm else self.draws.joined()
+        return calm() if self.is_calm else self.draws.joined()
 
 
 class Runs:
@@ -74,9 +77,6 @@ class Runs:
         mismatch: Why draws could not be joined; None where they could.
 
     Args:
-        fixture: The workload, in one precision.
-        batch: The whole batch, on the CPU as the workload makes it.
-        sizes: How it is cut.
         held: Why draws do nothing from the start; None where they are joined.
     """
 
@@ -98,8 +98,7 @@ class Runs:
     def draw_sites(self) -> tuple[str, ...]:
         """Where random numbers are drawn, and were joined for the full batch."""
         pair = self._pair(UNCHANGED)
-        whose_host = self.host_freedom()
-        return () if pair.is_calm else (*pair.draws.sites, *([f"{whose_host} generators"] if whose_host else []))
+        return () if pair.is_calm else pair.draws.sites
 
     @cached_property
     def draws_mix(self) -> bool | None:
@@ -133,7 +132,7 @@ class Runs:
         pair = self._pair(change)
         if change not in self._owns:
             seed_everything()
-            with calmed() if pair.is_calm else nullcontext():
+            with calm() if pair.is_calm else nullcontext():
                 self._owns[change] = Run(self.fixture, change).own(self.parts, pair.draws.take, pair.draws.end_part)
         return self._owns[change]
 
@@ -144,27 +143,32 @@ class Runs:
             self.own()
         return Runs(self.fixture, self._given, self.sizes, _ANY_ORDER) if sites else self
 
-    def host_freedom(self) -> str | None:
-        """Whose generators change the full batch's gradient, and draw otherwise for parts; None where none does.
+    def depends_on_host(self) -> bool:
+        """Whether parts may draw otherwise from Python's or NumPy's generators, and that changes the full gradient.
 
         They draw where no one sees it, so that what they draw cannot be given to another run.
         """
-        pair = self._pair(UNCHANGED)
+        pair, generators = self._pair(UNCHANGED), self.fixture.generators
         if not pair.uses_host:
-            return None
+            return False
         seed_everything()
-        with pair.joined(), seeded_otherwise(self.fixture.generators):
-            before = host_state()
-            other = Run(self.fixture).full(self.batch, pair.draws.end_part)
-            names = whose(before, self.fixture.generators)
-        return names if self._differ(pair.full, other) else None
+        before = RandomState(generators=generators)
+        with pair.joined():
+            drawing: Any
+            for drawing in (random, np.random, *generators):
+                drawing.random()
+            try:
+                other = Run(self.fixture).full(self.batch, pair.draws.end_part)
+            finally:
+                before.restore()
+        return self._differ(pair.full, other)
 
     def part(self, index: int, change: Change = UNCHANGED) -> Outcome:
         """The loss and the gradient of one part alone, under its draws, multiplied by no share; run anew each time."""
         pair = self._pair(change)
         seed_everything()
         try:
-            with calmed() if pair.is_calm else pair.draws.of_part(index):
+            with calm() if pair.is_calm else pair.draws.of_part(index):
                 run = Run(self.fixture, change)
                 return run.part(self.parts[index], lambda own: pair.draws.take(index, own))
         except DrawMismatch as error:
@@ -201,22 +205,20 @@ class Runs:
         return self._pairs[change]
 
     def _calm(self, change: Change) -> Pair:
-        """Both updates with random operations that do nothing."""
-        pair = self._try_calm(change, onward=False)
-        if not pair.uses_host or not self._differ(pair.full, pair.accumulated):
-            return pair
-        other = self._try_calm(change, onward=True)
-        return pair if self._differ(other.full, other.accumulated) else other
-
-    def _try_calm(self, change: Change, *, onward: bool) -> Pair:
-        draws = Draws(self.sizes, host=HostDraws(self.fixture.generators, onward=onward))
-        seed_everything()
-        with calmed():
-            accumulated = Run(self.fixture, change).accumulated(self.batch, self.parts, draws.take, draws.end_part)
-        seed_everything()
-        with calmed():
-            full, uses_host = self._full(change, draws)
-        return Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host)
+        """Both updates with random operations that do nothing; parts begin alike, or go on where only that is equal."""
+        made: list[Pair] = []
+        for onward in (False, True):
+            draws = Draws(self.sizes, host=HostDraws(self.fixture.generators, onward=onward))
+            seed_everything()
+            with calm():
+                accumulated = Run(self.fixture, change).accumulated(self.batch, self.parts, draws.take, draws.end_part)
+            seed_everything()
+            with calm():
+                full, uses_host = self._full(change, draws)
+            made.append(Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host))
+            if not uses_host or not self._differ(full, accumulated):
+                return made[-1]
+        return made[0]
 
     def _joined(self, change: Change) -> tuple[Pair, DrawMismatch | None]:
         """Both updates under joined draws; under calm ones where those cannot be joined, and why."""
@@ -264,10 +266,10 @@ class Runs:
 
     def _full(self, change: Change, draws: Draws) -> tuple[Outcome, bool]:
         """The full update, and whether Python's or NumPy's generators may have been drawn from."""
-        before = host_state()
+        before = pickle.dumps(host_places(()))
         full = Run(self.fixture, change).full(self.batch, draws.end_part)
         may_draw = bool(self.fixture.generators or self.fixture.keeps_generators)
-        return full, may_draw or host_state() != before
+        return full, may_draw or pickle.dumps(host_places(())) != before
 
     def _differ(self, full: Outcome, other: Outcome) -> bool:
         """Whether gradients are further apart than rounding in any sum brings them."""

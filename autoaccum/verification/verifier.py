@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
+from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.randomness import RandomState
-from autoaccum.accumulation.schedule import check_multiple, split_evenly
+from autoaccum.accumulation.schedule import check_multiple, format_parts, split_evenly
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.in_place.subjects import Tried
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.rehearsal import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.options import Options
 from autoaccum.verification.comparing import (
     Tolerances,
     allow_own,
@@ -24,12 +26,10 @@ from autoaccum.verification.comparing import (
     with_move,
     with_update,
 )
-from autoaccum.verification.coupling_causes import KEPT_STATE, has_kept_state
 from autoaccum.verification.diagnosis import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
-from autoaccum.verification.inquiry import find_notes
+from autoaccum.verification.inquiry import KEPT_STATE, has_kept_state
 from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Method, Verification, Window
-from autoaccum.verification.request import VerifyRequest, last_window, loaded_window
 from autoaccum.verification.runs import Runs
 from autoaccum.verification.updates import Change
 from autoaccum.workload.batches import split_batch
@@ -45,19 +45,28 @@ _ONE_VALUE = "more than 1 value per channel"
 
 
 class Verifier:
-    """Makes one verification of what a request asks for."""
+    """Makes one verification of `subject`, which the record calls `reference`, in parts of at most `micro` samples."""
 
-    def __init__(self, request: VerifyRequest, subject: Tried, reference: str) -> None:
-        self._request, self._subject, self._reference = request, subject, reference
+    def __init__(
+        self,
+        subject: Tried,
+        reference: str,
+        options: Options,
+        target: int,
+        micro: int,
+        on_event: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._subject, self._reference, self._options = subject, reference, options
+        self._target, self._tell = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
-        self._precision = cast("Precision", request.options.precision or "fp64")  # Which may give way to float32.
+        self._precision = cast("Precision", options.precision or "fp64")  # Which may give way to float32.
         self._double: Fixture | None = None
         self._each = subject.workload.multiple_of or 1
-        check_multiple(request.target_batch, self._each, "the target batch")
-        self._micro_batch = max(request.micro_batch // self._each, 1) * self._each
-        if self._micro_batch == request.target_batch:
+        check_multiple(target, self._each, "the target batch")
+        self._micro_batch = max(micro // self._each, 1) * self._each
+        if self._micro_batch == target:
             raise UsageError(
                 f"micro-batches are to be multiples of {self._each}, and there are {self._each} samples",
                 hint=f"give a target batch of {2 * self._each}",
@@ -65,7 +74,7 @@ class Verifier:
 
     def run(self, began: float) -> Verification:
         """Compare, and where something differs, find out why; `began` is when the call came, of `time.monotonic`."""
-        target, micro, each = self._request.target_batch, self._micro_batch, self._each
+        target, micro, each = self._target, self._micro_batch, self._each
         seed_everything()
         self._batch = self._take_batch(target)
         self._random = RandomState()
@@ -85,7 +94,7 @@ class Verifier:
     def _take_batch(self, target: int) -> Any:
         """Real samples where there are some, since those of a worst case may all weigh the same."""
         workload = self._subject.workload
-        if self._request.options.worst_of is None:
+        if self._options.worst_of is None:
             return take_small_batch(workload, target)
         with users_code(f"batch({target})"):
             return workload.build_batch(target)
@@ -95,7 +104,7 @@ class Verifier:
         try:
             return self._runs_in(self._precision, sizes)
         except WorkloadError as error:
-            if self._request.options.precision is not None:
+            if self._options.precision is not None:
                 raise
             failure = error
         self._precision = "fp32"
@@ -119,7 +128,7 @@ class Verifier:
         self._random.restore()  # Each precision begins with the same weights.
         workload, optimizer = self._subject.workload, self._subject.optimizer
         with users_code("model()"):
-            fixture = Fixture(workload, precision=precision, device=self._request.options.device, optimizer=optimizer)
+            fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
         runs = Runs(fixture, self._batch, sizes)
         with users_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
@@ -138,34 +147,27 @@ class Verifier:
         return runs
 
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
-        """Compare a shorter window; of even parts where uneven ones raise, as BatchNorm does of one sample.
+        """Compare a shorter window.
 
-        Where neither runs it is left out, which is said: state that is kept may have the size of the parts before.
+        Where it does not run it is left out, which is said: BatchNorm refuses a single sample, and state that is kept
+        may have the size of the parts before.
         """
-        target, micro, failure = self._request.target_batch, self._micro_batch, None
-        uneven = last_window(target, micro, self._each)
-        if uneven is None:
+        sizes = last_window(self._target, self._micro_batch, self._each)
+        if sizes is None:
             return
-        even = last_window(target, micro, 2) if not (self._each > 1 or target % 2 or micro % 2) else None
-        for sizes in [uneven] if even is None else [uneven, even]:
-            part, _ = split_batch(self._batch, [sum(sizes), target - sum(sizes)])
-            runs = Runs(fixture, part, sizes)
-            try:
-                runs.full()
-            except WorkloadError as error:
-                failure = failure or error
-                continue
-            if failure is not None and _ONE_VALUE not in failure.message:
-                why = f"a window of {_words(uneven)} raises ({first_line(failure.message)})"
-                self._note([f"micro-batches are taken to be even: {why}"])
+        part, _ = split_batch(self._batch, [sum(sizes), self._target - sum(sizes)])
+        runs = Runs(fixture, part, sizes)
+        try:
+            runs.full()
+        except WorkloadError as error:
+            is_single = _ONE_VALUE in error.message
+            if not is_single and not self._causes:
+                hint = "where samples come in groups of N, give --multiple-of N"
+                raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
+            why = "BatchNorm runs no single sample" if is_single else first_line(error.message)
+            self._note([f"the shorter window of {format_parts(sizes)} was left out: {why}"])
+        else:
             self._compare_both(runs, "last", tolerances)
-            return
-        assert failure is not None
-        is_single = _ONE_VALUE in failure.message
-        if not is_single and not self._causes:
-            raise failure
-        why = "BatchNorm runs no single sample" if is_single else first_line(failure.message)
-        self._note([f"the shorter window of {_words(uneven)} was left out: {why}"])
 
     def _compare_both(self, runs: Runs, window: Window, tolerances: Tolerances) -> None:
         """By the Accumulator, and by the workload's own loop where it has one."""
@@ -181,7 +183,10 @@ class Verifier:
         self._comparisons.append(found)
         self._tell(Compared(found))
         self._note_draws(runs, method)
-        self._note(find_notes(runs))
+        loose = [name for name in runs.full().terms if name not in runs.full().connected]
+        if loose:
+            why = "it is detached, or a constant"
+            self._note([f"{listed(loose)} of the loss has no gradient, whole or in parts: {why}"])
         if not found.equal and not known:
             self._diagnose(runs, found, tolerances)
 
@@ -198,8 +203,12 @@ class Verifier:
         except (WorkloadError, NotMeasuredError) as error:
             self._note([f"the cause could not be sought: {first_line(error.message)}"])
             return
-        if not any(cause.proved for cause in causes):
-            _refuse_host_draws(runs)
+        if not any(cause.proved for cause in causes) and runs.depends_on_host():
+            raise NotMeasuredError(
+                "parts draw otherwise from Python's or NumPy's generators than the full batch does, and what those draw"
+                " cannot be given to another run",
+                hint="draw with torch (torch.rand, torch.randperm), whose draws are matched, or in batch(size)",
+            )
         known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
         is_unknown = any(cause.kind == "unknown" for cause in self._causes)
         new = [one for one in causes if (one.kind, one.where, one.change) not in known]
@@ -223,7 +232,7 @@ class Verifier:
     def _note_draws(self, runs: Runs, method: Method) -> None:
         if runs.mismatch is not None:
             beside = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
-            where = f"in the full batch's update and {beside} by {_words(runs.sizes)}"
+            where = f"in the full batch's update and {beside} by {format_parts(runs.sizes)}"
             self._note([f"random draws were held at values that do nothing, {where}: {runs.mismatch}"])
 
     def _note(self, notes: Sequence[str]) -> None:
@@ -233,7 +242,7 @@ class Verifier:
         workload, objective = self._subject.workload, self._subject.workload.objective
         return Verification(
             equivalent=all(comparison.equal for comparison in self._comparisons),
-            target_batch=self._request.target_batch,
+            target_batch=self._target,
             micro_batch=self._micro_batch,
             precision=self._precision,
             device=str(runs.fixture.device),
@@ -263,10 +272,6 @@ class Verifier:
             "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
             "optimizer": type(trained.optimizer).__name__,
         }
-
-    def _tell(self, event: Any) -> None:
-        if self._request.on_event is not None:
-            self._request.on_event(event)
 
 
 def _compared(runs: Runs, method: Method, window: Window, tolerances: Tolerances) -> tuple[Comparison, Tolerances]:
@@ -302,16 +307,28 @@ def _odd_gradient(runs: Runs) -> str | None:
     return next((name for name, gradient in full.gradients.items() if not is_finite(gradient)), None)
 
 
-def _refuse_host_draws(runs: Runs) -> None:
-    """Where no cause is proved, and other draws of Python's or NumPy's would give another gradient, these may be it."""
-    whose = runs.host_freedom()
-    if whose is not None:
-        raise NotMeasuredError(
-            f"parts draw otherwise from {whose} generators than the full batch does, and what those draw cannot be"
-            " given to another run",
-            hint="draw with torch (torch.rand, torch.randperm), whose draws are matched, or where the batch is made",
-        )
+def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
+    """The parts of a shorter window, as at the end of an epoch, uneven where that is possible.
+
+    >>> last_window(16, 4), last_window(16, 1), last_window(5, 4)
+    ((4, 3), (1, 1), None)
+    >>> last_window(16, 4, 2)
+    (4, 2)
+    """
+    if multiple_of > 1:
+        counted = last_window(target // multiple_of, micro // multiple_of)
+        return None if counted is None else tuple(part * multiple_of for part in counted)
+    cut = [tuple(split_evenly(samples, micro)) for samples in range(min(2 * micro, target) - 1, micro, -1)]
+    if micro == 1 and target > 2:
+        return (1, 1)
+    return next((parts for parts in cut if len(set(parts)) > 1), cut[0] if cut else None)
 
 
-def _words(sizes: tuple[int, ...]) -> str:
-    return " + ".join(map(str, sizes))
+def loaded_window(samples: int, micro: int) -> tuple[int, ...]:
+    """The parts as a DataLoader of batches of `micro` gives them.
+
+    >>> loaded_window(16, 6)
+    (6, 6, 4)
+    """
+    whole, left = divmod(samples, micro)
+    return (micro,) * whole + ((left,) if left else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import warnings
@@ -10,24 +11,32 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.ranks import check_launch
+from autoaccum.checks import read_count
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.host_meter import data_limit, read_process_memory
 from autoaccum.devices.in_place.keeper import StateKeeper
+from autoaccum.devices.in_place.subjects import LiveObjects, Tried, prepare
 from autoaccum.devices.interruptions import Interruptions
 from autoaccum.devices.recording import describe_failure, failure_error
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import OptionArguments, Options
+from autoaccum.planning.device_choice import check_device
+from autoaccum.planning.subjects import choose_way
 from autoaccum.training.seeds import kept_randomness
 from autoaccum.verification.records import Event, Verification
-from autoaccum.verification.request import VerifyRequest, find_subject
 from autoaccum.verification.verifier import Verifier
+from autoaccum.workload.loading import load_workload
+from autoaccum.workload.optimizers import check_optimizer
+from autoaccum.workload.samples import adapt, replace_given
+from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import exit_blamed
 
 if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
-    from autoaccum.workload.spec import Workload
+_SAMPLES_LOOKED_AT = 4
+"""In a dataset, for each of the batch."""
 
 
 def verify(
@@ -81,32 +90,70 @@ def verify(
     """
     check_launch()
     began = time.monotonic()
+    target, micro = _read_sizes(target_batch, micro_batch)
     given: Any = {"device": "cpu", **options}
+    asked = Options.of("verify", given)
+    if asked.device == "auto":
+        raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
+    check_device(asked.device)
     parts = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    request = VerifyRequest(
-        workload=workload,
-        parts={**parts, "split": split, "size": size, "reduction": reduction},
-        options=Options.of("verify", given),
-        accumulate=accumulate,
-        target_batch=target_batch,
-        micro_batch=micro_batch,
-        on_event=on_event,
-    )
-    with kept_randomness(), exit_blamed("the workload"):
-        return _verify(request, began)
-
-
-def _verify(request: VerifyRequest, began: float) -> Verification:
-    tried, reference = find_subject(request)
-    from_file = isinstance(request.workload, (str, os.PathLike))
+    parts |= {"split": split, "size": size, "reduction": reduction}
 
     def work(interruptions: Interruptions) -> Verification:
         with warnings.catch_warnings(), _within_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
             with interruptions.window():
-                return _run(Verifier(request, tried, reference), began)
+                return _run(Verifier(tried, reference, asked, target, micro, on_event), began)
 
-    return StateKeeper(tried, at_once=True).run(work)
+    with kept_randomness(), exit_blamed("the workload"):
+        tried, reference = _find_subject(workload, parts, asked, accumulate, target)
+        from_file = isinstance(workload, (str, os.PathLike))
+        return StateKeeper(tried, at_once=True).run(work)
+
+
+def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
+    target = read_count(target_batch, "target_batch")
+    micro = -(-target // 4) if micro_batch is None else read_count(micro_batch, "micro_batch")
+    if micro >= target:
+        raise UsageError(
+            f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
+            hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
+        )
+    return target, micro
+
+
+def _find_subject(
+    given: Any, parts: dict[str, Any], options: Options, accumulate: Any, target: int
+) -> tuple[Tried, str]:
+    """The workload with all of the caller's that its runs can reach, and the name for the record.
+
+    Raises:
+        UsageError: Not exactly one of the ways to give it, or an argument that does not go with it.
+        WorkloadError: It is not usable as it stands.
+    """
+    alone = dataclasses.replace(options, worst_of=_looked_at(given, options, target), precision=None)
+    way = choose_way(given, parts, alone, share=target, verb="verify")
+    found: Any = way
+    reference = way if isinstance(way, str) else f"{way.name} (in this process)"
+    if isinstance(way, str):
+        loaded = load_workload(way, "verify")
+        worst_of = _looked_at(loaded, options, target)
+        found = adapt(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
+    tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
+    asked = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
+    workload = replace_given(tried.workload, accumulate=accumulate, **asked)
+    check_optimizer(None if tried.optimizer is not None else workload.optimizer)
+    if workload.accumulate is not None and not callable(workload.accumulate):
+        hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
+        raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
+    return dataclasses.replace(tried, workload=workload), reference
+
+
+def _looked_at(workload: Any, options: Options, target: int) -> int | None:
+    """Of how many samples of its dataset the longest make the batch; some where a workload has no batch of its own."""
+    if options.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
+        return _SAMPLES_LOOKED_AT * target
+    return options.worst_of
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Guard:
 
     def __call__(self, wanted: list[Case], project: Project, **options: Any) -> Report:
         self.asked = {"wanted": wanted, "project": project, **options}
-        options["on_event"](CaseStarted(CASE, 1, 1))
+        options["on_event"](CaseStarted(CASE))
         if options["on_output"] is not None:
             options["on_output"]("::error::of the workload")
         if isinstance(self.answer, BaseException):
@@ -185,7 +185,6 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
     ("words", "told"),
     [
         (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
-        (["--json", "--format", "markdown"], "both --json and --format markdown are given: leave one of them away"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'markdown', 'github'"),
         (["train.py", "-o", "train.py", "--force"], "-o names a Python file, train.py"),

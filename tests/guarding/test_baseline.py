@@ -16,7 +16,7 @@ from small_repository import commit, git
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.guarding.baseline import check_there, checked_out
+from autoaccum.guarding.baseline import checked_out
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guarding import guard
 from autoaccum.guarding.project import Project
@@ -145,14 +145,6 @@ def test_what_cannot_be_checked_out_is_told(clone: Path, tmp_path: Path, monkeyp
     assert "v1 has no folder late: name a revision" in refusal(clone / "late", "v1")
     monkeypatch.setenv("PATH", str(tmp_path / "plain"))
     assert "git cannot be run (No such file or directory): install it" in refusal(clone, "v1")
-
-
-def test_a_workload_that_the_revision_has_not_is_told(clone: Path) -> None:
-    with checked_out(clone, "v1") as checkout:
-        check_there(checkout, "sub/model.py:tiny", "v1")
-        check_there(checkout, "package.module", "v1")
-        with pytest.raises(NotMeasuredError, match=r"there is no sub/new.py in v1: name a revision that has it"):
-            check_there(checkout, "sub/new.py", "v1")
 
 
 def test_paths_lead_to_the_checkout_and_an_environments_stay(tmp_path: Path) -> None:

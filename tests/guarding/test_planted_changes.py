@@ -20,13 +20,13 @@ from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
-from autoaccum.guarding.records import Growth, Judgement, Measured, Measurement, Tolerance
+from autoaccum.guarding.records import Growth, Judgement, Measurement, Tolerance
 from autoaccum.planning.subjects import Subject
 
 CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
 PLANNED = make_case(workload="train.py", gpu="rtx3090", target_batch=256, memory="512MiB")
-Measure = Callable[[Edits], Measured]
+Measure = Callable[[Edits], Measurement]
 
 
 def measure_here(
@@ -35,7 +35,7 @@ def measure_here(
     files: Mapping[str, str] = MappingProxyType({}),
     case: Case = CASE,
     micro_batches: tuple[int, ...] | None = None,
-) -> Measured:
+) -> Measurement:
     """Measure a workload, with `files` beside it, as a guard does, but in this process."""
     for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
@@ -58,9 +58,9 @@ def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Meas
 @pytest.fixture(scope="module")
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     """Measures the sample project as edited; each but once."""
-    known: dict[str, Measured] = {}
+    known: dict[str, Measurement] = {}
 
-    def measured(edits: Edits) -> Measured:
+    def measured(edits: Edits) -> Measurement:
         source = edited(edits)
         if source not in known:
             known[source] = measure_here(source, tmp_path_factory.mktemp("project"))
@@ -71,7 +71,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
 def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Measure, tmp_path: Path) -> None:
-    before, now = measure(regression.start).measurement, measure(regression.edits)
+    before, now = measure(regression.start), measure(regression.edits)
     for known in (before, as_locked(before, tmp_path)):
         judgement = compare(CASE, known, now, Tolerance())
         assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
@@ -79,40 +79,40 @@ def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Mea
         assert any(is_of(regression, growth) for growth in largest(judgement, regression.place)), judgement.explanation
         assert sentence(regression).search(judgement.explanation), judgement.explanation
         assert sum(growth.bytes for growth in judgement.growths) == judgement.growth_bytes
-    back = compare(CASE, now.measurement, Measured(measurement=before), Tolerance())
+    back = compare(CASE, now, before, Tolerance())
     assert (back.outcome in ("improved", "within"), back.exit_code) == (True, 0)
     assert sum(growth.bytes for growth in back.growths) == back.growth_bytes
 
 
 def test_settings_that_are_different_are_told(measure: Measure) -> None:
     now = measure((('precision = "bf16"', 'precision = "fp32"'),))
-    assert "precision bf16 -> fp32" in compare(CASE, measure(()).measurement, now, Tolerance()).explanation
+    assert "precision bf16 -> fp32" in compare(CASE, measure(()), now, Tolerance()).explanation
 
 
 def test_a_tolerance_above_the_growth_lets_it_pass(measure: Measure) -> None:
     now = measure(((" nn.GELU()", " nn.GELU(approximate='tanh')"), ("4 * WIDTH", "6 * WIDTH")))
-    assert compare(CASE, measure(()).measurement, now, Tolerance()).outcome == "regressed"
-    assert compare(CASE, measure(()).measurement, now, Tolerance(0.5)).outcome == "within"
+    assert compare(CASE, measure(()), now, Tolerance()).outcome == "regressed"
+    assert compare(CASE, measure(()), now, Tolerance(0.5)).outcome == "within"
 
 
 @pytest.mark.parametrize("name", REFACTORINGS)
 def test_what_takes_the_same_passes(name: str, measure: Measure, tmp_path: Path) -> None:
     better = "improved" if name == "a residual added in place" else "within"  # Held in fewer segments.
-    check_same(measure(REFACTORINGS[name]), as_locked(measure(()).measurement, tmp_path), better)
+    check_same(measure(REFACTORINGS[name]), as_locked(measure(()), tmp_path), better)
 
 
 def test_modules_moved_to_another_file_pass(measure: Measure, tmp_path: Path) -> None:
     head, start, stop = (BASE[: BASE.index(cut)] for cut in ("class Attention", "class Attention", "class Stem"))
     rest = head + "from guarded_layers import Block\n\n\n" + BASE[len(stop) :]
     now = measure_here(rest, tmp_path, {"guarded_layers.py": head + stop[len(start) :]})
-    check_same(now, as_locked(measure(()).measurement, tmp_path))
+    check_same(now, as_locked(measure(()), tmp_path))
 
 
-def check_same(now: Measured, locked: Measurement, better: str = "within") -> None:
+def check_same(now: Measurement, locked: Measurement, better: str = "within") -> None:
     judgement = compare(CASE, locked, now, Tolerance())
     assert judgement.outcome in ("unchanged", "within", better), judgement.explanation
     assert judgement.exit_code == 0
-    assert now.measurement.held_bytes == locked.held_bytes
+    assert now.held_bytes == locked.held_bytes
     assert all(
         growth.category == "unused" for growth in judgement.growths if abs(growth.bytes) > locked.peak_bytes / 1000
     )
@@ -122,10 +122,10 @@ def test_a_largest_size_that_fell_is_told_beside_what_grew(tmp_path: Path) -> No
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()
-    locked = as_locked(measure_here(BASE, old, case=PLANNED).measurement, tmp_path, PLANNED)
+    locked = as_locked(measure_here(BASE, old, case=PLANNED), tmp_path, PLANNED)
     wider = edited((("4 * WIDTH", "6 * WIDTH"),))
     now = measure_here(wider, new, case=PLANNED, micro_batches=locked.micro_batches)
-    largest = now.measurement.largest
+    largest = now.largest
     assert not locked.capped
     assert max(locked.micro_batches) <= locked.largest < 256
     assert 0 < largest < locked.largest

@@ -71,7 +71,7 @@ def measure_runs(
 ) -> tuple[Measurement, Machine]:
     machine = Machine(runs, described)
     task = Task(Subject(machine, "model.py"), Request(16, max_micro_batch=8), micro_batches)
-    return measure_by_runs(task).measurement, machine
+    return measure_by_runs(task), machine
 
 
 def test_the_peak_is_the_median_of_three_fresh_runs() -> None:
@@ -132,7 +132,7 @@ LINEAR = """
 def test_runs_on_the_cpu(write_workload: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "RUNS", 2)
     case = make_case(workload="model.py", device="cpu", target_batch=512, micro_batch=256, memory="256MiB")
-    found = measure(case, Checkout(Path(write_workload(LINEAR)).parent)).measurement
+    found = measure(case, Checkout(Path(write_workload(LINEAR)).parent))
     assert (found.micro_batches, found.largest, found.capped, found.fits) == ((256, 256), 256, True, True)
     assert len(found.runs) == 2
     assert found.runs[0] > 10 * MIB

@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from guard_reports import ALL, CASE, IMPROVED, REGRESSED, report
+from guard_reports import ALL, CASE, REGRESSED, report
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -101,13 +101,6 @@ def test_the_summary_is_appended(tmp_path: Path) -> None:
     assert write_summary(ALL, {}) is None
 
 
-def test_a_summary_that_would_be_too_long_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "summary.md"
-    path.write_bytes(b"x" * (2**20 - 10))
-    assert "has no room" in (write_summary(report(IMPROVED), {"GITHUB_STEP_SUMMARY": str(path)}) or "")
-    assert path.stat().st_size == 2**20 - 10
-
-
 def test_a_summary_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     told = write_summary(ALL, {"GITHUB_STEP_SUMMARY": os.fspath(tmp_path / "nowhere" / "summary.md")})
     assert told == "the step's summary cannot be written (No such file or directory)"
@@ -129,24 +122,16 @@ def test_the_table_has_a_row_for_each_case() -> None:
     lines = report_markdown(ALL).splitlines()
     assert lines[0] == "### autoaccum guard: 1 regressed, 1 not measured, 1 improved, 1 within tolerance, 1 unchanged"
     assert lines[2] == "Against autoaccum.lock, tolerance 1 %"
-    assert lines[4] == "| case | outcome | peak | least budget | largest fit |"
+    assert lines[4] == "| case | outcome | what it takes |"
     rows = [line for line in lines if line.startswith("| <code>")]
-    assert rows[0] == (
-        "| <code>train.py on a100-80gb, target 256, bf16</code> | unchanged | 14.00 GiB | 13.50 GiB | 32 |"
-    )
-    assert rows[3] == (
-        "| <code>package.broken:model on rtx3090, target 256, bf16</code> | **not measured** | - | - | - |"
-    )
-    assert rows[4] == (
-        "| <code>train.py on rtx3090, target 256, bf16</code> | **regressed** | 14.00 GiB → 15.25 GiB (+8.9 %) "
-        "| 13.50 GiB → 14.50 GiB (+7.4 %) | 32 → 24 |"
-    )
-    assert all(line.count("|") == 6 for line in rows)
+    assert rows[0].startswith("| <code>train.py on a100-80gb, target 256, bf16</code> | unchanged | peak 14.00 GiB, ")
+    assert rows[3] == "| <code>package.broken:model on rtx3090, target 256, bf16</code> | **not measured** | - |"
+    assert " | **regressed** | peak 15.25 GiB, least budget 14.50 GiB, largest fit 24, parts 8 x 32; +1.25 " in rows[4]
+    assert all(line.count("|") == 4 for line in rows)
 
 
 def test_names_stay_names() -> None:
     html = rendered(report_markdown(report(REGRESSED)))
-    assert "<td>optimizer state of head_|&lt;b&gt;`x</td>" in html
     assert "blocks.*.mlp" in html
     assert "<b>" not in html
     assert "<em>" not in html

@@ -10,8 +10,6 @@ import torch
 from small_verified import (
     CLASSES,
     FEATURES,
-    LENGTH,
-    WORDS,
     Clip,
     Gpt,
     Mlp,
@@ -285,11 +283,6 @@ def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
 
 def constant_term(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"a": class_loss(model, batch), "b": torch.tensor(0.5)}
-
-
-def full_texts(size: int) -> dict[str, Tensor]:
-    ids = torch.randint(1, WORDS, (size, LENGTH))
-    return {"input_ids": ids, "labels": ids}
 
 
 def mixed_reductions(model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -46,16 +46,6 @@ def test_gradients_pass_through_what_was_to_be_narrow() -> None:
     torch.testing.assert_close(leaf.grad, 3 * leaf.detach() ** 2, rtol=1e-15, atol=0)
 
 
-def test_the_default_is_put_back_also_after_an_error() -> None:
-    try:
-        with in_double():
-            assert torch.zeros(1).dtype == torch.float64
-            raise KeyError
-    except KeyError:
-        pass
-    assert torch.zeros(1).dtype == torch.float32
-
-
 def test_a_nest_is_widened_without_touching_it() -> None:
     more = [torch.ones(2, dtype=torch.bfloat16), "text"]
     batch: dict[str, Any] = {"x": torch.ones(2), "ids": torch.arange(2), "more": more}

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.verification.records import Verification
-from autoaccum.verification.updates import MicroBatches
 from autoaccum.verification.verifying import verify
 
 Loop = Callable[[nn.Module, list[Any]], None]
@@ -104,16 +103,3 @@ def test_a_wrong_loop_is_wrong_in_whatever_order_it_draws(loop: Loop, found: str
     verification = _verified(loop)
     assert not verification.equivalent
     assert found in verification.causes[0].found
-
-
-def test_micro_batches_are_a_list_that_tells_what_is_taken() -> None:
-    taken: list[int] = []
-    parts = [[one] for one in range(4)]
-    given = MicroBatches(parts, taken.append)
-    assert list(given) == parts
-    assert given[-1] == [3]
-    assert given[::2] == [[0], [2]]
-    assert taken == [0, 1, 2, 3, 3]
-    given[0] = [9]
-    assert given[0] == [9]
-    assert len(taken) == 5

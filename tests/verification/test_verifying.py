@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import warnings
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.nn import functional
 
 from autoaccum.accumulation.changes import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.records import Begun, Compared, Diagnosing, Verification
+from autoaccum.verification.records import Begun, Compared, Diagnosing
+from autoaccum.verification.verifier import last_window, loaded_window
 from autoaccum.verification.verifying import verify
 from autoaccum.workload.spec import Workload
 
@@ -265,26 +267,20 @@ def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
     assert any("the shorter window of 2 + 1 was left out" in note for note in found.notes)
 
 
-def test_a_shorter_window_of_batchnorm_has_no_single_sample() -> None:
-    workload = dataclasses.replace(WORKLOAD, model=_normed, batchnorm="running")
-    found = verify(workload, target_batch=8, micro_batch=2)
-    assert [one.micro_batches for one in found.comparisons] == [(2, 2, 2, 2), (2, 2)]
-    assert found.notes == ()
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({}, 'there is nothing to verify: give one: verify("model.py", ...)'),
         ({"workload": WORKLOAD, "model": _model()}, "a workload is given, and model too"),
         ({"model": _model()}, "model given, batch missing"),
-        ({"workload": 3}, "the workload is of type int: give one: verify("),
-        (
-            {"workload": "model.py", "optimizer": torch.optim.SGD},
-            "optimizer is of type type, and the workload is a file",
-        ),
+        ({"workload": "model.py", "optimizer": torch.optim.SGD}, "optimizer is of type type, and the workload is a"),
+        ({"target_batch": "16"}, "target_batch is '16': give a whole number"),
+        ({"target_batch": 1}, "micro_batch is 1, target_batch 1: nothing accumulates: give a target batch of at least"),
+        ({"precision": "tf32"}, "there is no precision 'tf32': take fp64, fp32, bf16, fp16"),
+        ({"device": "auto"}, "there is no device 'auto' to verify on: take cpu, cuda or cuda:N"),
+        ({"device": "tpu"}, "there is no device 'tpu'"),
     ],
-    ids=["nothing", "both", "missing", "kind", "optimizer"],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as raised:
@@ -292,37 +288,17 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     assert told in str(raised.value)
 
 
-def test_the_record_goes_through_json(tmp_path: Path) -> None:
-    found = verify(WORKLOAD, target_batch=4)
-    path = tmp_path / "found.json"
-    found.save(path)
-    assert Verification.from_json(path.read_text()) == found
-    with pytest.raises(UsageError, match="already there"):
-        found.save(path)
-
-
-class Stepping(nn.Linear):
-    """Counts its calls in its class, which no copy of a model holds."""
-
-    seen = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        Stepping.seen += 1
-        return super().forward(inputs) * (1 + Stepping.seen)
-
-
-def test_what_a_class_or_a_closure_keeps_makes_runs_differ() -> None:
-    calls = {"n": 0}
-
-    def loss(model: nn.Module, pair: Any) -> Tensor:
-        calls["n"] += 1
-        return functional.cross_entropy(model(pair[0]), pair[1]) * calls["n"]
-
-    found = verify(dataclasses.replace(WORKLOAD, model=lambda: Stepping(4, 3)))
-    assert [cause.kind for cause in found.causes] == ["non-determinism"]
-    found = verify(model=_model(), batch=_batch, loss=loss)
-    assert [cause.kind for cause in found.causes] == ["non-determinism"]
-    assert "keep counters in buffers of the model, not in globals, closures or classes" in found.causes[0].change
+def test_windows_are_shorter_and_uneven_where_they_can_be() -> None:
+    for micro, target in combinations(range(1, 20), 2):
+        assert sum(loaded_window(target, micro)) == target
+        short = last_window(target, micro)
+        if short is None:
+            assert target - micro == 1 or target == 2
+            continue
+        assert micro < sum(short) < target
+        assert max(short) <= micro
+        assert len(short) > 1
+        assert len(set(short)) == 2 or micro == 1 or target - micro < 3
 
 
 def test_hooks_on_gradients_are_found() -> None:
