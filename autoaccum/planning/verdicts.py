@@ -12,9 +12,14 @@ from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import Prediction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.planning.request import Request
+from autoaccum.records import to_plain
 from autoaccum.units import format_bytes
 
 _SMALLER_EVALUATION = "a smaller evaluation_batch (--evaluation-batch), or more memory"
+_RECORDED = (
+    *("name", "digest", "model", "parameters", "parameter_bytes", "precision", "optimizer", "loss", "reduction"),
+    *("weight", "recipe", "keeps", "evaluation_batch", "worst_of", "batchnorm", "accumulate_in", "modules"),
+)
 _LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
 
 
@@ -126,26 +131,7 @@ def peak_bytes(trial: Trial) -> int | None:
 
 def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
     """What the plan records of the workload."""
-    return {
-        "reference": reference,
-        "name": inspection.name,
-        "digest": inspection.digest,
-        "model": inspection.model,
-        "parameters": inspection.parameters,
-        "parameter_bytes": inspection.parameter_bytes,
-        "precision": inspection.precision,
-        "optimizer": inspection.optimizer,
-        "loss": inspection.loss,
-        "reduction": inspection.reduction,
-        "weight": inspection.weight,
-        "recipe": dict(inspection.recipe),
-        "keeps": list(inspection.keeps),
-        "evaluation_batch": inspection.evaluation_batch,
-        "worst_of": inspection.worst_of,
-        "batchnorm": inspection.batchnorm,
-        "accumulate_in": inspection.accumulate_in,
-        "modules": dict(inspection.modules),
-    }
+    return {"reference": reference, **{name: to_plain(getattr(inspection, name)) for name in _RECORDED}}
 
 
 def all_warnings(

@@ -153,7 +153,6 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
     assert made.iter_size > 1, "the budget binds"
     found, ran = measured(reference, "cuda", target, made.largest_fit, memory="1GiB")
     assert max(ran) <= made.largest_fit
-    assert {speed.state for speed in found.speeds} <= {"measured", "slower"}
     # Forward, and backward to inputs and weights: 2 flops each for every weight and sample.
     flops = 6 * (depth + 1) * width**2
     assert all((speed.samples_per_second or 0) * flops < MOST_FLOPS for speed in found.speeds)

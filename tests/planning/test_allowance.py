@@ -14,10 +14,6 @@ class Clock:
         return self.now
 
 
-def test_no_limits() -> None:
-    assert Allowance(None, None).seconds_left(10**6, 10**6) is None
-
-
 def test_trials() -> None:
     allowance = Allowance(3, None)
     assert allowance.seconds_left(2, 0.0) is None
@@ -40,8 +36,3 @@ def test_time_keeps_what_the_confirmation_takes() -> None:
         allowance.seconds_left(1, 15.0)
     assert stopped.value.stop == "time"
     assert allowance.seconds_left(1, 5.0) == 10.0
-
-
-def test_the_clock_may_have_begun_earlier() -> None:
-    clock = Clock()
-    assert Allowance(None, 60.0, began=90.0, clock=clock).seconds_left(0, 0.0) == 50.0

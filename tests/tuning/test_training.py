@@ -82,27 +82,12 @@ def test_a_budget_of_seconds_ends_a_training_and_counts_no_evaluation() -> None:
     assert 0.3 <= (outcome.seconds or 0.0) <= took - sum(slept)
 
 
-def test_training_that_diverges_says_so() -> None:
-    outcome = run(line_workload(), rate=1e30)
-    assert (outcome.state, outcome.loss) == ("diverged", None)
-    assert outcome.reason is not None
-
-
 def test_memory_that_runs_out_is_met_by_smaller_parts_or_ends_the_trial() -> None:
     short = run(line_workload(model=lambda: Greedy(4)))
     assert (short.state, short.shortages > 0) == ("complete", True)
     ended = run(line_workload(model=lambda: Greedy(0)))
     assert (ended.state, ended.loss) == ("out_of_memory", None)
     assert str(ended.reason).startswith("not even one sample at a time fits")
-
-
-def test_an_exception_of_the_user_s_code_is_theirs() -> None:
-    def odd(model: nn.Module, batch: Any) -> torch.Tensor:
-        raise ValueError("odd")
-
-    outcome = run(line_workload(criterion=None, loss=odd))
-    assert outcome.state == "failed"
-    assert "odd" in str(outcome.user_traceback)
 
 
 def test_a_tenth_is_held_out_the_same_each_time_and_never_trained_on() -> None:
