@@ -26,8 +26,7 @@ from autoaccum.accumulation.state import ModuleState, TorchState
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import nests
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.experiments import map_tensors
-from autoaccum.workload.nests import copy_module, type_name
+from autoaccum.workload.nests import copy_module, map_tensors, type_name
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import Objective
 

@@ -12,7 +12,6 @@ by functions of the workload's own: `Batching`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import nests
-from autoaccum.workload.nests import OwnBatch
+from autoaccum.workload.nests import OwnBatch, map_tensors
 
 Batch: TypeAlias = Any
 
@@ -156,9 +155,10 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def move_batch(batch: Batch, device: torch.device | str) -> Batch:
     """`batch` with every tensor on `device`; one tensor named twice stays one tensor. What is there already is kept.
 
-    An object that is no container is moved by its method `to`, or else copied with its tensors moved.
+    An object that is no container is copied with its tensors moved.
     """
-    return _move(batch, torch.device(device), {})
+    there, moved = torch.device(device), dict[int, Tensor]()
+    return map_tensors(batch, lambda tensor: moved.setdefault(id(tensor), tensor.to(there)))
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
@@ -262,30 +262,6 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
     return [nests.rebuild(node, [column[place] for column in columns]) for place in range(len(bounds))]
 
 
-def _move(node: Any, device: torch.device, seen: dict[int, Any]) -> Any:
-    if isinstance(node, Tensor):
-        if id(node) not in seen:
-            seen[id(node)] = node.to(device)
-        return seen[id(node)]
-    children = nests.children(node)
-    if nests.is_leaf(node) or nests.is_plain(node):
-        return node
-    if children is None:
-        return _move_object(node, device)
-    moved = [_move(child, device, seen) for _, child in children]
-    if all(new is old for new, (_, old) in zip(moved, children, strict=True)):
-        return node
-    return nests.rebuild(node, moved)
-
-
-def _move_object(node: Any, device: torch.device) -> Any:
-    if not nests.hides_tensors(node):
-        return node
-    if callable(getattr(node, "to", None)):
-        return copy.copy(node).to(device)  # torch_geometric's moves in place, and the whole batch would stay there.
-    return nests.with_tensors(node, lambda tensor: tensor.to(device))
-
-
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
     first = parts[0]
     if nests.holds_rows(first):
@@ -308,47 +284,43 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
 
 
 def _concatenate(parts: list[Any], path: str) -> Any:
-    shapes = [tuple(getattr(part, "shape", ())) for part in parts]
-    if any(
-        type(part) is not type(parts[0]) or shape[1:] != shapes[0][1:]
-        for part, shape in zip(parts, shapes, strict=True)
-    ):
-        described = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
+    try:
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
+    except (RuntimeError, TypeError, ValueError) as error:
         raise WorkloadError(
-            f"{path} has the shapes {described} in the parts to join", hint="only the first dimension may differ"
+            f"{path} of several batches cannot be joined ({first_line(error)})",
+            hint="only the first dimension may differ",
+        ) from None
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Path and length of everything that has one of its own; refuses what cannot be split."""
+    children = None if nests.is_leaf(node) else nests.children(node)
+    if nests.holds_rows(node):
+        yield path, _rows(node)
+    elif children is None and not nests.is_leaf(node) and nests.hides_tensors(node):
+        raise WorkloadError(
+            f"{path} is {nests.kind(node)}, which cannot be split into samples",
+            hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
         )
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
-
-
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, int, str]]:
-    """Path, size and unit of everything with a size of its own; refuses what cannot be split."""
-    if nests.is_leaf(node):
-        if nests.holds_rows(node):
-            yield path, _rows(node), "rows"
+    elif (
+        children and isinstance(node, list) and path != "batch" and not _agree([_sizes(child) for _, child in children])
+    ):
+        yield path, len(node)
         return
-    children = nests.children(node)
-    if children is None:
-        if nests.hides_tensors(node):
-            raise nests.refusal(node, path)
-        return
-    if isinstance(node, list) and path != "batch" and not _agree([_sizes(child) for _, child in children]):
-        yield path, len(node), "entries"
-        return
-    for step, child in children:
+    for step, child in children or ():
         yield from _leaves(child, path + step)
 
 
 def _disagreement(batch: Batch) -> WorkloadError:
     leaves = list(_leaves(batch, "batch"))
-    sizes = [size for _, size, _ in leaves]
-    usual = max(sizes, key=sizes.count, default=0)
+    lengths = [length for _, length in leaves]
+    usual = max(lengths, key=lengths.count, default=0)
     odd = next((leaf for leaf in leaves if leaf[1] != usual), None)
-    reference = next((leaf for leaf in leaves if leaf[1] == usual), None)
-    if odd is None or reference is None:
+    if odd is None:
         return WorkloadError("batch cannot be read as samples", hint="give every tensor the samples as first dimension")
-    unit = odd[2] if odd[1] != 1 else {"rows": "row", "entries": "entry"}[odd[2]]
     return WorkloadError(
-        f"{odd[0]} has {odd[1]} {unit}, {reference[0]} has {reference[1]}",
+        f"{odd[0]} has the length {odd[1]}, {leaves[lengths.index(usual)][0]} has {usual}",
         hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss, and"
         " samples that are no rows want split(batch, sizes) and size(batch)",
     )

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.workload import nests
-from autoaccum.workload.nests import copy_module
+from autoaccum.workload.nests import copy_module, map_tensors
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
 from autoaccum.workload.weights import Objective
@@ -112,18 +111,6 @@ def _break_ties(model: nn.Module) -> None:
             ):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-
-def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with every tensor changed, and its arrays copied."""
-    if isinstance(node, Tensor):
-        return change(node)
-    children = nests.children(node)
-    if nests.is_leaf(node):
-        return copy.copy(node)
-    if children is None:
-        return nests.with_tensors(node, change) if nests.hides_tensors(node) else node
-    return nests.rebuild(node, [map_tensors(child, change) for _, child in children])
 
 
 def widened(objective: Objective) -> Objective:

@@ -119,8 +119,7 @@ def is_namedtuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, PackedSequence)
 
 
-def is_dataclass(node: Any) -> bool:
-    """Whether `node` is an instance of a dataclass."""
+def _is_dataclass(node: Any) -> bool:
     return dataclasses.is_dataclass(node) and not isinstance(node, type)
 
 
@@ -131,7 +130,7 @@ def is_sequence(node: Any) -> bool:
 
 def are_records(entries: Sequence[Any]) -> bool:
     """Whether the entries are mappings, dataclasses or named tuples."""
-    return all(isinstance(entry, Mapping) or is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
+    return all(isinstance(entry, Mapping) or _is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
 
 
 def are_alike(entries: Sequence[Any]) -> bool:
@@ -151,10 +150,10 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [("", node.held)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
-    if is_dataclass(node):
-        if any(_finds_tensor(value) for value in _extra_attributes(node).values()):
-            return None
+    if _is_dataclass(node):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        if hides_tensors({name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}):
+            return None
         return [(f".{name}", getattr(node, name)) for name in names]
     if is_namedtuple(node):
         return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
@@ -181,7 +180,7 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
         return node.around(content[0])
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, dict(zip(node, content, strict=True)))
-    if is_dataclass(node):
+    if _is_dataclass(node):
         steps = children(node) or []
         rebuilt = copy.copy(node)
         for (step, _), value in zip(steps, content, strict=True):
@@ -195,90 +194,62 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
 def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
     """A list or tuple of the class of `node` around `content`, which may have another length."""
     plain = list(content) if isinstance(node, list) else tuple(content)
-    if type(node) in (list, tuple):
-        return plain
     try:
-        return type(node)(plain)
+        return plain if type(node) in (list, tuple) else type(node)(plain)
     except TypeError:
         return plain
 
 
+def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nest with every tensor changed, those in objects too; what holds no other tensors than before is kept."""
+    if isinstance(node, Tensor):
+        return change(node)
+    inner = children(node)
+    if inner is None:
+        return _with_tensors(node, change) if hides_tensors(node) else node
+    changed = [map_tensors(child, change) for _, child in inner]
+    if all(new is old for new, (_, old) in zip(changed, inner, strict=True)):
+        return node
+    return rebuild(node, changed)
+
+
 def hides_tensors(node: Any) -> bool:
     """Whether an object that is no container holds tensors, which would be passed on unsplit."""
-    return not is_plain(node) and _finds_tensor(node)
+    return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for each in _walk(node))
 
 
-def with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object that is no container, with every tensor changed that is found in it."""
     found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
 
 
-def refusal(node: Any, path: str) -> WorkloadError:
-    """The error that says why `node`, found at `path`, cannot be split."""
-    if isinstance(node, PackedSequence):
-        return WorkloadError(
-            f"{path} is a PackedSequence, whose samples are interleaved",
-            hint="give the padded tensor and its lengths, and pack them in the model",
-        )
-    if isinstance(node, Iterator):
-        return WorkloadError(f"{path} is an iterator, which can be read only once", hint="make it a list")
-    return WorkloadError(
-        f"{path} is {kind(node)}, which holds tensors that cannot be split into samples",
-        hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
-    )
-
-
-def _extra_attributes(node: Any) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(node)}
-    return {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}
-
-
 def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    if type(node) is dict:
-        return items
     try:
-        if isinstance(node, dict | UserDict):
-            rebuilt: Any = copy.copy(node)
-            for key, value in items.items():
-                rebuilt[key] = value
-        else:
-            build: Callable[..., Any] = type(node)
-            rebuilt = build(items)
-        faithful = rebuilt.keys() == items.keys() and all(rebuilt[key] is items[key] for key in items)
-    except Exception:
+        if not isinstance(node, dict | UserDict):
+            return type(node)(items)  # type: ignore[call-arg]
+        rebuilt: Any = copy.copy(node)
+        for key, value in items.items():
+            rebuilt[key] = value
+    except Exception:  # It is the user's class, which may raise anything.
         return items
-    return rebuilt if faithful else items
-
-
-def _finds_tensor(node: Any) -> bool:
-    found = _walk(node)
-    return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module) or holds_rows(each) for each in found)
+    return rebuilt  # type: ignore[no-any-return]
 
 
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """An object and what it holds, of whatever kind, except what is in tensors."""
     yield node
-    if not isinstance(node, Tensor):
-        for value in _inside(node, depth):
-            yield from _walk(value, depth - 1)
-
-
-def _inside(node: Any, depth: int) -> list[Any]:
-    """What an object holds, of whatever kind it is; nothing at the end of the search."""
-    if depth == 0 or is_plain(node) or isinstance(node, type):
-        return []
+    if depth == 0 or is_plain(node) or isinstance(node, Tensor | type):
+        return
     if isinstance(node, Mapping):
-        return list(node.values())
-    if isinstance(node, list | tuple | Set):
-        return list(node)
-    slots = [name for cls in type(node).__mro__ for name in _slot_names(cls)]
-    return list(getattr(node, "__dict__", {}).values()) + [getattr(node, name, None) for name in slots]
-
-
-def _slot_names(cls: type) -> list[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)
+        inside = list(node.values())
+    elif isinstance(node, list | tuple | Set):
+        inside = list(node)
+    else:
+        slots = [getattr(node, name, None) for name in getattr(node, "__slots__", ())]
+        inside = [*getattr(node, "__dict__", {}).values(), *slots]
+    for value in inside:
+        yield from _walk(value, depth - 1)
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

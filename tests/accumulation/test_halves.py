@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.halves import check_live, check_workload, find_coupling
-from autoaccum.workload.experiments import map_tensors
+from autoaccum.workload.nests import map_tensors
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.weights import resolve_objective
 

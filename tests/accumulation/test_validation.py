@@ -106,7 +106,7 @@ def test_an_empty_window_is_refused(window: Any) -> None:
 
 
 def test_batches_that_cannot_be_cut_are_refused_before_anything_runs() -> None:
-    with pytest.raises(WorkloadError, match="has 3 rows"):
+    with pytest.raises(WorkloadError, match="has the length 3"):
         build().step((torch.ones(4, 3), torch.ones(3, 3)))
     with pytest.raises((UsageError, WorkloadError)):
         build().step((torch.ones(0, 3), torch.ones(0, 3)))

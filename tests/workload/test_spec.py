@@ -98,7 +98,7 @@ def test_a_batch_must_have_the_size_asked() -> None:
     assert len(make().build_batch(7)[0]) == 7
     with pytest.raises(WorkloadError, match=r"batch\(7\) returned 6 samples: return as many as asked: 7"):
         make(batch=lambda size: batch(size - 1)).build_batch(7)
-    with pytest.raises(WorkloadError, match=r"batch\[1\] has 8 rows, batch\[0\] has 7"):
+    with pytest.raises(WorkloadError, match=r"batch\[1\] has the length 8, batch\[0\] has 7"):
         make(batch=lambda size: (torch.zeros(size), torch.zeros(size + 1))).build_batch(7)
     with pytest.raises(WorkloadError, match=r"batch \(None\) holds nothing"):
         make(batch=lambda size: None).build_batch(7)

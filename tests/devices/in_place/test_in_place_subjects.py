@@ -329,7 +329,7 @@ def test_an_exhausted_iterator_is_told() -> None:
         (iter([1, 2]), "batch is a list_iterator"),
         (torch.ones(0, 3), "the sample batch is empty"),
         (3, "nothing with a batch dimension"),
-        ((torch.ones(2), torch.ones(3)), "has 3 rows"),
+        ((torch.ones(2), torch.ones(3)), "has the length 3"),
     ],
     ids=["loader", "iterator", "empty", "number", "uneven"],
 )

@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         [(torch.zeros(3), 1)] * 9,
         r"look like samples \(data\[0\]\[1\] is an int\).*wrap samples in a Dataset",
     ),
-    "uneven samples": ([(torch.zeros(3), torch.zeros(4))] * 9, r"look like samples \(batch\[1\] has 4 rows"),
+    "uneven samples": ([(torch.zeros(3), torch.zeros(4))] * 9, r"look like samples \(batch\[1\] has the length 4"),
     "empty list": ([], "data is an empty list: give at least one batch"),
     "odd entry": ([x, 3], r"data\[1\] is no batch: batch \(an int\) holds nothing"),
     "no length": (NoLength(), "a NoLength has no length: define __len__, or give a DataLoader over it"),
