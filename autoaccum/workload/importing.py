@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,41 +18,26 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload.tracebacks import blame_workload
 
 _PREFIX = "_autoaccum_workload_"
-_RECORD = "__autoaccum_modules__"
+
+_loaded: set[str] = set()
+"""The user's modules in `sys.modules`; the next load drops them, so that a changed file is read again."""
 
 
 def import_file(path: Path) -> ModuleType:
     """Run the file at `path` as a module, anew each time.
 
-    Beside an `__init__.py` it is imported under its true dotted name. Elsewhere it becomes a module of a package made
-    up for its directory, so that `from .x import y` works, and the directory goes first on `sys.path`, so that
-    `import x` does. Either way it is found in `sys.modules`, as dataclasses and pickle want; both stay so, for what the
-    workload imports late.
+    Beside an `__init__.py` it is imported under its true dotted name. Elsewhere its directory goes first on `sys.path`,
+    so that `import x` finds what lies beside it. Either way it is found in `sys.modules`, as dataclasses and pickle
+    want; both stay so, for what the workload imports late.
 
     Raises:
         WorkloadError: It cannot be compiled, or raises.
     """
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise WorkloadError(f"{path} cannot be read ({error.strerror})", hint="check its permissions") from error
-    if b"\0" in source:  # Python 3.10 says so by a ValueError without a place
-        raise WorkloadError(f"{path.name} is not valid Python (it holds null bytes)", hint="correct it")
-    _forget_earlier_loads()
     root = _package_root(path)
     if root is None:
-        package = _stand_in(path.parent)
         with _user_code(path.name, [path.parent]):
-            return _run(f"{package.__name__}.{path.stem.replace('.', '_')}", path)
+            return _run(_PREFIX + path.stem.replace(".", "_"), path)
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    top = dotted.partition(".")[0]
-    taken = sys.modules.get(top)
-    if taken is not None and str(root / top) not in [str(Path(place).resolve()) for place in _places(taken)]:
-        raise WorkloadError(
-            f"{path.name} belongs to the package {top!r}, but another {top!r} is imported already",
-            hint=f"rename the directory {root / top}",
-        )
-    _stand_in(path.parent)
     with _user_code(path.name, [root], [path.parent]):
         return importlib.import_module(dotted)
 
@@ -63,8 +48,6 @@ def import_dotted(name: str) -> ModuleType:
     Raises:
         WorkloadError: There is no such module, it cannot be compiled, or it raises.
     """
-    _forget_earlier_loads()
-    _stand_in(Path.cwd())
     try:
         with _user_code(name, [Path.cwd()]):
             return importlib.import_module(name)
@@ -80,8 +63,8 @@ def import_dotted(name: str) -> ModuleType:
 
 def _run(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise WorkloadError(f"{path.name} is not a Python file", hint="give a file that ends in .py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -89,26 +72,26 @@ def _run(name: str, path: Path) -> ModuleType:
 
 
 @contextmanager
-def _user_code(called: str, first: list[Path], last: list[Path] | None = None) -> Iterator[None]:
+def _user_code(called: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
     """Import the user's modules with these directories on `sys.path`; undone on failure. Writes no bytecode."""
+    while _loaded:
+        sys.modules.pop(_loaded.pop(), None)
     before, path, bytecode = set(sys.modules), list(sys.path), sys.dont_write_bytecode
     sys.path[:0] = [str(place) for place in first if str(place) not in sys.path[:1]]
-    sys.path.extend(str(place) for place in last or [] if str(place) not in sys.path)
+    sys.path.extend(str(place) for place in last if str(place) not in sys.path)
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     try:
         yield
     except BaseException as error:
         sys.path[:] = path
-        _forget(_new_local(before, [*first, *(last or [])]))
         translated = _translated(error, called)
         if translated is error:
             raise
         raise translated from error
-    else:
-        _record(_new_local(before, [*first, *(last or [])]))
     finally:
         sys.dont_write_bytecode = bytecode
+        _loaded.update(name for name in set(sys.modules) - before if _is_local(name, [*first, *last]))
 
 
 def _translated(error: BaseException, called: str) -> BaseException:
@@ -133,49 +116,14 @@ def _package_root(path: Path) -> Path | None:
     return None if place == path.parent else place
 
 
-def _stand_in(directory: Path) -> ModuleType:
-    """A package made up for `directory`, which also keeps the names of what was imported along with the workload."""
-    name = _PREFIX + hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
-    package = ModuleType(name)
-    package.__path__ = [str(directory)]
-    setattr(package, _RECORD, [name])
-    sys.modules[name] = package
-    return package
-
-
-def _record(names: set[str]) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_PREFIX) and hasattr(module, _RECORD):
-            getattr(module, _RECORD).extend(names)
-
-
-def _forget_earlier_loads() -> None:
-    """Drop the modules of earlier workloads, so that a changed file is read again and equal names do not mix."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_PREFIX) and hasattr(module, _RECORD):
-            _forget(set(getattr(module, _RECORD)))
-
-
-def _forget(names: set[str]) -> None:
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def _new_local(before: set[str], places: list[Path]) -> set[str]:
-    """The modules imported since `before` from below `places`, without installed ones and autoaccum's own."""
-    local = {name for name in sys.modules if name.startswith(_PREFIX)}
-    for name in set(sys.modules) - before:
-        files = [Path(place) for place in _places(sys.modules[name])]
-        installed = name.partition(".")[0] == "autoaccum" or any("-packages" in str(file) for file in files)
-        if not installed and any(place in file.parents or place == file for place in places for file in files):
-            local.add(name)
-    return local
-
-
-def _places(module: ModuleType) -> list[str]:
-    """The file of a module, or the directories of a package."""
-    file = getattr(module, "__file__", None)
-    return [str(place) for place in getattr(module, "__path__", [])] or ([file] if isinstance(file, str) else [])
+def _is_local(name: str, places: list[Path]) -> bool:
+    """Whether a module came from below `places`, and is neither installed nor autoaccum's own."""
+    module = sys.modules[name]
+    found = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or ""]
+    installed = name.partition(".")[0] == "autoaccum" or any("-packages" in str(file) for file in found)
+    return not installed and any(
+        place in Path(file).parents or place == Path(file) for place in places for file in found
+    )
 
 
 def digest_sources(path: Path) -> str:
@@ -184,9 +132,7 @@ def digest_sources(path: Path) -> str:
     Read from the import statements, wherever they stand, so it does not depend on what a process has imported before;
     a module imported by other means does not count. Independent of where the directory lies.
     """
-    top = path.parent
-    while (top / "__init__.py").is_file() and top != top.parent:
-        top = top.parent
+    top = _package_root(path) or path.parent
     found: set[Path] = set()
     _collect(path, top, found)
     digest = hashlib.sha256()

@@ -147,7 +147,7 @@ def test_imports_what_lies_beside_a_file(write: Write) -> None:
         """
         import dataclasses, pickle, torch
         from torch import nn
-        from .nets import Net
+        from nets import Net
         import sizes
         @dataclasses.dataclass
         class Batch:
@@ -183,7 +183,7 @@ def test_imports_a_file_in_a_package_under_its_true_name(write: Write) -> None:
 def test_a_file_may_have_any_name(write: Write) -> None:
     write("SIZE = 4\n", "sizes.py")
     for name in ("my-model.py", "model.v2.py", "random.py", "über.py"):
-        path = write("from .sizes import SIZE\n" + textwrap.dedent(GOOD), name)
+        path = write("from sizes import SIZE\n" + textwrap.dedent(GOOD), name)
         assert load_workload(str(path)).name == path.stem
 
 
@@ -210,7 +210,7 @@ def test_does_not_mix_helpers_of_two_directories(write: Write) -> None:
 
 
 def test_the_digest_covers_local_modules_only_and_not_the_place(write: Write, tmp_path: Path) -> None:
-    source = "from .deep import nets\n" + textwrap.dedent(GOOD)
+    source = "from deep import nets\n" + textwrap.dedent(GOOD)
     for place in ("one", "two"):
         write(source, f"{place}/model.py")
         write("from . import more\n", f"{place}/deep/nets.py")
@@ -226,7 +226,6 @@ def test_the_digest_covers_local_modules_only_and_not_the_place(write: Write, tm
 
 BAD = {
     "syntax error": ("def model(:\n", r"model\.py, line 1 is not valid Python"),
-    "null byte": ("x = '\0'\n", r"is not valid Python"),
     "raises": ("def f(): return {}['k']\nf()\n", r"importing model\.py raised KeyError: 'k'"),
     "exits": ("import sys\nsys.exit(1)\n", r"called sys.exit\(1\): put what runs as a script under"),
     "missing import": (
@@ -280,7 +279,7 @@ def test_says_what_is_wrong_with_a_file(write: Write, case: str) -> None:
         load_workload("model.py")
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
-    if case in ("syntax error", "null byte", "raises", "exits", "missing import"):
+    if case in ("syntax error", "raises", "exits", "missing import"):
         assert sys.path == before
 
 
@@ -326,10 +325,3 @@ def test_shows_the_line_of_a_syntax_error(write: Write) -> None:
     with pytest.raises(WorkloadError) as caught:
         load_workload("model.py")
     assert "    for" in (caught.value.user_traceback or "")
-
-
-def test_refuses_a_package_shadowed_by_another(write: Write) -> None:
-    write("", "json/__init__.py")
-    write(GOOD, "json/model.py")
-    with pytest.raises(WorkloadError, match="belongs to the package 'json', but another 'json' is imported already"):
-        load_workload("json/model.py")
