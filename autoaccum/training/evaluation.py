@@ -28,7 +28,7 @@ from autoaccum.training.seeds import seed_generators
 from autoaccum.training.subjects import Trainee
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.nests import held_batch, kind
-from autoaccum.workload.spec import check_evaluate
+from autoaccum.workload.spec import check_function
 from autoaccum.workload.tracebacks import user_line
 from autoaccum.workload.weights import Objective, match_weights
 
@@ -183,7 +183,7 @@ class Evaluation:
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if evaluate is not None:
-            check_evaluate(evaluate)
+            check_function(evaluate, "evaluate", "(model, batch)")
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._beside, self._seed, self._interruptible = list(beside), seed, interruptible

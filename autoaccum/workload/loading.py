@@ -18,31 +18,18 @@ from autoaccum.workload.names import split_reference
 from autoaccum.workload.nests import kind
 from autoaccum.workload.spec import Workload
 
-_OPTIONAL = ("loss", "criterion", "optimizer", "precision", "weight", "reduction", "dataset")
-_BESIDE = (
-    "collate",
-    "keeps",
-    "evaluation_batch",
-    "evaluate",
-    "scheduler",
-    "evaluation_dataset",
-    "accumulate",
-    "modules",
-    "multiple_of",
-    "accumulate_in",
-)
-"""Optional too; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
+_SPECIAL = {"model", "batch", "split", "size", "batchnorm", "name", "path", "digest", "worst_of"}
+_OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
+"""What a file may define by these names; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
 
 
 def load_workload(reference: str, command: str = "plan") -> Workload:
     """Load the workload that `reference` names; `command` is what a message offers to call with a name.
 
-    A file or module defines `workload = autoaccum.Workload(...)`, or the names of its attributes: `model` and `batch`,
-    `loss` or `criterion`, and what it wants of `optimizer`, `precision`, `weight`, `reduction`, `dataset`, `collate`,
-    `keeps`, `evaluation_batch`, `evaluate`, `scheduler`, `evaluation_dataset`, `accumulate`, `modules`, `split` and
-    `size`, `multiple_of`, `accumulate_in`, `batchnorm`. A `:name` names a Workload; or a model (function, class or
-    instance) that stands in for `model`, the other names as they are. `batch` may be missing beside a `dataset` (see
-    `samples`), and a `batchnorm` that is no word (a layer, a function) is the file's own business.
+    A file or module defines `workload = autoaccum.Workload(...)`, or what it wants of its fields by their names. A
+    `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the other names as
+    they are. `batch` may be missing beside a `dataset` (see `samples`); a `batchnorm` that is no word (a layer, a
+    function), and a `split` or `size` alone, are the file's own business.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
@@ -61,16 +48,11 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
 
 def _checked(reference: str) -> tuple[str, str | None]:
     target, colon, name = split_reference(reference)
-    if colon:
-        if not name.isidentifier():
-            raise WorkloadError(
-                f"{reference!r} has no name after its colon",
-                hint="write model.py, model.py:name or package.module:name",
-            )
-        return target, name
-    if not reference.strip():
-        raise WorkloadError("the workload is empty", hint="write model.py, model.py:name or package.module:name")
-    return reference, None
+    if not target.strip() or (colon and not name.isidentifier()):
+        raise WorkloadError(
+            f"{reference!r} names no workload", hint="write model.py, model.py:name or package.module:name"
+        )
+    return target, name if colon else None
 
 
 def _is_path(target: str) -> bool:
@@ -81,9 +63,7 @@ def _is_path(target: str) -> bool:
 def _find_file(target: str) -> Path:
     path = Path(target).expanduser()
     if path.is_dir():
-        inside = ", ".join(sorted(file.name for file in path.glob("*.py"))[:5])
-        hint = f"name a file in it ({inside})" if inside else "name a Python file"
-        raise WorkloadError(f"{target} is a directory", hint=hint)
+        raise WorkloadError(f"{target} is a directory", hint="name a Python file")
     if not path.exists():
         beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)
@@ -123,30 +103,19 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
         )
     model = _require(module, "model", called) if chosen is None else chosen
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
-    beside = {key: value for key in _BESIDE if (value := getattr(module, key, None)) is not None}
-    found |= {key: value for key, value in beside.items() if not isinstance(value, ModuleType)}
+    found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
         del found["accumulate"]  # Imported for other ends.
     if "criterion" in getattr(getattr(found.get("loss"), "__code__", None), "co_names", ()):
         found.pop("criterion", None)  # A part of the loss, which names it.
-    found |= _batching(module)
+    pair = {key: getattr(module, key, None) for key in ("split", "size")}
+    if all(map(inspect.isfunction, pair.values())):
+        found |= pair
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", called)
     return Workload(model=model, name=title, **found, **origin)
-
-
-def _batching(module: ModuleType) -> dict[str, Any]:
-    """`split` and `size`, where both take what these do, or one is a function of a batch by its parameters' names.
-
-    A file may call other things so.
-    """
-    takes = {"split": ["batch", "sizes"], "size": ["batch"]}
-    found = {name: getattr(module, name) for name in takes if inspect.isfunction(getattr(module, name, None))}
-    seen = {name: [*inspect.signature(function).parameters] for name, function in found.items()}
-    is_pair = len(seen) == len(takes) and all(len(seen[name]) == len(takes[name]) for name in takes)
-    return found if is_pair or any(seen[name] == takes[name] for name in seen) else {}
 
 
 def _lookup(module: ModuleType, name: str, called: str) -> Any:
@@ -176,5 +145,4 @@ def _names(module: ModuleType) -> list[str]:
 
 
 def _listed(module: ModuleType) -> str:
-    names = _names(module)
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "nothing"
+    return ", ".join(_names(module)[:12]) or "nothing"

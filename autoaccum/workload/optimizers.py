@@ -28,9 +28,10 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
     if isinstance(optimizer, list | tuple | dict):
-        count = len(optimizer)
-        seen = f"{count} optimizers are given" if count > 1 else f"optimizer is {kind(optimizer)} of {count}"
-        raise WorkloadError(seen, hint="autoaccum updates with one; give it parameter groups")
+        raise WorkloadError(
+            f"optimizer is {kind(optimizer)} of {len(optimizer)}",
+            hint="autoaccum updates with one; give it parameter groups",
+        )
     if isinstance(optimizer, str):
         find_optimizer(optimizer)
     elif _is_optimizer(optimizer) and needs_closure(optimizer):
@@ -77,9 +78,7 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
     if not params:
         count = sum(1 for _ in model.parameters())
         raise WorkloadError(
-            f"none of the {count} parameters of {type_name(model)} is trainable"
-            if count
-            else f"{type_name(model)} has no parameters",
+            f"none of the {count} parameters of {type_name(model)} is trainable",
             hint="give a model with at least one parameter that requires a gradient",
         )
     made = call_factory(optimizer, params)
@@ -106,16 +105,11 @@ def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any
     try:
         return optimizer(params)
     except (TypeError, ValueError) as error:
-        raise WorkloadError(
-            f"{getattr(optimizer, '__name__', optimizer)}(params) does not work here ({error})", hint=_FACTORY
-        ) from error
+        name = getattr(optimizer, "__name__", optimizer)
+        raise WorkloadError(f"{name}(params) does not work here ({error})", hint=_FACTORY) from error
 
 
 def _checked(made: Any) -> Optimizer:
-    if isinstance(made, list | tuple | dict) and any(
-        isinstance(one, Optimizer) for one in (made.values() if isinstance(made, dict) else made)
-    ):
-        check_optimizer(made)
     if not isinstance(made, Optimizer):
         raise WorkloadError(f"optimizer(params) returned {kind(made)}, not an optimizer", hint=_FACTORY)
     if needs_closure(type(made)):

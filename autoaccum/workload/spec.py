@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,19 +106,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         _check_model(self.model)
-        if not callable(self.batch):
-            raise WorkloadError(f"batch is {kind(self.batch)}", hint="write a function batch(size)")
-        _check_call(self.batch, "batch", 1, "write def batch(size)")
+        check_function(self.batch, "batch", "(size)")
         if self.precision not in get_args(Precision):
-            known = ", ".join(get_args(Precision))
-            raise WorkloadError(f"the precision is {self.precision!r}", hint=f"use one of {known}")
+            raise WorkloadError(
+                f"the precision is {self.precision!r}", hint=f"use one of {', '.join(get_args(Precision))}"
+            )
         read_mode(self.batchnorm)
         read_accumulate_in(self.accumulate_in)
-        if callable(self.weight):
-            _check_call(self.weight, "weight", 1, "write def weight(batch)")
-        if callable(self.split) and callable(self.size):
-            _check_call(self.split, "split", 2, "write def split(batch, sizes)")
-            _check_call(self.size, "size", 1, "write def size(batch)")
         check_optimizer(self.optimizer)
         _check_dataset(self.dataset, "dataset")
         _check_dataset(self.evaluation_dataset, "evaluation_dataset")
@@ -133,7 +126,7 @@ class Workload:
             if getattr(self, name) is not None:
                 read_count(getattr(self, name), name, error=WorkloadError)
         if self.evaluation_batch is not None and self.evaluate is not None:
-            check_evaluate(self.evaluate)
+            check_function(self.evaluate, "evaluate", "(model, batch)")
         if self.loss is None and self.criterion is None:
             object.__setattr__(self, "loss", OwnLoss())
         criterion = self.objective.criterion
@@ -220,10 +213,7 @@ class Workload:
         """
         if self.scheduler is None:
             return None
-        hint = "write def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
-        if not callable(self.scheduler):
-            raise WorkloadError(f"scheduler is {kind(self.scheduler)}", hint=hint)
-        _check_call(self.scheduler, "scheduler", 1, hint)
+        check_function(self.scheduler, "scheduler", "(optimizer)")
         made = self.scheduler(optimizer)
         if made is None:
             raise WorkloadError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
@@ -241,7 +231,6 @@ def _check_model(model: Any) -> None:
         raise WorkloadError(
             f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
         )
-    _check_call(model, "model", 0, "give a function without arguments, or an instance")
 
 
 def _read_modules(modules: Any) -> dict[str, nn.Module]:
@@ -269,27 +258,14 @@ def _check_dataset(dataset: Any, name: str) -> None:
         raise WorkloadError(f"{name} is {kind(dataset)}", hint="give samples by index or an iterable over samples")
 
 
-def check_evaluate(evaluate: Any) -> None:
-    """Refuse an `evaluate` that is no function of a model and a batch.
+def check_function(function: Any, name: str, arguments: str) -> None:
+    """Refuse what cannot be called.
 
     Raises:
-        WorkloadError: It is none.
+        WorkloadError: It is no function.
     """
-    hint = "write def evaluate(model, batch), or leave it away: the loss is evaluated then"
-    if not callable(evaluate):
-        raise WorkloadError(f"evaluate is {kind(evaluate)}", hint=hint)
-    _check_call(evaluate, "evaluate", 2, hint)
-
-
-def _check_call(function: Callable[..., Any], name: str, count: int, hint: str) -> None:
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*[None] * count)
-    except ValueError:
-        return  # a builtin without a signature: the call itself will tell
-    except TypeError:
-        takes = "without arguments" if count == 0 else f"with {count} argument{'s' * (count > 1)}"
-        raise WorkloadError(f"{name}{signature} cannot be called {takes}", hint=hint) from None
+    if not callable(function):
+        raise WorkloadError(f"{name} is {kind(function)}", hint=f"write def {name}{arguments}")
 
 
 def _check_criterion_parameters(criterion: nn.Module, name: str) -> None:

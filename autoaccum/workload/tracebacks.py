@@ -16,11 +16,7 @@ from autoaccum.errors import WorkloadError
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_TITLE = "Traceback (most recent call last):\n"
-_RELAYED = re.compile(
-    rf"Caught \w+ in DataLoader worker process \d+\.\nOriginal {re.escape(_TITLE)}"
-    r"(?P<frames>(?: .*\n)*)(?P<raised>\S(?:.|\n)*)"
-)
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 """What torch.utils.data raises again for a worker: its traceback as text (torch/_utils.py, `ExceptionWrapper`)."""
 _NO_KERNEL = re.compile(r"could not create a primitive descriptor for (?:the|an?) (.+?) primitive")
 """What oneDNN says, by which PyTorch computes on the CPU (ideep's `wrap_c_api`)."""
@@ -80,11 +76,10 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
     lacking = kernel_error(error, doing)
     if lacking is not None:
         return lacking
-    relayed = _RELAYED.match(str(error))
-    if relayed:
-        shown = "".join([_TITLE, *_user_blocks(relayed["frames"]), relayed["raised"]]).rstrip()
-        what = f"{relayed['raised'].partition(chr(10))[0]} (in a worker that reads data)"
-        return WorkloadError(f"{doing} raised {what}", hint=hint, user_traceback=shown)
+    if _IN_WORKER.match(str(error)):
+        shown = str(error).rstrip()
+        what = f"raised {shown.splitlines()[-1]} (in a worker that reads data)"
+        return WorkloadError(f"{doing} {what}", hint=hint, user_traceback=shown)
     return WorkloadError(f"{doing} {_what(error)}", hint=hint, user_traceback=format_user_traceback(error))
 
 
@@ -119,13 +114,6 @@ def _what(error: BaseException) -> str:
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     text = str(error).strip().splitlines()
     return f"raised {type(error).__name__}: {text[0]}" if text else f"raised {type(error).__name__}"
-
-
-def _user_blocks(frames: str) -> list[str]:
-    """Of a printed traceback the frames that are the user's; all where none is."""
-    blocks = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
-    names = [(re.match(r'  File "([^"]*)"', block), block) for block in blocks]
-    return [block for name, block in names if name and is_user_file(name[1])] or blocks
 
 
 def _pruned(

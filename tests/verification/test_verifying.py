@@ -247,7 +247,7 @@ def test_out_of_memory_is_told_in_one_line() -> None:
             {"criterion": lambda outputs, targets: (outputs * 0).abs().sqrt().sum()},
             "gradient of .* is not finite: there",
         ),
-        ({"model": lambda: nn.Identity()}, "has no parameters"),
+        ({"model": lambda: nn.Identity()}, "none of the 0 parameters"),
         ({"accumulate": 3}, "accumulate is 3: write def accumulate"),
         ({"optimizer": lambda params: None}, "returned None, not an optimizer"),
     ],

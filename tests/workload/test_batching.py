@@ -164,20 +164,12 @@ def written(folder: Path, text: str) -> str:
     [
         ("size = 224\ndef split(data): ...", False),
         ("def size(module): ...", False),
-        ("from torch import split", False),
         ("def split(batch, sizes): ...\ndef size(batch): ...", True),
         ("def split(graphs, counts): ...\ndef size(batch): ...", True),
-        ("def split(b, sizes): ...\ndef size(b): ...", True),
-        ("def split(text): ...\ndef size(path): ...", False),
     ],
 )
 def test_other_things_of_these_names_are_none(tmp_path: Path, text: str, taken: bool) -> None:
     assert (load_workload(written(tmp_path, text)).batching is not None) is taken
-
-
-def test_half_a_pair_is_told(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="split is given without size"):
-        load_workload(written(tmp_path, "def split(batch, sizes): ..."))
 
 
 def test_a_split_that_returns_the_same_samples_twice_is_the_first_thing_to_see() -> None:

@@ -64,9 +64,8 @@ def _elsewhere(params: Any) -> Optimizer:
 
 BAD: dict[str, tuple[Any, str]] = {
     "instance": (SGD(nn.Linear(1, 1).parameters()), r"optimizer is an instance of SGD, bound to one model"),
-    "several": ([SGD, AdamW], r"2 optimizers are given"),
-    "several returned": (lambda params: (SGD(params), SGD(params)), r"2 optimizers are given"),
-    "several by name": (lambda params: {"a": SGD(params)}, r"optimizer is a dict of 1"),
+    "several": ([SGD, AdamW], r"optimizer is a list of 2: autoaccum updates with one"),
+    "several returned": (lambda params: (SGD(params), SGD(params)), r"returned a tuple, not an optimizer"),
     "unknown": ("adamww", r"torch\.optim has no optimizer 'adamww': did you mean AdamW"),
     "unknown far": ("zzz", r"torch\.optim has no optimizer 'zzz': did you mean AdamW, SGD\?"),
     "closure": ("LBFGS", r"LBFGS needs a closure"),
@@ -87,7 +86,7 @@ def test_refuses(case: str) -> None:
 
 
 def test_refuses_a_model_that_cannot_learn() -> None:
-    with pytest.raises(WorkloadError, match="ReLU has no parameters"):
+    with pytest.raises(WorkloadError, match="none of the 0 parameters of ReLU"):
         make_optimizer(None, nn.ReLU())
     with pytest.raises(WorkloadError, match="none of the 2 parameters of Linear is trainable"):
         make_optimizer(None, nn.Linear(2, 2).requires_grad_(False))

@@ -117,10 +117,7 @@ def test_what_the_users_code_raises_comes_through() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model is a number": ({"model": 3}, r"model is an int: give an nn\.Module"),
     "model is a class": ({"model": dict}, r"model is the class dict, which is no nn\.Module"),
-    "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called without arguments"),
-    "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write a function batch\(size\)"),
-    "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called with 1 argument"),
-    "weight wants none": ({"weight": lambda: 1}, r"weight\(\) cannot be called with 1 argument"),
+    "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write def batch\(size\)"),
     "precision": ({"precision": "float16"}, r"the precision is 'float16': use one of fp32, bf16, fp16"),
     "batchnorm": (
         {"batchnorm": "exact"},
@@ -179,21 +176,11 @@ def test_each_word_counts_once_in_one_order(words: list[str]) -> None:
         ({"evaluation_batch": True}, "evaluation_batch is True"),
         ({"evaluation_batch": 2.0}, "evaluation_batch is 2.0"),
         ({"evaluation_batch": 2, "evaluate": 3}, r"evaluate is an int: write def evaluate\(model, batch\)"),
-        (
-            {"evaluation_batch": 2, "evaluate": lambda model: None},
-            r"evaluate\(model\) cannot be called with 2 arguments: write def evaluate\(model, batch\)",
-        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         make(**changes)
-
-
-def test_a_function_called_evaluate_matters_only_where_an_evaluation_is_planned() -> None:
-    workload = make(evaluate=lambda model, loader, device: None)
-    with pytest.raises(WorkloadError, match="cannot be called with 2 arguments"):
-        adapt(workload, evaluation_batch=3)
 
 
 def test_settings_stand_in_for_the_workloads_own() -> None:
@@ -250,16 +237,9 @@ def test_there_need_be_neither() -> None:
     assert workload.build_scheduler(torch.optim.SGD(workload.build_model().parameters())) is None
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "message"),
-    [
-        (3, "scheduler is an int: write def scheduler"),
-        (lambda: None, "cannot be called with 1 argument: write def sch"),
-    ],
-)
-def test_what_is_no_schedule_is_refused_when_it_is_built(scheduler: Any, message: str) -> None:
-    workload = make(scheduler=scheduler)
-    with pytest.raises(WorkloadError, match=message):
+def test_what_is_no_schedule_is_refused_when_it_is_built() -> None:
+    workload = make(scheduler=3)
+    with pytest.raises(WorkloadError, match="scheduler is an int: write def scheduler"):
         workload.build_scheduler(torch.optim.SGD(workload.build_model().parameters()))
 
 

@@ -222,8 +222,6 @@ def test_an_evaluation_too_large_is_told_as_such() -> None:
 def test_an_evaluation_needs_its_size() -> None:
     with pytest.raises(UsageError, match="evaluate is given without evaluation_batch: say how many"):
         plan_wide(evaluate=lambda model, batch: None)
-    with pytest.raises(WorkloadError, match="cannot be called with 2 arguments"):
-        plan_wide(evaluate=lambda model: None, evaluation_batch=4)
 
 
 def test_live_objects_have_no_longest_samples() -> None:

@@ -206,7 +206,7 @@ REFUSED = {
         "def model(): return nn.Sequential(nn.LazyLinear(4))",
         ["a parameter without a shape yet", "have model() run one sample through"],
     ),
-    "no parameters": ("def model(): return nn.Flatten()", ["Flatten has no parameters"]),
+    "no parameters": ("def model(): return nn.Flatten()", ["none of the 0 parameters of Flatten is trainable"]),
     "a bug of theirs": (module("return self.layer(x[:, :7])"), ["RuntimeError", "7"]),
 }
 
