@@ -128,13 +128,20 @@ def resolve_criterion(criterion: Any) -> Criterion:
     if rule is None:
         return _resolve_unknown(criterion, inner, name)
     options = settings(criterion)
-    _check_partial(criterion, name)
+    if isinstance(criterion, functools.partial) and criterion.args:
+        raise WorkloadError(
+            f"the partial of {name} fixes its first arguments, which are the model's outputs",
+            hint="fix options by keyword",
+        )
     _check_smoothing(options, name)
     reduction = options.get("reduction", "mean")
     if rule == "kl_div" and reduction == "batchmean":
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
     if reduction not in ("mean", "sum"):
-        raise _bad_reduction(name, reduction)
+        raise WorkloadError(
+            f"{name} has reduction={reduction!r}, which is no mean and no sum over the samples",
+            hint='use reduction="mean" or "sum", or write loss(model, batch) that reduces to one number',
+        )
     return Criterion(criterion, name, rule, reduction, f"{describe_divisor(rule, options)} ({name})")
 
 
@@ -180,19 +187,6 @@ def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
     return Criterion(criterion, name, None, known, f"samples ({name} is no criterion autoaccum knows)")
 
 
-def _check_partial(criterion: Any, name: str) -> None:
-    if not isinstance(criterion, functools.partial):
-        return
-    if criterion.args:
-        raise WorkloadError(
-            f"the partial of {name} fixes its first arguments, which are the model's outputs",
-            hint="fix options by keyword",
-        )
-    legacy = [word for word in ("size_average", "reduce") if criterion.keywords.get(word) is not None]
-    if legacy:
-        raise WorkloadError(f"{name} is given the deprecated {legacy[0]}", hint='write reduction="mean" or "sum"')
-
-
 def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
     """Refuse a loss to which targets without weight contribute: their part's mean would be something over zero."""
     weights = options.get("weight")
@@ -205,13 +199,6 @@ def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
             " loss infinity",
             hint=f"give ignore_index={classes[0]} instead, or a small weight such as 1e-6",
         )
-
-
-def _bad_reduction(name: str, reduction: Any) -> WorkloadError:
-    return WorkloadError(
-        f"{name} has reduction={reduction!r}, which is no mean and no sum over the samples",
-        hint='use reduction="mean" or "sum", or write loss(model, batch) that reduces to one number',
-    )
 
 
 Divisor: TypeAlias = Literal["targets", "elements", "rows of classes", "samples"]

@@ -25,7 +25,7 @@ _WIDE_PARAMETERS = 2**27
 
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def users_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
     """Show what the user's code raises as theirs; running out of memory comes through as it is."""
     try:
         with exit_blamed(doing):
@@ -33,7 +33,7 @@ def users_code(doing: str) -> Iterator[None]:
     except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise blame_workload(error, doing) from error
+        raise blame_workload(error, doing, hint=hint) from error
 
 
 @contextmanager

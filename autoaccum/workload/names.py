@@ -10,21 +10,16 @@ from math import prod
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-_STAR = re.compile(r"[\\*]")
-_SPECIAL = re.compile(r"[\\{}]")
-_TOKEN = re.compile(r"\{(?P<listed>[^\\{}]+)\}|\\(?P<escaped>[\\{}])|(?P<plain>[^\\{}]+)")
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
 def numberless(name: str) -> str:
     """`name` with `*` for each number in it: the same for names that differ in numbers only.
 
-    A star that stands in a name itself has a backslash before it.
-
     >>> numberless("layer1.0.conv1")
     'layer*.*.conv*'
     """
-    return _NUMBER.sub("*", _STAR.sub(r"\\\g<0>", name))
+    return _NUMBER.sub("*", name)
 
 
 def common_name(names: Sequence[str]) -> str:
@@ -54,9 +49,7 @@ def tell_apart(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]
 
 
 def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    r"""Names that differ in numbers only as one spelling, which stands for just these (`expand_name`).
-
-    What has a meaning in a spelling, and stands in a name itself, has a backslash before it: `{`, `}` and `\`.
+    """Names that differ in numbers only as one spelling, which stands for just these (`expand_name`).
 
     Args:
         names: In any order; one that is there twice counts once.
@@ -71,7 +64,7 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(names):
         alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     pieces = (list(piece) for group in alike.values() for piece in _pieces(group))
-    return [(_spelled([_SPECIAL.sub(r"\\\g<0>", name) for name in piece]), piece) for piece in pieces]
+    return [(_spelled(piece), piece) for piece in pieces]
 
 
 def expand_name(spelled: str) -> list[str]:
@@ -83,15 +76,8 @@ def expand_name(spelled: str) -> list[str]:
     >>> expand_name("h.{0..2,5}.up")
     ['h.0.up', 'h.1.up', 'h.2.up', 'h.5.up']
     """
-    choices: list[list[str]] = []
-    at = 0
-    while at < len(spelled):
-        token = _TOKEN.match(spelled, at)
-        if token is None:
-            raise ValueError(f"{spelled!r} has a brace or a backslash at {at} that means nothing there")
-        listed = token["listed"]
-        choices.append(_numbers(listed) if listed else [token["escaped"] or token["plain"]])
-        at = token.end()
+    parts = re.split(r"\{(.*?)\}", spelled)  # What stands in braces is every second one.
+    choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
 

@@ -49,10 +49,9 @@ class LongestBatches:
             WorkloadError: They cannot be put together, or `collate` makes another number of samples of them.
         """
         samples = list(itertools.islice(itertools.cycle(self._samples), size))
-        if self._collate is None:
-            return counted(_collated(samples), self._batching)
-        with users_code(f"collate() of the {size} longest samples"):
-            made = counted(self._collate(samples), self._batching)
+        collate, hint = (default_collate, _COLLATE) if self._collate is None else (self._collate, None)
+        with users_code(f"putting the {size} longest samples together", hint=hint):
+            made = counted(collate(samples), self._batching)
         if not has_size(made, size):
             raise WorkloadError(
                 f"collate() made {batch_size(made)} samples of {size}", hint="return as many as it is given"
@@ -150,17 +149,6 @@ def _elements(node: Any) -> Iterator[int]:
     else:
         for _, child in nests.children(node) or ():
             yield from _elements(child)
-
-
-def _collated(samples: list[Any]) -> Any:
-    try:
-        return default_collate(samples)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        said = (str(error).splitlines() or [""])[0]
-        raise WorkloadError(
-            f"the longest samples of the dataset cannot be put together by torch's default_collate ({said})",
-            hint=_COLLATE,
-        ) from error
 
 
 def take_small_batch(workload: Workload, size: int) -> Any:

@@ -279,11 +279,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1),
         r"CrossEntropyLoss smooths the labels of class 1, whose weight is 0.*ignore_index=1 instead",
     ),
-    "functional smoothed classes without weight": (
-        functools.partial(F.cross_entropy, weight=torch.tensor([0.0, 1.0]), label_smoothing=0.1),
-        r"cross_entropy smooths the labels of class 0",
-    ),
-    "legacy": (functools.partial(F.mse_loss, size_average=False), r"mse_loss is given the deprecated size_average"),
 }
 
 

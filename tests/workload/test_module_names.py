@@ -40,11 +40,6 @@ def test_numbers_that_count_otherwise_are_numbers_too() -> None:
     assert [name for name, _ in tell_apart([["a.01", "a.1", "a.2"], ["a.3", "a.04"]])] == ["a.{1,2,01}", "a.{3,04}"]
 
 
-def test_a_star_of_a_name_is_no_number() -> None:
-    assert len({numberless(name) for name in ("h.*", "h.1", "h.\\1", "h.\\*")}) == 4
-    assert [name for name, _ in tell_apart([["h.*"], ["h.1", "h.2"]])] == ["h.*", "h.{1,2}"]
-
-
 def test_a_group_that_is_no_product_is_told_in_pieces() -> None:
     crossed = [["1.1", "2.2"], ["1.2", "2.1"]]
     assert [name for name, _ in tell_apart(crossed)] == ["1.1", "2.2", "1.2", "2.1"]
@@ -91,10 +86,8 @@ def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
         (["h.2", "h.0", "h.1", "h.7"], ["h.{0..2,7}"]),
         (["h.9", "head", "h.10"], ["h.{9,10}", "head"]),
         (["1.1", "2.2"], ["1.1", "2.2"]),
-        (["a{1}", "a{2}"], [r"a\{{1,2}\}"]),
-        (["a\\1", "a*,1..2", "", "*", "1"], [r"a\\1", "a*,1..2", "", "*", "1"]),
     ],
-    ids=["one", "a run", "in any order", "other between", "no product", "braces", "other signs"],
+    ids=["one", "a run", "in any order", "other between", "no product"],
 )
 def test_names_are_spelled_as_one_where_they_differ_in_numbers(names: list[str], spelled: list[str]) -> None:
     compact = compact_names(names)
@@ -102,10 +95,7 @@ def test_names_are_spelled_as_one_where_they_differ_in_numbers(names: list[str],
     assert [sorted(expand_name(name)) for name, _ in compact] == [sorted(members) for _, members in compact]
 
 
-SIGNS = st.text(alphabet="ab.*,{}\\0123\u0663", max_size=8)
-
-
-@given(st.lists(st.one_of(NAMES, SIGNS), max_size=30))
+@given(st.lists(NAMES, max_size=30))
 def test_a_spelling_stands_for_just_its_names(names: list[str]) -> None:
     compact = compact_names(names)
     assert all(sorted(expand_name(spelled)) == sorted(members) for spelled, members in compact)
@@ -113,7 +103,7 @@ def test_a_spelling_stands_for_just_its_names(names: list[str]) -> None:
     assert len({spelled for spelled, _ in compact}) == len(compact)
 
 
-@pytest.mark.parametrize("spelled", ["a{", "a}", "{}", "{a}", "{1..}", "{1,}", "{{1}}", "a\\b", "a\\"])
+@pytest.mark.parametrize("spelled", ["{}", "{a}", "{1..}", "{1,}", "{{1}}"])
 def test_what_is_no_spelling_is_refused(spelled: str) -> None:
-    with pytest.raises(ValueError, match="means nothing there|no number"):
+    with pytest.raises(ValueError, match="no number"):
         expand_name(spelled)

@@ -190,22 +190,11 @@ def chained(optimizer: Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2])
 
 
-class Broken:
-    """A schedule of the user's own that cannot be stepped here."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.rate = optimizer.param_groups[0]["lr"]
-
-    def step(self) -> None:
-        raise LookupError
-
-
 @pytest.mark.parametrize(
     ("make_scheduler", "is_followed"),
     [
         pytest.param(lambda it: None, True, id="none"),
         pytest.param(chained, True, id="chained"),
-        pytest.param(Broken, True, id="broken"),
         pytest.param(lambda it: lr_scheduler.LambdaLR(it, lambda step: step / 1000), True, id="warm-up"),
         pytest.param(lambda it: lr_scheduler.CosineAnnealingWarmRestarts(it, 5), True, id="restarts"),
         pytest.param(lambda it: lr_scheduler.PolynomialLR(it, 3), True, id="polynomial"),
