@@ -40,22 +40,7 @@ _HOMES = {
     "Workload": "autoaccum.workload.spec",
 }
 
-__all__ = [
-    "AccumulationWarning",
-    "Accumulator",
-    "FitResult",
-    "Plan",
-    "StepResult",
-    "Tuning",
-    "Verification",
-    "Workload",
-    "__version__",
-    "fit",
-    "plan",
-    "tune",
-    "verify",
-    "windows",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -162,23 +162,18 @@ class Options:
         return {name: getattr(self, name) for name in WORKLOAD_OPTIONS}
 
     def to_record(self) -> dict[str, Any]:
-        """What is not as it comes, for `from_record` in another process; the optimizer by its name, if it has one.
+        """What is not as it comes, as arguments for another process; the optimizer by its name, if it has one.
 
         >>> Options(gpu="rtx3090", memory=parse_size("80%"), keeps=("ema",)).to_record()
         {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
         """
-        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        record = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         plain = {"keeps": list, "memory": str, "reserve": str}
         return {
-            field.name: plain.get(field.name, lambda value: value)(record[field.name])
-            for field in dataclasses.fields(self)
-            if record[field.name] != field.default
+            name: plain.get(name, lambda same: same)(value)
+            for name, (value, default) in record.items()
+            if value != default
         }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Options:
-        """The options that `to_record` told."""
-        return cls(**record)
 
     def _check_place(self) -> None:
         if self.gpu is None:
@@ -197,14 +192,10 @@ class Options:
 def read_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
     """A known mode of BatchNorm.
 
-    >>> read_mode("frozen")
-    'frozen'
-
     Raises:
         WorkloadError: It is none; or `error`, where that is given.
     """
-    if mode not in MODES:
-        raise error(f"there is no batchnorm mode {mode!r}", hint=f"take one of {_quoted(MODES, ', ')}")
+    check_word(mode, "batchnorm mode", MODES, error=error)
     return cast("BatchNormMode", mode)
 
 
@@ -214,9 +205,7 @@ def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -
     Raises:
         WorkloadError: It is none; or `error`, where that is given.
     """
-    known = get_args(AccumulateIn)
-    if word not in known:
-        raise error(f"accumulate_in is {word!r}", hint=f"take one of {_quoted(known, ', ')}")
+    check_word(word, "accumulate_in", get_args(AccumulateIn), error=error)
     return cast("AccumulateIn", word)
 
 
@@ -229,18 +218,12 @@ def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple
     Raises:
         WorkloadError: A word is unknown, or it is no word; or `error`, where that is given.
     """
-    words = [keeps] if isinstance(keeps, str) else [] if keeps is None else keeps
-    if not isinstance(words, Iterable):
-        raise error(f"keeps is {keeps!r}", hint=f"take {_quoted(KEEPS, ' or ')}, or a tuple of them")
-    given = list(words)
+    if not isinstance(keeps, Iterable | None):
+        raise error(f"keeps is {keeps!r}", hint=f"take {' or '.join(KEEPS)}, or a tuple of them")
+    given = [keeps] if isinstance(keeps, str) else list(keeps or ())
     for word in given:
-        if word not in KEEPS:
-            raise error(f"nothing is known to be kept as {word!r}", hint=f"take {_quoted(KEEPS, ' or ')}")
+        check_word(word, "keeps", KEEPS, error=error)
     return tuple(keep for keep in KEEPS if keep in given)
-
-
-def _quoted(words: Iterable[str], between: str) -> str:
-    return between.join(f'"{word}"' for word in words)
 
 
 def _read_size(size: Any, name: str) -> MemorySize | None:

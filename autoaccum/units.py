@@ -25,7 +25,6 @@ _UNITS = {
 _SHOWN_UNITS = ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "KB", "B")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*", re.ASCII)
 _MOST_BYTES = 1024**6
-_LONGEST_SHOWN = 40
 _LEAST_PERCENT = 0.001
 _ONE_DIGIT_PERCENT = 0.05
 
@@ -64,8 +63,6 @@ def parse_size(text: str) -> MemorySize:
 
     >>> parse_size("1.5 GiB").bytes
     1610612736
-    >>> parse_size("24GB").bytes
-    24000000000
     >>> parse_size("80%").resolve(1000)
     800
     """
@@ -81,11 +78,8 @@ def parse_size(text: str) -> MemorySize:
     if unit not in _UNITS:
         raise UsageError(f"{text!r} has the unknown unit {match[2]!r}", hint=way_out)
     size = number * _UNITS[unit]
-    if size > _MOST_BYTES:
-        shown = text.strip() if len(text) <= _LONGEST_SHOWN else f"{text.strip()[:_LONGEST_SHOWN]}..."
-        raise UsageError(f"{shown!r} is more memory than there is anywhere", hint=way_out)
-    if size < 1:
-        raise UsageError(f"{text!r} is less than one byte", hint=way_out)
+    if not 1 <= size <= _MOST_BYTES:
+        raise UsageError(f"{text[:40]!r} is no size that a memory has", hint=way_out)
     return MemorySize(bytes=int(size))
 
 
@@ -96,8 +90,6 @@ def format_bytes(count: int) -> str:
     '21.3 GiB'
     >>> format_bytes(157_286_400)
     '150 MiB'
-    >>> format_bytes(700)
-    '700 B'
     """
     magnitude = abs(count)
     if magnitude >= 10 * 1024 * GIB:

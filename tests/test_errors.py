@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from autoaccum import errors
-from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
 
@@ -20,8 +20,3 @@ def test_the_text_is_what_was_seen_then_the_way_out() -> None:
     error = DoesNotFitError("micro-batch 1 needs 21.3 GiB, 15.0 GiB are free", hint="try --precision bf16")
     assert str(error) == "micro-batch 1 needs 21.3 GiB, 15.0 GiB are free: try --precision bf16"
     assert (error.message, error.hint) == ("micro-batch 1 needs 21.3 GiB, 15.0 GiB are free", "try --precision bf16")
-
-
-def test_a_users_own_traceback_travels_with_the_error() -> None:
-    assert WorkloadError("model() raised", user_traceback="Traceback …").user_traceback == "Traceback …"
-    assert str(WorkloadError("model() raised")) == "model() raised"

@@ -114,21 +114,6 @@ def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: A
     check_same(net.state_dict(), expected)
 
 
-def test_accelerates_checkpoint_goes_on(accelerate_loop: Any, accelerator: Any, tmp_path: Path) -> None:
-    net, dataset = make()
-    expected = full_batches(net, dataset, epochs=2)
-    list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
-    accelerator.save_state(str(tmp_path))
-    for parameter in net.parameters():
-        nn.init.zeros_(parameter)
-    accelerator.load_state(str(tmp_path))
-    optimizer = accelerator._optimizers[0]
-    accumulator = Accumulator(net, optimizer, nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH)
-    for batch in loader(dataset):
-        accumulator.step(batch)
-    check_same(net.state_dict(), expected)
-
-
 def test_a_shortage_under_accelerate_changes_no_update(accelerate_loop: Any, accelerator: Any) -> None:
     net, dataset = make(most=3)
     expected = full_batches(net, dataset)
@@ -166,11 +151,6 @@ def check_plan_fits(net: Net, optimizer: Any) -> None:
     """A plan names the optimizer, not what a framework wraps it in."""
     facts = facts_here(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
     assert facts["optimizer"] == "SGD"
-
-
-def test_a_plan_fits_under_accelerate(accelerator: Any) -> None:
-    net, _ = make()
-    check_plan_fits(net, accelerator.prepare(sgd(net)))
 
 
 def test_accelerates_own_accumulation_is_refused(accelerate_loop: Any) -> None:
@@ -235,16 +215,6 @@ def test_lightnings_checkpoint_goes_on(lightning_manual: Any, tmp_path: Path) ->
     run.fit(module, loader(dataset), ckpt_path=str(tmp_path / "epoch=0-step=3.ckpt"))
     assert run.global_step == 6
     check_same(again.state_dict(), expected)
-
-
-def test_a_shortage_in_lightning_is_one_update(lightning_manual: Any, tmp_path: Path) -> None:
-    net, dataset = make(most=3)
-    expected = full_batches(net, dataset)
-    run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
-    with pytest.warns(AccumulationWarning, match="out of memory"):
-        run.fit(classifier(lightning_manual, net), loader(dataset))
-    assert run.global_step == 3
-    check_same(net.state_dict(), expected)
 
 
 def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any, tmp_path: Path) -> None:

@@ -41,22 +41,6 @@ def test_it_runs_on_pull_requests_with_no_more_rights_than_it_needs() -> None:
     assert JOB["timeout-minutes"] <= 15
 
 
-def test_actions_are_githubs_own_at_major_versions() -> None:
-    used = [step["uses"] for step in STEPS if "uses" in step]
-    assert used == ["actions/checkout@v5", "actions/setup-python@v6", "actions/upload-artifact@v4"]
-    assert step("actions/setup-python@v6")["with"] == {"python-version": "3.12", "cache": "pip"}
-
-
-def test_each_step_has_its_event() -> None:
-    asked = {step.get("name", step.get("uses")): step["if"] for step in STEPS if "if" in step}
-    assert asked == {
-        "Compare with the lock": "github.event_name != 'workflow_dispatch'",
-        "Compare with the base branch": "github.event_name == 'pull_request' && !cancelled()",
-        "Lock anew": "github.event_name == 'workflow_dispatch'",
-        "actions/upload-artifact@v4": "github.event_name == 'workflow_dispatch'",
-    }
-
-
 def test_versions_are_those_that_work() -> None:
     assert WORKFLOW["env"]["AUTOACCUM"] == f"autoaccum=={autoaccum.__version__}"
     assert re.fullmatch(r"torch==2\.1[1-9]\.\d+", WORKFLOW["env"]["TORCH"])

@@ -151,9 +151,3 @@ def test_unused_it_loads_nothing(tmp_path: Path, installed: Path) -> None:
     (tmp_path / "test_unused.py").write_text(UNUSED)
     done = run_pytest(tmp_path, installed, "-q")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_it_can_be_left_out(tmp_path: Path, installed: Path) -> None:
-    (tmp_path / "test_it.py").write_text("def test_it(assert_fits): ...\n")
-    done = run_pytest(tmp_path, installed, "-q", "-p", "no:autoaccum")
-    assert "fixture 'assert_fits' not found" in done.stdout

@@ -29,20 +29,14 @@ def test_shares_of_the_total(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "10", "GiB", "-1GiB", "0GiB", "0%", "101%", "10XB", "1e3MiB", "ten GiB", "0.1B", "١GiB"]
+    "text",
+    ["", "10", "GiB", "-1GiB", "0GiB", "0%", "101%", "10XB", "1e3MiB", "ten GiB", "0.1B", "١GiB", "9" * 30 + "GiB"],
 )
 def test_anything_else_is_refused_with_the_way_out(text: str) -> None:
     with pytest.raises(UsageError, match="10GiB") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("text", ["9" * 30 + "GiB", "9" * 500 + "GiB"], ids=["many digits", "infinite as a float"])
-def test_no_machine_has_that_much(text: str) -> None:
-    with pytest.raises(UsageError, match="is more memory than there is anywhere") as caught:
-        parse_size(text)
-    assert len(str(caught.value)) < 240
 
 
 @given(st.integers(min_value=0, max_value=2**50))

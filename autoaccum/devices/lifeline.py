@@ -89,7 +89,7 @@ def load_asked(request: Mapping[str, Any]) -> Workload:
     parcel = request.get("parcel")
     loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
     check_loaded(request["reference"], request.get("checkout", {}))
-    options = Options.from_record(request.get("options", {}))
+    options = Options(**request.get("options", {}))
     return adapt(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
 
 

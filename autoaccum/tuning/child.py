@@ -50,7 +50,7 @@ class Child:
         from autoaccum.workload.samples import replace_given
 
         seed_everything()
-        overrides = Options.from_record(request["options"]).overrides
+        overrides = Options(**request["options"]).overrides
         self._workload = replace_given(load_workload(request["reference"]), **overrides)
         return {"digest": self._workload.digest}
 

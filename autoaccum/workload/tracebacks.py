@@ -34,23 +34,23 @@ def format_user_traceback(error: BaseException) -> str:
     return "".join(report.format()).rstrip()
 
 
-def user_line(error: BaseException) -> str | None:
-    """Where in the user's own code `error` came out: model.py:31 (`x = x[mask]`); None where no frame is theirs."""
+def user_line(error: BaseException, *, library: bool = False) -> str | None:
+    """Where in the user's own code `error` came out: model.py:31 (`x = x[mask]`); None where no frame is theirs.
+
+    With `library`, a library's line where that is the last, and whom it ran for.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} (`{own[-1].line}`)" if own else None
+    if not frames:
+        return None
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    mine, last = (_shown(frame) for frame in ((own or frames)[-1], frames[-1]))
+    if not library or mine == last:
+        return mine
+    return f"{last}, for {mine}"
 
 
-def reading_line(error: BaseException) -> str | None:
-    """As `user_line`; where a library's line is the last, that and whom it ran for."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
-    own = user_line(error)
-    if not frames or "site-packages" not in frames[-1].filename:
-        return own
-    place, _ = line_of(frames[-1].filename, frames[-1].lineno or 0)
-    last = f"{place} (`{frames[-1].line}`)"
-    is_alone = all("site-packages" in frame.filename for frame in frames)
-    return last if is_alone else f"{last}, for {own}"
+def _shown(frame: traceback.FrameSummary) -> str:
+    return f"{line_of(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
 
 
 def line_of(filename: str, number: int) -> tuple[str, bool]:

@@ -212,17 +212,12 @@ def _check_loss_function(loss: Any) -> None:
     if not callable(loss):
         raise WorkloadError(f"loss is {kind(loss)}", hint="write a function loss(model, batch)")
     try:
-        signature = inspect.signature(loss)
+        mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
     except ValueError:
         return  # a builtin without a signature: the call itself will tell
-    try:
-        signature.bind(None, None)
-        mistaken = next(iter(signature.parameters)) in _OUTPUT_NAMES
-    except TypeError:
-        mistaken = True
     if mistaken:
         raise WorkloadError(
-            f"loss{signature} does not take a model and a batch",
+            f"loss{inspect.signature(loss)} does not take a model and a batch",
             hint="write loss(model, batch); a function of outputs and targets is a criterion: criterion = loss",
         )
 
@@ -251,17 +246,14 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
     for name, term in terms.items():
         called = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
         if not isinstance(term, Tensor):
-            raise WorkloadError(
-                f"{called} is {kind(term)}, not a tensor", hint="return the tensor itself, without .item()"
-            )
+            raise WorkloadError(f"{called} is {kind(term)}, not a tensor", hint="return it without .item()")
         if term.ndim > 0:
-            raise WorkloadError(
-                f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=_scalar_hint(name, terms)
-            )
+            way_out = "reduce it with .mean()"
+            if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
+                way_out = 'return the loss alone, as in model(**batch)["loss"]'
+            raise WorkloadError(f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=way_out)
         if not term.is_floating_point():
-            raise WorkloadError(
-                f"{called} is of dtype {term.dtype}", hint="a loss needs a floating dtype to have gradients"
-            )
+            raise WorkloadError(f"{called} is of dtype {term.dtype}", hint="a loss needs a floating dtype")
     if torch.is_grad_enabled() and not any(term.requires_grad for term in terms.values()):
         raise WorkloadError(
             "the loss is not connected to any trainable parameter",
@@ -269,22 +261,11 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         )
 
 
-def _scalar_hint(name: str, terms: Mapping[str, Any]) -> str:
-    if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
-        return 'return the loss alone, as in model(**batch)["loss"]'
-    return "reduce it with .squeeze()" if terms[name].numel() == 1 else "reduce it with .mean()"
-
-
 def _number(value: Any, called: str) -> float:
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        raise WorkloadError(
-            f"{called} is {kind(value)}{shape}, not a number", hint="return one number per batch"
-        ) from None
+        raise WorkloadError(f"{called} is {kind(value)}, not a number", hint="return one number per batch") from None
     if not math.isfinite(number) or number < 0:
-        raise WorkloadError(
-            f"{called} is {number}", hint="a weight counts what the mean divides by: finite and not negative"
-        )
+        raise WorkloadError(f"{called} is {number}", hint="give what the mean divides by: finite and not negative")
     return number

@@ -138,7 +138,7 @@ def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
         fit(keeps=None)
     with pytest.raises(UsageError, match="ema_decay is 1.5: give a number above 0 and below 1"):
         fit(ema_decay=1.5)
-    with pytest.raises(UsageError, match="nothing is known to be kept as 'swa'"):
+    with pytest.raises(UsageError, match="there is no keeps 'swa'"):
         fit(keeps="swa")
 
 

@@ -180,13 +180,6 @@ def test_imports_a_file_in_a_package_under_its_true_name(write: Write) -> None:
     assert load_workload("shop.nets.model:model").name == "shop.nets.model:model"
 
 
-def test_a_file_may_have_any_name(write: Write) -> None:
-    write("SIZE = 4\n", "sizes.py")
-    for name in ("my-model.py", "model.v2.py", "random.py", "über.py"):
-        path = write("from sizes import SIZE\n" + textwrap.dedent(GOOD), name)
-        assert load_workload(str(path)).name == path.stem
-
-
 def test_reads_a_changed_file_again(write: Write) -> None:
     write("from torch import nn\ndef net(): return nn.Linear(4, 3)\n", "nets.py")
     source = textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model")
@@ -309,10 +302,3 @@ def test_shows_the_users_frames_only(write: Write) -> None:
     assert "importlib" not in shown
     assert "autoaccum/" not in shown
     assert "RuntimeError" in shown
-
-
-def test_shows_the_line_of_a_syntax_error(write: Write) -> None:
-    write("x = 1\nfor\n")
-    with pytest.raises(WorkloadError) as caught:
-        load_workload("model.py")
-    assert "    for" in (caught.value.user_traceback or "")

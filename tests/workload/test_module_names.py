@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.workload.names import (
-    common_name,
     compact_names,
     expand_name,
     numberless,
@@ -17,42 +16,9 @@ from autoaccum.workload.names import (
 )
 
 
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        (["a"], "a"),
-        (["a.1", "a.2"], "a.*"),
-        (["a.1.b2", "a.3.b2"], "a.*.b2"),
-        (["layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1"], "layer1.*.conv*"),
-    ],
-)
-def test_numbers_that_differ_are_left_out(names: list[str], told: str) -> None:
-    assert common_name(names) == told
-    assert tell_apart([names]) == [(told, names)]
-
-
 def test_numbers_are_given_where_they_tell_groups_apart() -> None:
     stages = [[f"{block}.up.0" for block in blocks] for blocks in ((4, 5, 6), (8, 9, 11, 12, 13), (15, 16))]
     assert [name for name, _ in tell_apart(stages)] == ["{4..6}.up.0", "{8,9,11..13}.up.0", "{15,16}.up.0"]
-
-
-def test_numbers_that_count_otherwise_are_numbers_too() -> None:
-    assert [name for name, _ in tell_apart([["a.01", "a.1", "a.2"], ["a.3", "a.04"]])] == ["a.{1,2,01}", "a.{3,04}"]
-
-
-def test_a_group_that_is_no_product_is_told_in_pieces() -> None:
-    crossed = [["1.1", "2.2"], ["1.2", "2.1"]]
-    assert [name for name, _ in tell_apart(crossed)] == ["1.1", "2.2", "1.2", "2.1"]
-    mixed = [
-        ["layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv2", "layer2.1.conv2"],
-        ["layer1.0.conv2", "layer2.1.conv1"],
-    ]
-    assert [name for name, _ in tell_apart(mixed)] == [
-        "layer1.{0,1}.conv1",
-        "layer2.{0,1}.conv2",
-        "layer1.0.conv2",
-        "layer2.1.conv1",
-    ]
 
 
 NUMBERS = st.integers(0, 12)

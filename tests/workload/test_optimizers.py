@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -112,19 +111,6 @@ def test_the_first_group_has_the_rate_and_the_others_keep_their_ratio(own: list[
     assert rates(optimizer) == pytest.approx([rate * each / own[0] for each in own], rel=1e-12)
 
 
-@given(st.lists(RATES, min_size=1, max_size=4))
-def test_its_own_rate_changes_no_bit(own: list[float]) -> None:
-    optimizer = groups(*own)
-    set_rate(optimizer, own_rate(optimizer))
-    assert rates(optimizer) == own
-
-
-def test_a_group_at_rest_stays_so() -> None:
-    optimizer = groups(0.1, 0.0, 1)
-    set_rate(optimizer, 0.2)
-    assert rates(optimizer) == [0.2, 0.0, 2.0]
-
-
 def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
     shared = torch.tensor(0.5)
     optimizer = groups(shared, torch.tensor(0.25), shared)
@@ -143,15 +129,6 @@ def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() 
     set_rate(optimizer, 1.0)
     assert rates(optimizer) == rates(optimizer, "initial_lr") == [1.0, 0.5]
     assert lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).get_last_lr() == [1.0, 0.5]
-
-
-def test_only_rates_are_changed() -> None:
-    optimizer = AdamW([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.3)
-    before = copy.deepcopy(optimizer.param_groups[0])
-    set_rate(optimizer, 0.5)
-    assert {key: optimizer.param_groups[0][key] for key in before if key not in ("lr", "params")} == {
-        key: value for key, value in before.items() if key not in ("lr", "params")
-    }
 
 
 @pytest.mark.parametrize(
@@ -174,15 +151,6 @@ def test_where_there_is_no_rate_it_is_said(first: Any, message: str) -> None:
         with pytest.raises(WorkloadError, match=message):
             ask(optimizer)
     assert optimizer.param_groups[1]["lr"] == 0.25
-
-
-def test_a_later_group_without_a_rate_leaves_the_first_as_it_was() -> None:
-    optimizer = groups(0.5, 0.25)
-    optimizer.param_groups[1]["lr"] = None
-    assert own_rate(groups(0.5)) == 0.5
-    with pytest.raises(WorkloadError, match="parameter group 1 of SGD has lr=None"):
-        set_rate(optimizer, 1.0)
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def chained(optimizer: Optimizer) -> Any:

