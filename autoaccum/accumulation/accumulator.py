@@ -60,7 +60,6 @@ from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted,
 from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.candidates import ignored_labels_warning
-from autoaccum.workload.tracebacks import kernel_error
 from autoaccum.workload.weights import Weights
 
 
@@ -400,9 +399,6 @@ class Accumulator:
     def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
         try:
-            lacking = kernel_error(error, self.phase)
-            if lacking is not None:
-                raise lacking from error
             shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
             if shortage is None or not self._recover:
                 raise error

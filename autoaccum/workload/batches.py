@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import nests
 from autoaccum.workload.nests import OwnBatch, map_tensors
@@ -52,13 +52,7 @@ class Batching:
         """
         if isinstance(batch, OwnBatch):
             return batch
-        samples = self.size(batch)
-        try:
-            number = index(samples)
-        except TypeError:
-            number = -1
-        if number < 0 or isinstance(samples, bool):
-            raise WorkloadError(f"size(batch) returned {samples!r}", hint="return the number of samples, an int")
+        number = read_count(self.size(batch), "size(batch)", least=0, error=WorkloadError)
         return OwnBatch(batch, number, self)
 
     def cut(self, batch: OwnBatch, sizes: Sequence[int]) -> list[OwnBatch]:
@@ -68,19 +62,14 @@ class Batching:
             WorkloadError: `split` returns other parts than asked for.
         """
         asked = [size for size in sizes if size]
-        made = [batch] if len(asked) == 1 else []
-        if len(asked) > 1:
-            parts = self.split(batch.held, list(asked))
-            if not isinstance(parts, list | tuple) or len(parts) != len(asked):
-                seen = f"{len(parts)} parts" if isinstance(parts, list | tuple) else nests.kind(parts)
-                raise WorkloadError(f"split(batch, {asked}) returned {seen}", hint="return a list, one part a size")
-            made = [self.wrap(part) for part in parts]
-            if [part.samples for part in made] != asked:
-                counted = [part.samples for part in made]
-                raise WorkloadError(
-                    f"split(batch, {asked}) returned parts of {counted} samples, as size(batch) counts them",
-                    hint="return the next samples of the batch for each size, in order",
-                )
+        parts = [batch] if len(asked) < 2 else self.split(batch.held, list(asked))
+        made = [self.wrap(part) for part in parts] if isinstance(parts, list | tuple) else []
+        seen = [part.samples for part in made]
+        if seen != asked:
+            raise WorkloadError(
+                f"split(batch, {asked}) returned parts of {seen} samples, as size(batch) counts them",
+                hint="return a list with the next samples of the batch for each size, in order",
+            )
         following = iter(made)
         return [next(following) if size else OwnBatch(None, 0, self) for size in sizes]
 
@@ -93,15 +82,11 @@ def read_batching(split: Any, size: Any) -> Batching | None:
     """
     if split is None and size is None:
         return None
-    given = {"split": split, "size": size}
-    for name, function in given.items():
-        if function is None:
-            (other,) = (key for key in given if key != name)
-            raise WorkloadError(
-                f"{other} is given without {name}", hint="write both: def split(batch, sizes) and def size(batch)"
-            )
-        if not callable(function):
-            raise WorkloadError(f"{name} is {nests.kind(function)}", hint="write a function")
+    if not (callable(split) and callable(size)):
+        raise WorkloadError(
+            "split and size are functions that go together",
+            hint="write both: def split(batch, sizes) and def size(batch)",
+        )
     return Batching(split, size)
 
 

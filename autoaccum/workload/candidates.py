@@ -192,13 +192,14 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     """
     if objective.reduction == "sum" or objective.criterion is not None or objective.weight_function is not None:
         return None
-    path = _find_path(parts)
-    if path is None:
+    marked = {path for part in parts for path, leaf in find_leaves(part) if _is_marked(leaf)}
+    if not marked:
         return None
-    known = infer_divisor(model)
+    path, known = min(sorted(marked), key=unlikeliness), infer_divisor(model)
     divisor = f"labels != {IGNORED}" if known == "samples" else known
-    counts = [count for part in parts for count in _counts(dict(find_leaves(part)).get(path), divisor)]
-    if len(set(counts)) < 2 and known == "samples":
+    labels = [dict(find_leaves(part)).get(path) for part in parts]
+    kept = [keep_labels(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
+    if known == "samples" and len(torch.cat(kept).unique()) < 2:
         return None
     return (
         f"{path} has entries that do not count ({IGNORED}), and parts count by their samples, not by those that do: the"
@@ -206,19 +207,5 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     )
 
 
-def _find_path(parts: Sequence[Any]) -> str | None:
-    found = {path for part in parts for path, leaf in find_leaves(part) if _is_marked(leaf)}
-    return min(sorted(found), key=unlikeliness, default=None)
-
-
 def _is_marked(leaf: Any) -> bool:
-    whole = isinstance(leaf, Tensor) and leaf.ndim > 1 and not leaf.is_floating_point() and not leaf.is_complex()
-    return whole and bool((leaf == IGNORED).any())
-
-
-def _counts(labels: Any, divisor: str) -> list[int]:
-    """What counts of each sample."""
-    if not isinstance(labels, Tensor):
-        return []
-    counts: list[int] = keep_labels(labels, divisor).flatten(1).sum(1).tolist()
-    return counts
+    return _is_integer(leaf) and leaf.ndim > 1 and bool((leaf == IGNORED).any())

@@ -10,6 +10,9 @@ from math import prod
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
+_BRACES = {"{": "{left}", "}": "{right}"}
+"""What a spelling has for a brace of a name."""
+
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
@@ -64,7 +67,7 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(names):
         alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     pieces = (list(piece) for group in alike.values() for piece in _pieces(group))
-    return [(_spelled(piece), piece) for piece in pieces]
+    return [(_spelled([_spelled_braces(name) for name in piece]), piece) for piece in pieces]
 
 
 def expand_name(spelled: str) -> list[str]:
@@ -79,6 +82,10 @@ def expand_name(spelled: str) -> list[str]:
     parts = re.split(r"\{(.*?)\}", spelled)  # What stands in braces is every second one.
     choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _spelled_braces(name: str) -> str:
+    return re.sub(r"[{}]", lambda brace: _BRACES[brace[0]], name)
 
 
 def _columns(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -126,7 +133,9 @@ def _numbers(listed: str) -> list[str]:
     Raises:
         ValueError: It is no such list.
     """
-    found: list[str] = []
+    found = [brace for brace, spelled in _BRACES.items() if spelled == f"{{{listed}}}"]
+    if found:
+        return found
     for each in listed.split(","):
         span = _SPAN.fullmatch(each)
         if span is None:

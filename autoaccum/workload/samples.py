@@ -112,15 +112,10 @@ def spread_indices(total: int, count: int) -> list[int]:
 
 
 def _check_dataset(dataset: Any) -> None:
-    if dataset is None:
+    if dataset is None or isinstance(dataset, DataLoader):
         raise WorkloadError(
-            "there is no dataset to look for the longest samples in",
-            hint="define dataset in the workload, or write a batch(size) that gives the worst case",
-        )
-    if isinstance(dataset, DataLoader):
-        raise WorkloadError(
-            "dataset is a DataLoader, which yields batches",
-            hint="write dataset = loader.dataset and collate = loader.collate_fn",
+            f"dataset is {nests.kind(dataset)}, to look for the longest samples in",
+            hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
         )
 
 

@@ -6,21 +6,19 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in, read_keeps, read_mode
+from autoaccum.options import AccumulateIn, BatchNormMode, Precision, read_accumulate_in, read_keeps, read_mode
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
 from autoaccum.workload.nests import copy_module, kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.own_loss import OwnLoss
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
-
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 
 
 def no_batch(size: int) -> Any:
@@ -160,24 +158,20 @@ class Workload:
 
     def make_model(self) -> nn.Module:
         """As `build_model`, in the mode the model comes in."""
-        made = self._make_model()
+        try:
+            made = copy_module(self.model) if isinstance(self.model, nn.Module) else self.model()
+        except (TypeError, RuntimeError, AttributeError) as error:
+            if not isinstance(self.model, nn.Module):
+                raise
+            raise WorkloadError(
+                f"the model, an instance of {type_name(self.model)}, cannot be copied ({error})",
+                hint="give a function that builds it",
+            ) from error
+        if not isinstance(made, nn.Module):
+            raise WorkloadError(f"model() returned {kind(made)}", hint="return an nn.Module")
         if isinstance(self.loss, OwnLoss):
             self.loss.learn(made)
         return made
-
-    def _make_model(self) -> nn.Module:
-        if isinstance(self.model, nn.Module):
-            try:
-                return copy_module(self.model)
-            except (TypeError, RuntimeError, AttributeError) as error:
-                raise WorkloadError(
-                    f"the model, an instance of {type_name(self.model)}, cannot be copied ({error})",
-                    hint="give a function that builds it",
-                ) from error
-        built = self.model()
-        if not isinstance(built, nn.Module):
-            raise WorkloadError(f"model() returned {kind(built)}", hint="return an nn.Module")
-        return built
 
     def build_batch(self, size: int) -> Any:
         """`batch(size)`, checked to hold `size` samples.

@@ -18,8 +18,6 @@ _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 """What torch.utils.data raises again for a worker: its traceback as text (torch/_utils.py, `ExceptionWrapper`)."""
-_NO_KERNEL = re.compile(r"could not create a primitive descriptor for (?:the|an?) (.+?) primitive")
-"""What oneDNN says, by which PyTorch computes on the CPU (ideep's `wrap_c_api`)."""
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
@@ -73,29 +71,11 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
         doing: What was going on, as the start of a sentence: `batch(5)`, `importing model.py`.
         hint: The way out, where one is known.
     """
-    lacking = kernel_error(error, doing)
-    if lacking is not None:
-        return lacking
     if _IN_WORKER.match(str(error)):
         shown = str(error).rstrip()
         what = f"raised {shown.splitlines()[-1]} (in a worker that reads data)"
         return WorkloadError(f"{doing} {what}", hint=hint, user_traceback=shown)
     return WorkloadError(f"{doing} {_what(error)}", hint=hint, user_traceback=format_user_traceback(error))
-
-
-def kernel_error(error: BaseException, doing: str) -> WorkloadError | None:
-    """The error that says what this processor cannot compute in this precision; None where that is not so.
-
-    Below AVX-512, say, oneDNN has no LSTM in bf16, and below AMX or AVX-512 FP16 none in fp16.
-    """
-    lacking = _NO_KERNEL.search(str(error))
-    if lacking is None:
-        return None
-    return WorkloadError(
-        f"{doing} cannot run on this processor, where oneDNN has no {lacking[1]} in this precision",
-        hint="use fp32, or turn oneDNN off by torch.backends.mkldnn.set_flags(False)",
-        user_traceback=format_user_traceback(error),
-    )
 
 
 @contextmanager

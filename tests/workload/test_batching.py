@@ -144,10 +144,10 @@ def test_a_wrong_weight_is_found() -> None:
 
 
 def test_needs_both_functions() -> None:
-    with pytest.raises(WorkloadError, match="split is given without size") as error:
+    with pytest.raises(WorkloadError, match="split and size are functions that go together") as error:
         Workload(**{**KINDS["packed"], "size": None})
     assert error.value.hint == "write both: def split(batch, sizes) and def size(batch)"
-    with pytest.raises(WorkloadError, match=r"size\(batch\) returned 'many'"):
+    with pytest.raises(WorkloadError, match=r"size\(batch\) is 'many'"):
         Workload(**{**KINDS["packed"], "size": lambda batch: "many"}).build_batch(4)
     with pytest.raises(WorkloadError, match=r"batch\(4\) returned 5 samples"):
         Workload(**{**KINDS["packed"], "size": lambda batch: len(batch["cu_seqlens"])}).build_batch(4)
