@@ -123,12 +123,6 @@ def test_a_shortage_under_accelerate_changes_no_update(accelerate_loop: Any, acc
     check_same(net.state_dict(), expected)
 
 
-def test_a_first_update_that_fails_under_accelerate_is_undone(accelerator: Any) -> None:
-    net, dataset = make()
-    optimizer = accelerator.prepare(sgd(net))
-    check_undone(net, optimizer, dataset)
-
-
 def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
     """The wrapper's inner state is covered by the copy that guards the first update."""
     inner = optimizer.optimizer

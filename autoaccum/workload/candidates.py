@@ -199,7 +199,7 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     divisor = f"labels != {IGNORED}" if known == "samples" else known
     labels = [dict(find_leaves(part)).get(path) for part in parts]
     kept = [keep_labels(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
-    if known == "samples" and len(torch.cat(kept).unique()) < 2:
+    if known == "samples" and len(set(torch.cat(kept).tolist())) < 2:
         return None
     return (
         f"{path} has entries that do not count ({IGNORED}), and parts count by their samples, not by those that do: the"

@@ -20,8 +20,6 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.nests import kind, type_name
 
-_ROW_WEIGHTS = ("weight", "pos_weight")
-
 
 @dataclass(frozen=True)
 class Criterion:
@@ -88,17 +86,7 @@ class Criterion:
         options = settings(self.function)
         if divisor == "targets":
             return count_targets(targets, options)
-        self._refuse_row_weights(targets, options)
         return float(targets.numel() / targets.shape[-1]) if divisor == "rows of classes" else float(targets.numel())
-
-    def _refuse_row_weights(self, targets: Tensor, options: Mapping[str, Any]) -> None:
-        for name in _ROW_WEIGHTS:
-            rows = options.get(name)
-            if isinstance(rows, Tensor) and rows.ndim >= max(targets.ndim, 1) and rows.shape[0] != 1:
-                raise WorkloadError(
-                    f"{self.name} has a {name} of shape {tuple(rows.shape)}, one row per sample, and cannot be split",
-                    hint="put it into the batch and write loss(model, batch)",
-                )
 
 
 def is_criterion(loss: Any) -> bool:
@@ -133,7 +121,6 @@ def resolve_criterion(criterion: Any) -> Criterion:
             f"the partial of {name} fixes its first arguments, which are the model's outputs",
             hint="fix options by keyword",
         )
-    _check_smoothing(options, name)
     reduction = options.get("reduction", "mean")
     if rule == "kl_div" and reduction == "batchmean":
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
@@ -150,7 +137,7 @@ def settings(criterion: Any) -> Mapping[str, Any]:
     inner = _unwrap(criterion)
     bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
     if isinstance(inner, nn.Module):
-        names = ("reduction", "ignore_index", "label_smoothing", *_ROW_WEIGHTS)
+        names = ("reduction", "ignore_index", "weight")
         return {name: getattr(inner, name) for name in names if hasattr(inner, name)} | bound
     parameters = inspect.signature(inner).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | bound
@@ -185,20 +172,6 @@ def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
     reduction = getattr(inner, "reduction", None)
     known = reduction if reduction in ("mean", "sum") else None
     return Criterion(criterion, name, None, known, f"samples ({name} is no criterion autoaccum knows)")
-
-
-def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
-    """Refuse a loss to which targets without weight contribute: their part's mean would be something over zero."""
-    weights = options.get("weight")
-    if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
-        return
-    classes = (weights.cpu() == 0).nonzero().flatten().tolist() if weights.ndim == 1 else []
-    if classes:
-        raise WorkloadError(
-            f"{name} smooths the labels of class {classes[0]}, whose weight is 0: a part with no other target has the"
-            " loss infinity",
-            hint=f"give ignore_index={classes[0]} instead, or a small weight such as 1e-6",
-        )
 
 
 Divisor: TypeAlias = Literal["targets", "elements", "rows of classes", "samples"]

@@ -75,7 +75,11 @@ def take_longest(workload: Workload, count: Any, most: int | None = None) -> Wor
         WorkloadError: There is no dataset, it has no samples, or they have no tensors; or reading it raises.
     """
     number = read_count(count, "the number of samples to look at", error=WorkloadError)
-    _check_dataset(workload.dataset)
+    if workload.dataset is None or isinstance(workload.dataset, DataLoader):
+        raise WorkloadError(
+            f"dataset is {nests.kind(workload.dataset)}, to look for the longest samples in",
+            hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
+        )
     with own_randomness(), users_code("the dataset"):
         longest = longest_first(_some_samples(workload.dataset, number), number if most is None else most)
     if not longest:
@@ -109,14 +113,6 @@ def spread_indices(total: int, count: int) -> list[int]:
         return list(range(total))
     draw = random.Random(_SEED)
     return [draw.randrange(part * total // count, (part + 1) * total // count) for part in range(count)]
-
-
-def _check_dataset(dataset: Any) -> None:
-    if dataset is None or isinstance(dataset, DataLoader):
-        raise WorkloadError(
-            f"dataset is {nests.kind(dataset)}, to look for the longest samples in",
-            hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
-        )
 
 
 def _some_samples(dataset: Any, count: int) -> Iterator[Any]:

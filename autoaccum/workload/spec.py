@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.checks import read_count
+from autoaccum.checks import check_word, read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Precision, read_accumulate_in, read_keeps, read_mode
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
@@ -105,10 +105,7 @@ class Workload:
     def __post_init__(self) -> None:
         _check_model(self.model)
         check_function(self.batch, "batch", "(size)")
-        if self.precision not in get_args(Precision):
-            raise WorkloadError(
-                f"the precision is {self.precision!r}", hint=f"use one of {', '.join(get_args(Precision))}"
-            )
+        check_word(self.precision, "precision", get_args(Precision), error=WorkloadError)
         read_mode(self.batchnorm)
         read_accumulate_in(self.accumulate_in)
         check_optimizer(self.optimizer)
@@ -128,8 +125,13 @@ class Workload:
         if self.loss is None and self.criterion is None:
             object.__setattr__(self, "loss", OwnLoss())
         criterion = self.objective.criterion
-        if criterion is not None and isinstance(criterion.function, nn.Module):
-            _check_criterion_parameters(criterion.function, criterion.name)
+        if isinstance(module := getattr(criterion, "function", None), nn.Module):
+            trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+            if trainable:
+                raise WorkloadError(
+                    f"the criterion has trainable parameters ({trainable[0]}), which no optimizer would update",
+                    hint="make it a part of the model and write loss(model, batch)",
+                )
 
     @property
     def objective(self) -> Objective:
@@ -260,12 +262,3 @@ def check_function(function: Any, name: str, arguments: str) -> None:
     """
     if not callable(function):
         raise WorkloadError(f"{name} is {kind(function)}", hint=f"write def {name}{arguments}")
-
-
-def _check_criterion_parameters(criterion: nn.Module, name: str) -> None:
-    trainable = [key for key, parameter in criterion.named_parameters() if parameter.requires_grad]
-    if trainable:
-        raise WorkloadError(
-            f"{name} has trainable parameters ({', '.join(trainable[:3])}), which no optimizer would update",
-            hint="make it a part of the model and write loss(model, batch)",
-        )

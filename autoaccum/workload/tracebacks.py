@@ -28,7 +28,7 @@ def format_user_traceback(error: BaseException) -> str:
     """
     report = _pruned(traceback.TracebackException.from_exception(error), is_user_file)
     if not report.stack:
-        report = _pruned(traceback.TracebackException.from_exception(error), _is_not_own)
+        report = _pruned(traceback.TracebackException.from_exception(error), lambda file: not is_own_file(file))
     return "".join(report.format()).rstrip()
 
 
@@ -60,7 +60,7 @@ def line_of(filename: str, number: int) -> tuple[str, bool]:
 def is_own(error: BaseException) -> bool:
     """Whether it was raised by a line of autoaccum, or within Python's own library by one."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((not _is_not_own(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
+    return next((is_own_file(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
 
 
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
@@ -121,10 +121,6 @@ def is_user_file(filename: str) -> bool:
     if any(path.startswith(root + "/") for root in (_OWN, _TORCH)):
         return False
     return not _is_python(path)
-
-
-def _is_not_own(filename: str) -> bool:
-    return not is_own_file(filename)
 
 
 def _is_python(filename: str) -> bool:

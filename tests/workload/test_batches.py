@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from types import MappingProxyType
 from typing import Any
 
@@ -160,7 +160,8 @@ class Encoding(UserDict[str, Any]):
 
 def test_mappings_keep_their_class() -> None:
     x, y = rows(4, 2), rows(4)
-    for mapping in (Encoding({"x": x, "y": y}, "kept"), defaultdict(list, x=x), MappingProxyType({"x": x})):
+    mappings: list[Any] = [Encoding({"x": x, "y": y}, "kept"), OrderedDict(x=x), MappingProxyType({"x": x})]
+    for mapping in mappings:
         first, _ = split_batch({"m": mapping}, [1, 3])
         assert type(first["m"]) is type(mapping)
         assert [len(value) for value in first["m"].values()] == [1] * len(mapping)

@@ -241,10 +241,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "batchmean elsewhere": (nn.MSELoss(reduction="batchmean"), r"MSELoss has reduction='batchmean'"),
     "not a loss": (F.softmax, r"softmax is none of the criteria"),
     "positional partial": (functools.partial(F.mse_loss, torch.zeros(1)), r"fixes its first arguments"),
-    "smoothed classes without weight": (
-        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1),
-        r"CrossEntropyLoss smooths the labels of class 1, whose weight is 0.*ignore_index=1 instead",
-    ),
 }
 
 
@@ -272,16 +268,7 @@ class Odd(Given):
         return Output()
 
 
-ROW_WEIGHTS: dict[str, Any] = {"weight": torch.ones(4, 2)}
 MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a weight with rows": (
-        lambda: weigh(nn.BCELoss(weight=torch.ones(4)), (rand(4), rand(4))),
-        r"BCELoss has a weight of shape \(4,\), one row per sample",
-    ),
-    "a functional weight with rows": (
-        lambda: weigh(functools.partial(F.mse_loss, **ROW_WEIGHTS), (rand(4, 2), rand(4, 2))),
-        r"mse_loss has a weight of shape \(4, 2\)",
-    ),
     "targets without classes": (
         lambda: weigh(nn.CrossEntropyLoss(), (rand(4, 2), rand(4))),
         r"targets of shape \(4,\) and torch\.float64 are neither classes nor probabilities",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from autoaccum.errors import WorkloadError
@@ -84,25 +83,6 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
 def test_a_batchnorm_of_the_file_s_own_is_no_mode(write: Write, line: str) -> None:
     write(GOOD + f"\n    {line}\n")
     assert load_workload("model.py").batchnorm == "micro"
-
-
-def test_takes_every_optional_name(write: Write) -> None:
-    write(
-        GOOD
-        + """
-    def optimizer(params): return torch.optim.SGD(params, lr=0.1)
-    precision = "bf16"
-    def weight(batch): return len(batch[1])
-    reduction = "mean"
-    batchnorm = "frozen"
-    dataset = [1, 2]
-"""
-    )
-    workload = load_workload("model.py")
-    assert (workload.precision, workload.batchnorm) == ("bf16", "frozen")
-    assert workload.dataset == [1, 2]
-    assert workload.objective.source == "the workload's weight()"
-    assert isinstance(workload.build_optimizer(workload.build_model()), torch.optim.SGD)
 
 
 def test_a_criterion_that_the_loss_names_is_a_part_of_it(write: Write) -> None:

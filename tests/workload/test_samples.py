@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.samples import (
@@ -93,20 +92,6 @@ class Pair:
 def test_length_is_what_tensors_arrays_and_lists_of_numbers_hold(short: Any, long: Any) -> None:
     assert longest_first([short, long], 1)[0] is long
     assert longest_first([long, short], 1)[0] is long
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        for length in range(1, 10_000):
-            yield torch.zeros(length)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "longest"),
-    [(Stream(), 4), (iter([torch.zeros(3)] * 9), 3)],
-)
-def test_of_what_can_only_be_gone_through_the_first_are_taken(dataset: Any, longest: int) -> None:
-    assert take_longest(make(dataset, collate=padded), 4).build_batch(2).shape == (2, longest)
 
 
 def test_random_samples_are_the_same_each_time_and_leave_random_states_alone() -> None:
@@ -214,8 +199,3 @@ def test_without_batch_the_dataset_alone_makes_one() -> None:
 def test_samples_that_do_not_look_like_the_batch_are_left_alone() -> None:
     taken = take_small_batch(make(batch=lambda size: torch.zeros(size, 9), dataset=TEXTS), 3)
     assert taken.shape == (3, 9)
-
-
-def test_a_short_dataset_without_batch_is_refused() -> None:
-    with pytest.raises(WorkloadError, match=r"the dataset gives 4 samples, 9 are asked for: write def batch\(size\)"):
-        take_small_batch(make(dataset=TEXTS), 9)
