@@ -133,8 +133,14 @@ def digest_sources(path: Path) -> str:
     a module imported by other means does not count. Independent of where the directory lies.
     """
     top = _package_root(path) or path.parent
-    found: set[Path] = set()
-    _collect(path, top, found)
+    found, waiting = set[Path](), [path]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.is_file() or top not in file.parents or "-packages" in str(file.relative_to(top)):
+            continue
+        found.add(file)
+        waiting += [place / "__init__.py" for place in file.parents if top in place.parents]
+        waiting += _imported(file, top)
     digest = hashlib.sha256()
     for file in sorted(found, key=lambda file: file.relative_to(top).as_posix()):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -142,39 +148,21 @@ def digest_sources(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _collect(file: Path, top: Path, found: set[Path]) -> None:
-    packages = [place for place in file.parents if top in place.parents]
-    waiting = [file, *(init for place in packages if (init := place / "__init__.py").is_file())]
-    while waiting:
-        current = waiting.pop()
-        if current not in found and top in current.parents:
-            found.add(current)
-            waiting.extend(_imported(current, top))
-
-
 def _imported(file: Path, top: Path) -> Iterator[Path]:
+    """Where the modules would be that a file imports."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                for place in (top, file.parent):
-                    yield from _files(place, alias.name.split("."))
+            names, level = [alias.name for alias in node.names], 0
         elif isinstance(node, ast.ImportFrom):
-            base = node.module.split(".") if node.module else []
-            places = [file.parents[node.level - 1]] if 0 < node.level <= len(file.parents) else [top, file.parent]
-            for place in places:
-                yield from _files(place, base)
-                for alias in node.names:
-                    yield from _files(place, [*base, alias.name])
-
-
-def _files(place: Path, parts: list[str]) -> Iterator[Path]:
-    """The files that importing `parts` from `place` runs: the `__init__.py` on the way, and the module."""
-    for count in range(len(parts) + 1):
-        step = place.joinpath(*parts[:count])
-        for candidate in (step / "__init__.py", step.with_suffix(".py")):
-            if count > 0 and candidate.is_file() and "-packages" not in str(candidate.relative_to(place)):
-                yield candidate
+            base, level = node.module or "", node.level
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        places = file.parents[level - 1 : level] if level else [top, file.parent]
+        for stem in (place.joinpath(*name.split(".")) for place in places for name in names):
+            yield stem / "__init__.py"
+            yield stem.parent / f"{stem.name}.py"
