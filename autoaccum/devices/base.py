@@ -81,7 +81,6 @@ class TrialSettings:
         options: How the workload is to run, and within which limits.
         reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
         load_limit_seconds: What importing the workload may take at first; None: as a trial, five minutes at least.
-        is_stopped: Asked while a child works, in the thread that waits for it: True ends the child as Ctrl-C would.
         on_output: Gets each line the workload prints; None: it goes to stderr.
         checkout: Where its modules lie; None: where this process finds them.
         parcel: Live objects, packed (`devices.parcels`), in place of what `reference` would load.
@@ -91,7 +90,6 @@ class TrialSettings:
     options: Options = field(default_factory=Options)
     reference: str = ""
     load_limit_seconds: float | None = None
-    is_stopped: Callable[[], bool] | None = None
     on_output: Callable[[str], None] | None = None
     checkout: Checkout | None = None
     parcel: str | None = field(default=None, repr=False)

@@ -133,20 +133,17 @@ class ChildProcess:
         """Whether it can be asked."""
         return not self._ended
 
-    def ask(
-        self, request: Mapping[str, Any], limit_seconds: float, is_stopped: Callable[[], bool] | None = None
-    ) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
         """Send a request and wait for its reply; unless there is one, the child is ended.
 
         Raises:
             ChildDied: There will be no reply: see its `kind`.
-            KeyboardInterrupt: `is_stopped` says so.
         """
         kills_before = count_oom_kills()
         began = time.monotonic()
         try:
             self.tell(request)
-            return self._receive(limit_seconds, kills_before, is_stopped or (lambda: False))
+            return self._receive(limit_seconds, kills_before)
         except ChildDied as death:
             self.end()
             death.seconds = time.monotonic() - began
@@ -185,11 +182,9 @@ class ChildProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _receive(self, limit_seconds: float, kills_before: int, is_stopped: Callable[[], bool]) -> dict[str, Any]:
+    def _receive(self, limit_seconds: float, kills_before: int) -> dict[str, Any]:
         deadline = time.monotonic() + limit_seconds
         while True:
-            if is_stopped():
-                raise KeyboardInterrupt
             death = self._death()
             self._pass_output()  # After the look at its death: all that it wrote is there.
             try:

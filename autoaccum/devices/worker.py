@@ -106,7 +106,7 @@ class Worker:
         about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
         request = {**self._request("trial"), "parts": parts, "limit_bytes": held_to_bytes}
         try:
-            reply = self._process.ask(request, seconds, self._settings.is_stopped)
+            reply = self._process.ask(request, seconds)
         except ChildDied as death:
             return record_death(death, about)
         trial = record_reply(reply, held_to_bytes, about)
@@ -128,7 +128,7 @@ class Worker:
 
     def _ask(self, request: Mapping[str, Any], doing: str, limit_seconds: float) -> dict[str, Any]:
         try:
-            reply = self._process.ask(request, limit_seconds, self._settings.is_stopped)
+            reply = self._process.ask(request, limit_seconds)
         except ChildDied as death:
             raise death_error(death, doing, limit_seconds) from None
         if "refused" in reply:
