@@ -151,10 +151,6 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
 
     What the user's code raises comes through as it is, except that of a loss that was not written for evaluation.
 
-    Args:
-        workload: Tells how many samples a pass has, and what it does.
-        model: The model, on its device.
-
     Raises:
         WorkloadError: The batch has another number of samples, or the loss cannot be taken in eval mode.
     """

@@ -41,11 +41,6 @@ FORM_SAMPLES = 3
 def inspect_workload(workload: Workload, share: int, meter: Meter | None = None) -> Inspection:
     """Build everything once, make one update from a small batch, and compare the weighting of its parts.
 
-    Args:
-        workload: With the precision the plan asks for.
-        share: Samples per update on this rank.
-        meter: Of the device to make the update on; None: the CPU.
-
     Raises:
         WorkloadError: It cannot be trained: a batch of another size than asked, no trainable parameters, a loss that
             is no scalar, not connected or not finite.

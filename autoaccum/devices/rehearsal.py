@@ -203,7 +203,6 @@ def make_accumulator(
     """The Accumulator that trains by the plan, except that running out of memory ends the trial.
 
     Under fp16 the scaler starts at 1 instead of 65536, whose first updates are often skipped: a trial has few.
-    `objective` stands in for the workload's own.
     """
     device = next(model.parameters()).device.type
     return Accumulator(

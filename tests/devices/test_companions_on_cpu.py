@@ -69,11 +69,6 @@ def test_the_logits_of_the_micro_batch_before_are_in_the_peak(reference: str, pl
     assert grown == pytest.approx(LOGITS, abs=SLACK)
 
 
-def test_an_average_is_in_the_peak(reference: str, plain_bytes: int) -> None:
-    grown = peak(try_beside(reference, keeps=("ema",))) - plain_bytes
-    assert grown == pytest.approx(PARAMETERS, abs=SLACK)
-
-
 def test_an_evaluation_is_in_the_peak_where_it_is_higher(reference: str, plain_bytes: int) -> None:
     assert peak(try_beside(reference, evaluation_batch=16)) == pytest.approx(plain_bytes, abs=SLACK)
     samples = 8 * SIZE

@@ -70,17 +70,6 @@ def test_answers_and_leaves(start: Start) -> None:
     assert not is_running(child.pid)
 
 
-def test_tells_whether_it_has_died_without_being_asked(start: Start) -> None:
-    child = start("os._exit(4)")
-    assert not child.has_died()
-    child.tell({})
-    assert wait_until_gone(child.pid)
-    assert child.has_died()
-    child.tell({})
-    child.end()
-    assert child.has_died()
-
-
 def test_passes_what_the_child_prints_line_by_line(start: Start) -> None:
     lines: list[str] = []
     child = start("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half'); answer()", lines.append)

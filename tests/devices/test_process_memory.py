@@ -11,7 +11,7 @@ import torch
 
 from autoaccum.devices import host_meter
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.host_meter import check_data_limit, data_limit, read_process_memory, reset_peak
+from autoaccum.devices.host_meter import data_limit, read_process_memory, reset_peak
 from autoaccum.devices.meters import warm_up
 from autoaccum.devices.process import child_environment
 from autoaccum.errors import NotMeasuredError
@@ -56,15 +56,6 @@ def test_the_limit_refuses_and_is_lifted_again() -> None:
         map_private(64 * MIB)
     assert resource.getrlimit(resource.RLIMIT_DATA) == soft_before
     map_private(64 * MIB).close()
-
-
-def test_no_limit_leaves_everything_as_it_is() -> None:
-    with data_limit(None):
-        map_private(64 * MIB).close()
-
-
-def test_the_limit_bites_here() -> None:
-    check_data_limit()
 
 
 def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

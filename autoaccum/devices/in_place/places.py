@@ -105,9 +105,6 @@ class HostPlace(HostMeter):
 
     A limit counts from what the process holds when a trial begins, without what the first job left for good (modules,
     compiled kernels), which a fresh process would need as well.
-
-    Args:
-        live: What live objects take of the budget already, and their copy of what is free.
     """
 
     def __init__(self, live: LiveBytes) -> None:

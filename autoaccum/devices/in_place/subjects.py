@@ -116,10 +116,6 @@ class Tried:
 def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
     """Find out where `subject` is tried, and what a trial of it may change.
 
-    Args:
-        subject: What is tried.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto` or where they are.
-
     Raises:
         UsageError: Live objects are elsewhere, or this process is one of several ranks.
     """

@@ -294,16 +294,6 @@ def test_batches_have_memory_of_their_own(form: str, size: int) -> None:
     assert all(float(part.sum()) == 4 for part in parts)
 
 
-def test_what_the_function_raises_is_the_user_s() -> None:
-    def failing(size: int) -> Tensor:
-        raise KeyError("labels")
-
-    with pytest.raises(WorkloadError, match=r"batch\(5\) raised KeyError: 'labels'") as caught:
-        make_batches(failing)(5)
-    assert "in failing" in str(caught.value.user_traceback)
-    assert "autoaccum" not in str(caught.value.user_traceback)
-
-
 def test_another_size_is_refused_with_the_way_out() -> None:
     data = torch.arange(10)
     with pytest.raises(WorkloadError, match=r"batch\(64\) returned 10 samples: return as many as asked, or give one"):
