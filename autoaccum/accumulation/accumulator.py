@@ -31,7 +31,6 @@ from autoaccum.accumulation.planned import (
     PlanLike,
     check_plan,
     choose_ceiling,
-    choose_multiple,
     choose_objective,
     choose_recorded,
 )
@@ -153,7 +152,9 @@ class Accumulator:
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
-        self._each = choose_multiple(plan, multiple_of)
+        self._each = 1 if plan is None else int(getattr(plan, "multiple_of", 1))
+        if multiple_of is not None:
+            self._each = checked_micro_batch(multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_recorded(plan, "precision", precision, "fp32")
         check_precision(chosen)

@@ -87,14 +87,8 @@ class LossRecord:
 class Backpropagation:
     """Runs parts forward and backward, so that their gradients add up to the effective batch's.
 
-    BatchNorm is PyTorch's own; other modes are classes of their own (`batchnorm_modes`).
-
-    Args:
-        model: The model; its first parameter tells the device parts are moved to.
-        objective: The loss.
-        precision: `bf16` and `fp16` run forward under autocast.
-        scaler: Scales losses, unless there is none.
-        enter: Called with each phase as it begins.
+    BatchNorm is PyTorch's own; other modes are classes of their own (`batchnorm_modes`). Parts are moved to the device
+    of the model's first parameter; `enter` is called with each phase as it begins.
     """
 
     _caution = (

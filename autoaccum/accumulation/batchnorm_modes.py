@@ -242,11 +242,7 @@ BACKPROPAGATIONS: Final[Mapping[BatchNormMode, type[Backpropagation]]] = {
 
 
 def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None = None) -> BatchNormMode:
-    """`mode`, which is known and can be had with `model`, and with its criterion where that is a module.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Refuse a mode that is unknown, or not to be had with `model` or its criterion; give the others back."""
     if mode not in BACKPROPAGATIONS:
         known = ", ".join(f'"{known}"' for known in BACKPROPAGATIONS)
         raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {known}")

@@ -32,9 +32,7 @@ _DEPTH, _ENTRIES = 3, 1024
 class OwnAttributes:
     """Plain values that modules of the user's own classes keep in Python: numbers, strings, tensors, small containers.
 
-    Args:
-        roots: Modules by the prefix of their names.
-        kept: Keep the values, to put them back; their hashes alone tell what changed.
+    `roots` are modules by the prefix of their names. Values are `kept` to be put back; hashes alone tell what changed.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], *, kept: bool = True) -> None:
@@ -113,12 +111,8 @@ def state_entries(
     Parameters, buffers, `.grad`, modes, `requires_grad`, hooks, optimizer, scaler and the random states of Python,
     NumPy, torch's CPU generator, `device`, and every card once CUDA has started.
 
-    Args:
-        roots: Modules by the prefix of their names.
-        optimizer: The optimizer, unless there is none.
-        scaler: The scaler, unless there is none.
-        device: A device whose generator counts besides the CPU's and all cards'.
-        identity: Count a tensor, module or hook exchanged for an equal one as a difference.
+    With `identity`, a tensor, module or hook exchanged for an equal one counts as a difference. `roots` are modules by
+    the prefix of their names.
     """
     hasher = Hasher(identity=identity)
     found: dict[str, Any] = {}
@@ -135,11 +129,7 @@ def state_entries(
 
 
 class Hasher:
-    """Hashes nests of values; every tensor is read once.
-
-    Args:
-        identity: Equal tensors, and equal hooks, that are other objects count as different.
-    """
+    """Hashes nests of values, every tensor once; with `identity`, equal tensors that are other objects differ."""
 
     def __init__(self, *, identity: bool = False) -> None:
         self._identity = identity
@@ -248,7 +238,7 @@ def _plain_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in REGISTERED | {"training"} and _is_plain(value, _DEPTH) and (own is None or name in own)
+        if name not in REGISTERED and _is_plain(value, _DEPTH) and (own is None or name in own)
     }
 
 

@@ -28,9 +28,7 @@ class HostDraws:
     samples. Onward, each part goes on where the one before has ended, as is right for what is drawn for each sample:
     the whole batch then draws the same.
 
-    Args:
-        named: Others, beside the global ones; torch's among them are passed over, whose draws can be given (`Draws`).
-        onward: See above.
+    `named` are others beside the global ones; torch's among them are passed over, whose draws can be given (`Draws`).
 
     Attributes:
         ends: Where they were as each part ended, to be compared: rewound, equal ends mean equal draws.
@@ -152,18 +150,15 @@ class Draws:
 
     A run that is given draws raises DrawMismatch when it draws otherwise than was recorded.
 
-    Args:
-        sizes: The samples of each part.
-        host: What Python's and NumPy's generators do; the global ones are rewound for each part when None.
-
     Attributes:
         tracks: What each part has drawn, by its index; None: the update.
+        host: What Python's and NumPy's generators do; the global ones are rewound for each part where none is given.
     """
 
     def __init__(self, sizes: Sequence[int], *, host: HostDraws | None = None) -> None:
         self._sizes = tuple(sizes)
         self.tracks: dict[int | None, list[Draw]] = {}
-        self._host = HostDraws() if host is None else host
+        self.host = HostDraws() if host is None else host
         self._part: int | None = None
         self._made = 0
         self._expects: int | None = None
@@ -175,18 +170,14 @@ class Draws:
 
     def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
         """Draws belong to this part from now on; those of an earlier attempt at it are forgotten."""
-        self._host.begin(index, own)
+        self.host.begin(index, own)
         self._part = index
         self.tracks[index] = []
-
-    def take(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Python's and NumPy's generators begin this part; arguments are those of `begin_part`."""
-        self._host.begin(index, own)
 
     def end_part(self) -> None:
         """The last backward is over: later draws are the update's, and given as they were, not joined."""
         self._finish()
-        self._host.finish()
+        self.host.finish()
         self._part = None
 
     @contextmanager
@@ -195,7 +186,7 @@ class Draws:
         self.tracks, self._part = {None: []}, None
         with open_kernels(), RandomCalls(self._record):
             yield
-        self._host.finish()
+        self.host.finish()
         self._part = None
 
     @contextmanager
@@ -221,7 +212,7 @@ class Draws:
                 give(call)
             self._made += 1
 
-        self._host.begin(index)
+        self.host.begin(index)
         self._part, self._made, self._expects = index, 0, expects
         try:
             with open_kernels(), RandomCalls(answer):

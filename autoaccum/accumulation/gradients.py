@@ -58,9 +58,7 @@ class GradientBuffers:
     entered, each gradient moves out of `.grad` as soon as autograd has put it there. A gradient is multiplied by
     `share` on its way, in the buffer's precision, so that no share is rounded to half precision.
 
-    Args:
-        parameters: The parameters to collect from; hooks are theirs only while the buffers are entered.
-        wide: False: sums are of the parameters' own dtype, and take no more than their gradients.
+    Unless `wide`, sums are of the parameters' own dtype, and take no more than their gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, wide: bool = True) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
@@ -47,7 +48,7 @@ SAMPLES = 4
 _PART = 2
 """Not of one sample, which BatchNorm and contrastive losses cannot do."""
 
-_MOST_WORK, _MOST_WIDE_WORK = 10**10, 10**9
+_MOST_WORK, _MOST_WIDE_WORK, _WORK_OF_AN_OP = 10**10, 10**9, 10**6
 """Of a forward of half the samples, in floating-point operations; as it is, and in float64, which may be far slower."""
 
 _MOVES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
@@ -58,6 +59,20 @@ _TOLERANCE, _HALF_TOLERANCE, _STILL = {torch.float64: 1e-8, torch.float32: 5e-5}
 
 _LARGE = Coupling(reason="the model is too large for an experiment beside it")
 _FIXED = Coupling(reason="the model cannot be copied")
+
+
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is run within it, by the operations it asks for and not by a clock."""
+
+    done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` and count it."""
+        result = func(*args, **(kwargs or {}))
+        self.done += _WORK_OF_AN_OP
+        with suppress(Exception):  # Of an operator that is not in the table, or not as it expects.
+            self.done += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def check_workload(workload: Workload, model: nn.Module) -> Coupling:
@@ -105,14 +120,14 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
-    halves, work = _Halves(model, objective, sizes, {}), FlopCounterMode(display=False)
+    halves, work = _Halves(model, objective, sizes, {}), _Work()  # type: ignore[no-untyped-call]
     with suppress(Exception, SystemExit), work:  # What is raised is told by the experiment.
         halves.run(split_batch(narrow, sizes)[0])
-    if work.get_total_flops() > _MOST_WORK:
+    if work.done > _MOST_WORK:
         return _LARGE
     with suppress(Exception, SystemExit):  # What the user caches has the training's type.
         halves.run(narrow)
-    if work.get_total_flops() <= _MOST_WIDE_WORK:
+    if work.done <= _MOST_WIDE_WORK:
         with suppress(Exception, SystemExit):  # What does not work in float64 may work as it is.
             wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
             found = find_coupling(copy_module(model).double(), widened(objective), wide, sizes)

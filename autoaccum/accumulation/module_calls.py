@@ -25,10 +25,8 @@ class ModuleCalls:
 
     What differs is exchanged for the whole's rows, so that only that is blamed whose own code depends on the others.
 
-    Args:
-        sizes: Samples of the parts.
-        found: Filled with the names of what is blamed; None is the loss.
-        pairs: Filled with the modules that give a table of all samples by all samples.
+    `found` is filled with the names of what is blamed (None is the loss), `pairs` with the modules that give a table of
+    all samples by all samples; `sizes` are the samples of the parts.
 
     Attributes:
         part: Which part runs; None: the whole.

@@ -47,13 +47,7 @@ class StepObserver:
         """A phase begins: `batch`, `forward` and `backward` of each part, `clip`, `update`."""
 
     def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
-        """Memory ran out, everything was put back, and the batch is repeated.
-
-        Args:
-            phase: Where.
-            micro_batch: The largest part that was tried, in samples.
-            next_micro_batch: The most that is tried next.
-        """
+        """Memory ran out in `phase` with parts of up to so many samples; all is put back, smaller ones are next."""
 
 
 class AccumulationWarning(UserWarning):

@@ -43,7 +43,7 @@ class PlanLike(Protocol):
 
     @property
     def workload(self) -> Mapping[str, Any]:
-        """Model, parameters, parameter_bytes, optimizer, precision, reduction, weight, batchnorm."""
+        """What the plan records of the workload."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -62,17 +62,6 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
         seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
         raise UsageError(seen, hint="give one of them")
     return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
-
-
-def choose_multiple(plan: PlanLike | None, multiple_of: int | None) -> int:
-    """What is given, or else the plan's, or else 1.
-
-    Raises:
-        UsageError: It is no whole number of at least 1.
-    """
-    if multiple_of is None:
-        return int(getattr(plan, "multiple_of", 1))
-    return checked_micro_batch(multiple_of, what="multiple_of")
 
 
 def choose_recorded(plan: PlanLike | None, name: str, given: Any, otherwise: Any) -> Any:

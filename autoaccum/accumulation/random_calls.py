@@ -37,8 +37,7 @@ class DrawSite:
 
     Attributes:
         op: As torch names it, without overload: aten.bernoulli_.
-        line: File and line of the nearest frame that is neither torch's, Python's nor autoaccum's: model.py:31. None
-            where torch's own modules draw and no code of the user stands in between.
+        line: The nearest of the user's, as model.py:31; None where torch's own modules draw.
     """
 
     op: str

@@ -87,10 +87,7 @@ def find_reachable(
     """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
 
     Not found: what is deep in other objects or in a library's, or reached by names that are put together at run time.
-
-    Args:
-        functions: The user's; None among them is passed over.
-        held: More of them, or anything that may lead there, by name: see `find_held`.
+    `held` is more that may lead there, by name: see `find_held`.
     """
     modules: dict[str, nn.Module] = {}
     generators: dict[int, Generator] = {}

@@ -133,11 +133,7 @@ def make_schedule(
 
 
 def check_multiple(samples: int, multiple_of: int, what: str) -> None:
-    """See that `samples`, which messages call `what`, can be cut into multiples.
-
-    Raises:
-        UsageError: They cannot.
-    """
+    """Refuse `samples`, which messages call `what`, that cannot be cut into multiples."""
     if samples % multiple_of:
         below = samples - samples % multiple_of
         near = f"{below} or {below + multiple_of}" if below else f"{multiple_of}"

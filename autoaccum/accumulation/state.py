@@ -24,16 +24,14 @@ _SMALL_BYTES = MIB
 """Buffers up to this size are copied on their own device, where a copy costs no synchronisation; larger ones to the
 host, so that a step needs no device memory for them."""
 
-REGISTERED = frozenset(vars(nn.Module())) - {"training"}
+REGISTERED = frozenset(vars(nn.Module()))
 """Attributes that torch gives to every module."""
 
 
 class TensorCopy:
     """The values of one tensor.
 
-    Args:
-        tensor: The tensor; it is put back even if its `.data` was exchanged meanwhile.
-        on_host: Keep the copy in host memory rather than on the tensor's device.
+    It is put back even if its `.data` was exchanged meanwhile. The copy is in host memory, or on the tensor's device.
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
@@ -99,9 +97,7 @@ class StateCopy:
 class ModuleState:
     """Buffers (changed, replaced, or added) and train/eval modes of modules.
 
-    Args:
-        modules: Each of them, those within others too.
-        host_bytes: Buffers beyond this size are copied to host memory, smaller ones on their own device.
+    Buffers beyond `host_bytes` are copied to host memory, smaller ones on their own device.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, host_bytes: int = 0) -> None:
@@ -128,14 +124,8 @@ class TorchState:
     """What modules register, with its values, and what belongs to it.
 
     Parameters, buffers (replaced, registered and renamed ones too), submodules, modes, hooks of modules and tensors,
-    `.grad`, `requires_grad`, tensors that are attributes of modules, the optimizer with all it keeps, and the
-    generators of Python, NumPy, torch, every card, and those that modules own.
-
-    Args:
-        roots: The modules; all within them count.
-        optimizer: The optimizer, unless there is none.
-        generators: More generators.
-        random: Whether generators count.
+    `.grad`, `requires_grad`, tensors that are attributes of modules, the optimizer with all it keeps, and (unless
+    `random` is False) the generators of Python, NumPy, torch, every card, those that modules own, and `generators`.
     """
 
     def __init__(
@@ -147,13 +137,9 @@ class TorchState:
         random: bool = True,
     ) -> None:
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
-        self._modes = [(module, module.training) for module in modules]
         self._attributes = [
-            (
-                vars(one),
-                {name: value for name, value in vars(one).items() if name in REGISTERED or isinstance(value, Tensor)},
-            )
-            for one in modules
+            (own, {name: own[name] for name in own if name in REGISTERED or isinstance(own[name], Tensor)})
+            for own in map(vars, modules)
         ]
         found: list[Tensor] = [one for module in modules for one in module.parameters(recurse=False)]
         found += [one for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]]
@@ -170,8 +156,6 @@ class TorchState:
         for attributes, before in self._attributes:
             attributes.update(before)
         self._copy.restore()
-        for module, training in self._modes:
-            module.training = training
         for parameter, requires_grad, gradient, hooks in self._parameters:
             if parameter.is_leaf:
                 parameter.requires_grad_(requires_grad)
@@ -190,11 +174,7 @@ class Transaction:
     from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
     else. State that a model keeps in Python attributes is not covered: see `ForwardWatch`.
 
-    Args:
-        modules: Every module of the model, and of the criterion.
-        parameters: Every parameter whose `.grad` the step touches.
-        generators: Generators the modules own.
-        scaler: The scaler, unless there is none.
+    `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step touches.
     """
 
     def __init__(

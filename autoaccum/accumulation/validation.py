@@ -119,11 +119,7 @@ def check_clip_norm(clip_norm: Any) -> None:
 
 
 def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "micro_batch") -> int:
-    """The ceiling, or what messages call `what`, as an int.
-
-    Raises:
-        UsageError: It is not a whole number of at least 1, or is less than what micro-batches are multiples of.
-    """
+    """The ceiling, or what messages call `what`: a whole number, at least 1 and what micro-batches are multiples of."""
     try:
         number = index(micro_batch)
     except TypeError:

@@ -133,7 +133,8 @@ class Runs:
         if change not in self._owns:
             seed_everything()
             with calm() if pair.is_calm else nullcontext():
-                self._owns[change] = Run(self.fixture, change).own(self.parts, pair.draws.take, pair.draws.end_part)
+                run, draws = Run(self.fixture, change), pair.draws
+                self._owns[change] = run.own(self.parts, draws.host.begin, draws.end_part)
         return self._owns[change]
 
     def for_own(self) -> Runs:
@@ -170,7 +171,7 @@ class Runs:
         try:
             with calm() if pair.is_calm else pair.draws.of_part(index):
                 run = Run(self.fixture, change)
-                return run.part(self.parts[index], lambda own: pair.draws.take(index, own))
+                return run.part(self.parts[index], lambda own: pair.draws.host.begin(index, own))
         except DrawMismatch as error:
             raise _not_matched("a part by itself", error) from error
 
@@ -211,7 +212,8 @@ class Runs:
             draws = Draws(self.sizes, host=HostDraws(self.fixture.generators, onward=onward))
             seed_everything()
             with calm():
-                accumulated = Run(self.fixture, change).accumulated(self.batch, self.parts, draws.take, draws.end_part)
+                run = Run(self.fixture, change)
+                accumulated = run.accumulated(self.batch, self.parts, draws.host.begin, draws.end_part)
             seed_everything()
             with calm():
                 full, uses_host = self._full(change, draws)

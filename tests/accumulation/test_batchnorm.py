@@ -296,17 +296,6 @@ def with_call_in_eval_mode(model: Any, batch: Batch) -> Tensor:
     return torch.as_tensor(CRITERION(model(batch[0]) + outputs, batch[1]))
 
 
-@FORGIVING
-def test_settings_are_those_at_the_call() -> None:
-    model, batch = one_norm(), batch_of(8)
-    model(batch_of(9)[0])
-    whole = copy.deepcopy(model)
-    with_call_in_eval_mode(whole, batch)
-    step(model, batch, "running", with_call_in_eval_mode)
-    assert_same_statistics(model[0], whole[0])
-    assert model[0].momentum == whole[0].momentum
-
-
 def test_frozen_is_refused_where_the_loss_wakes_it_up() -> None:
     model = one_norm()
     model(batch_of(9)[0])

@@ -237,5 +237,5 @@ def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
 
 
 def test_a_model_of_much_work_is_told_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoaccum.accumulation.halves._MOST_WORK", 10)
+    monkeypatch.setattr("autoaccum.accumulation.halves._MOST_WORK", 10**6)
     assert check(small.mlp, nn.MSELoss()).reason == "the model is too large for an experiment beside it"

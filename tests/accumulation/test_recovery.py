@@ -264,16 +264,6 @@ def test_pressed_twice_it_comes_at_once() -> None:
     assert state_digest(model, optimizer) == before
 
 
-def test_a_handler_that_does_not_raise_is_called_and_the_step_goes_on() -> None:
-    model, _, accumulator, batch = make()
-    seen: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    model.when["forward"] = press
-    assert accumulator.step(batch).updated
-    assert seen == [signal.SIGINT]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 SCRIPT = """
 import json, re, resource, warnings
 import torch

@@ -105,20 +105,6 @@ def test_names_the_cost_of_equal_parts() -> None:
     assert "85 + 85 + 84" in cost
 
 
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ((5,), "5"),
-        ((3, 3, 2, 2), "3 + 3 + 2 + 2"),
-        ((1,) * 256, "256 x 1"),
-        ((3,) * 3 + (2,) * 2, "3 x 3 + 2 x 2"),
-        ((86,) * 4 + (85,), "4 x 86 + 85"),
-    ],
-)
-def test_formats_parts(parts: tuple[int, ...], text: str) -> None:
-    assert format_parts(parts) == text
-
-
 @settings(deadline=None)
 @given(targets, ceilings)
 def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
