@@ -27,8 +27,7 @@ from autoaccum.training.request import FitRequest
 from autoaccum.training.seeds import seed_generators
 from autoaccum.training.subjects import Trainee
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.nests import held_batch, kind
-from autoaccum.workload.spec import check_function
+from autoaccum.workload.nests import check_function, held_batch, kind
 from autoaccum.workload.tracebacks import user_line
 from autoaccum.workload.weights import Objective, match_weights
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
@@ -74,6 +75,25 @@ def kind(value: Any) -> str:
         return "None"
     name = type_name(value)
     return f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
+
+
+def check_function(function: Any, name: str, arguments: str) -> None:
+    """Refuse what cannot be called with these arguments, such as `(model, batch)`.
+
+    Raises:
+        WorkloadError: It is no function, or one that takes others.
+    """
+    if not callable(function):
+        raise WorkloadError(f"{name} is {kind(function)}", hint=f"write def {name}{arguments}")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*arguments.strip("()").split(", ")[: len(arguments) - 2])
+    except ValueError:
+        return  # a builtin without a signature: the call itself will tell
+    except TypeError:
+        raise WorkloadError(
+            f"{name}{signature} cannot be called as {name}{arguments}", hint=f"write def {name}{arguments}"
+        ) from None
 
 
 def is_leaf(node: Any) -> bool:

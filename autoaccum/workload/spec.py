@@ -15,7 +15,7 @@ from autoaccum.checks import check_word, read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Precision, read_accumulate_in, read_keeps, read_mode
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
-from autoaccum.workload.nests import copy_module, kind, type_name
+from autoaccum.workload.nests import check_function, copy_module, kind, type_name
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 from autoaccum.workload.own_loss import OwnLoss
 from autoaccum.workload.weights import Objective, Reduction, resolve_objective
@@ -106,6 +106,11 @@ class Workload:
         _check_model(self.model)
         check_function(self.batch, "batch", "(size)")
         check_word(self.precision, "precision", get_args(Precision), error=WorkloadError)
+        if callable(self.weight):
+            check_function(self.weight, "weight", "(batch)")
+        if callable(self.split) and callable(self.size):
+            check_function(self.split, "split", "(batch, sizes)")
+            check_function(self.size, "size", "(batch)")
         read_mode(self.batchnorm)
         read_accumulate_in(self.accumulate_in)
         check_optimizer(self.optimizer)
@@ -227,6 +232,7 @@ def _check_model(model: Any) -> None:
         raise WorkloadError(
             f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
         )
+    check_function(model, "model", "()")
 
 
 def _read_modules(modules: Any) -> dict[str, nn.Module]:
@@ -252,13 +258,3 @@ def _read_modules(modules: Any) -> dict[str, nn.Module]:
 def _check_dataset(dataset: Any, name: str) -> None:
     if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise WorkloadError(f"{name} is {kind(dataset)}", hint="give samples by index or an iterable over samples")
-
-
-def check_function(function: Any, name: str, arguments: str) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        WorkloadError: It is no function.
-    """
-    if not callable(function):
-        raise WorkloadError(f"{name} is {kind(function)}", hint=f"write def {name}{arguments}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import Batching, batch_size, counted
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
-from autoaccum.workload.nests import held_batch, kind
+from autoaccum.workload.nests import check_function, held_batch, kind
 from autoaccum.workload.own_loss import OwnLoss
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -215,6 +215,7 @@ def _check_loss_function(loss: Any) -> None:
         mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
     except ValueError:
         return  # a builtin without a signature: the call itself will tell
+    check_function(loss, "loss", "(model, batch)")
     if mistaken:
         raise WorkloadError(
             f"loss{inspect.signature(loss)} does not take a model and a batch",

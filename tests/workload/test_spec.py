@@ -76,6 +76,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model is a number": ({"model": 3}, r"model is an int: give an nn\.Module"),
     "model is a class": ({"model": dict}, r"model is the class dict, which is no nn\.Module"),
     "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write def batch\(size\)"),
+    "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called as batch\(size\): write def"),
+    "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called as model\(\)"),
     "precision": ({"precision": "float16"}, r"there is no precision 'float16': take fp32, bf16, fp16"),
     "batchnorm": (
         {"batchnorm": "exact"},
