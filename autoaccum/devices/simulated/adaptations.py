@@ -48,6 +48,7 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
         (torch.nn.DataParallel, "forward", _scattered),
+        (torch.distributions.Distribution, "_validate_args", False),  # They would read values of the card.
     ):
         stack.enter_context(replaced(owner, name, value))
 

@@ -21,8 +21,7 @@ from autoaccum.accumulation.savers import (
     updated_twice,
 )
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.chunked_loss import CHUNKS, is_wide
-from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, Offer
+from autoaccum.devices.simulated.traces import CHECKPOINT, Offer
 from autoaccum.errors import UsageError
 from autoaccum.options import Keep
 from autoaccum.workload.nests import type_name
@@ -41,7 +40,6 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
     return [
         *_precisions(workload, model, card),
         *_checkpoints(workload, model),
-        *_losses(model),
         *_optimizers(optimizer),
         *_companions(workload),
     ]
@@ -82,16 +80,6 @@ def _trained_blocks(model: nn.Module) -> list[str]:
         return any(parameter.requires_grad for parameter in model.get_submodule(name).parameters())
 
     return [name for name in find_blocks(model) if is_trained(name)]
-
-
-def _losses(model: nn.Module) -> Iterator[Offer]:
-    """Offer it where a table may make logits of many classes; whether it does, the simulation tells."""
-    if any(parameter.dim() == 2 and is_wide(*reversed(parameter.shape)) for parameter in model.parameters()):
-        yield Offer(
-            CHUNKED,
-            f"make the logits of 1/{CHUNKS} of the rows at a time, and again in backward: torch.utils.checkpoint around"
-            " head and cross_entropy of each chunk of rows, or Liger's LigerFusedLinearCrossEntropyLoss",
-        )
 
 
 def _optimizers(optimizer: Optimizer) -> Iterator[Offer]:
@@ -175,7 +163,6 @@ _CHANGES: Final[Mapping[str, _Change]] = {
     "bf16": partial(_with, precision="bf16"),
     "fp16": partial(_with, precision="fp16"),
     CHECKPOINT: _checkpointed,
-    CHUNKED: lambda workload: workload,  # By a mode, while it runs (`ChunkedLoss`).
     _SINGLE: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
     _PLAIN: partial(_with, optimizer=_PLAIN),

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supply:
-    """A card's memory as `choose_budget` takes it: free is what is left beside the context.
-
-    Args:
-        card: The card.
-        outside: What the process holds there outside of the allocator.
-        allowed_bytes: What the allocator is limited to by its settings; None without a limit.
-    """
+    """A card's memory as `choose_budget` takes it: free is what is left beside the context, and allowed by settings."""
     free_bytes = max(0, card.total_bytes - outside.bytes)
     allowed = "" if allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
     bound = f"{card.name} (simulated, {format_bytes(outside.bytes)} of it for its context{allowed})"
@@ -45,8 +39,8 @@ def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supp
 class Band:
     """The band of one schedule on one card.
 
-    It is a sum, since what it is made of is not known to be independent: what the process holds outside of the
-    allocator, and the kernels' own memory that is alive at one time, as far as nobody has measured either.
+    It is a sum: what the process holds outside of the allocator, and the kernels' own memory that is alive at one time,
+    as far as nobody has measured either.
     """
 
     outside: Outside
@@ -91,17 +85,11 @@ class Band:
 class SimulatedDevice:
     """Trials on a card that need not be here; nothing runs on any.
 
-    *What counts against the budget* is what PyTorch's caching allocator would get from the driver, whole segments, as
-    on a real card; the budget is chosen as there, of what the card has beside an estimated context.
-
-    *A trial* replays the trace of its parts in an allocator of that capacity. `ok`: it goes through. `tight`: only if
-    the cache is released and asked for again in an update like those that follow. `oom`: it does not. The peaks are
-    those of a replay that nothing limits, so that a trial that ran may have one above the budget, and one that did not
-    has one too.
-
-    *The traces* are few: those of other sizes follow from small ones, where all sizes are affine in the batch. A trial
-    that is asked to be fresh rests on a trace of just its parts (`Trial.fresh`). One of more than two parts is that of
-    any two that follow each other, for what an earlier part leaves to the next is the same from the second on.
+    What counts against the budget is what PyTorch's caching allocator would get from the driver, whole segments. A
+    trial replays the trace of its parts in an allocator of that capacity: `ok` where it goes through, `tight` where
+    every update would release the cache and ask again, `oom` where it does not. The peaks are those of a replay that
+    nothing limits. Traces of other sizes follow from small ones, where all sizes are affine in the batch; a fresh trial
+    rests on a trace of just its parts (`Trial.fresh`), and one of more than two on any two that follow each other.
 
     Args:
         card: The card.

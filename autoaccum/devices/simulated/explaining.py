@@ -21,7 +21,7 @@ from autoaccum.devices.simulated.catalog import Card, card_at_hand
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.replays import Demand, Replays
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.traces import CHECKPOINT, CHUNKED, ChangeFailed, Offer, Tracer, Traces
+from autoaccum.devices.simulated.traces import CHECKPOINT, ChangeFailed, Offer, Tracer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
@@ -263,9 +263,7 @@ class Accountant:
             if clock.is_over:
                 said = (f"the limit on time ended the changes before {offer.name}",)
                 break
-            change = self._change(offer, trace, clock)
-            if offer.name != CHUNKED or _saves_much(change):
-                found.append(change)
+            found.append(self._change(offer, trace, clock))
         return tuple(sorted(found, key=_saving)), said
 
     def _change(self, offer: Offer, trace: Trace, clock: Clock) -> Change:
@@ -286,11 +284,6 @@ class Accountant:
             saved_bytes=self.replays.peak_bytes(trace) - peak_bytes,
             least_bytes=replays.least_bytes(changed, self.limit_bytes),
         )
-
-
-def _saves_much(change: Change) -> bool:
-    """Return whether a tenth of the peak goes; what is much work to write is not offered for less."""
-    return change.saved_bytes is not None and 9 * change.saved_bytes >= (change.peak_bytes or 0)
 
 
 def _saving(change: Change) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -31,27 +31,21 @@ from autoaccum.devices.rehearsal import Rehearsal, place_model, seed_everything
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.changes import offer_changes, with_change
-from autoaccum.devices.simulated.chunked_loss import ChunkedLoss
 from autoaccum.devices.simulated.impersonation import DEVICE
 from autoaccum.devices.simulated.labelling import Labeller
 from autoaccum.devices.simulated.placement import built_lazily, on_the_host, with_own_criterion
 from autoaccum.devices.simulated.recorder import Witness
 from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.traces import CHUNKED
 from autoaccum.devices.simulated.values import reads_host, refuse
-from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
 
 
 def trace_rehearsal(workload: Workload, parts: Sequence[int], mode: CardMode) -> tuple[Trace, Rehearsal, list[str]]:
-    """Rehearse `parts` on the card of `mode`, which is entered.
+    """Rehearse `parts` on the card of `mode`, which is entered; returns the names of the loss's terms, too.
 
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
     updates alone, so that every trace of the same step is the same.
-
-    Returns:
-        The trace, the rehearsal, and the names of the loss's terms.
 
     Raises:
         WorkloadError: No update was made.
@@ -119,12 +113,9 @@ def collecting_by_hand() -> Iterator[None]:
 
 
 def inspect_simulated(workload: Workload, share: int, mode: CardMode) -> tuple[Inspection, Trace]:
-    """Rehearse two micro-batches of two samples, or what there is.
+    """Rehearse two micro-batches of two samples, or what there is; returns the trace, too.
 
     Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
-
-    Returns:
-        The inspection, and the rehearsal's trace.
 
     Raises:
         WorkloadError: It cannot be trained, as far as that shows without values.
@@ -207,20 +198,17 @@ class SimulatedChild:
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
             if parts not in self._known:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # The inspection has shown them.
-                    self._known[parts], *_ = trace_rehearsal(workload, parts, mode)
+                self._known[parts], *_ = trace_rehearsal(workload, parts, mode)
             return {"trace": vars(self._known[parts])}
 
-        return self._run(run, f"micro-batch {max(parts)} on the simulated card")
+        return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
 
     def _changes(self, request: Mapping[str, Any]) -> dict[str, Any]:
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
             assert self._card is not None
             model = place_model(workload.build_model(), DEVICE)
             optimizer = workload.build_optimizer(model)
-            offers = offer_changes(workload, model, optimizer, self._card)
-            return {"changes": [dataclasses.asdict(offer) for offer in offers]}
+            return {"changes": [vars(offer) for offer in offer_changes(workload, model, optimizer, self._card)]}
 
         return self._run(run, "looking for what could be changed")
 
@@ -228,18 +216,12 @@ class SimulatedChild:
         parts, change = tuple(request["parts"]), request["change"]
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
-            chunked = ChunkedLoss()
-            with warnings.catch_warnings(), chunked if change == CHUNKED else nullcontext():
-                warnings.simplefilter("ignore")
-                trace, *_ = trace_rehearsal(with_change(workload, change), parts, mode)
-            if change == CHUNKED and not chunked.losses:
-                raise WorkloadError("no cross entropy is computed of a head's logits", hint="change something else")
-            return {"trace": vars(trace)}
+            return {"trace": vars(trace_rehearsal(with_change(workload, change), parts, mode)[0])}
 
         assert self._mode is not None
         gc.collect()
         known = self._mode.recorder.known()
-        reply = self._run(run, f"micro-batch {max(parts)} with {change}")
+        reply = self._run(run, f"micro-batch {max(parts)} with {change}", silent=True)
         if "failure" not in reply:
             return reply
         gc.collect()
@@ -250,14 +232,17 @@ class SimulatedChild:
         parts = tuple(request["parts"])
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return {"labelled": label_rehearsal(workload, parts, mode).to_record()}
+            return {"labelled": label_rehearsal(workload, parts, mode).to_record()}
 
-        return self._run(run, f"micro-batch {max(parts)} on the simulated card")
+        return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
 
-    def _run(self, job: Callable[[Workload, CardMode], dict[str, Any]], about: str) -> dict[str, Any]:
-        """Run a job; where something reads values that a lazily built batch or model has not, again with a real one."""
+    def _run(
+        self, job: Callable[[Workload, CardMode], dict[str, Any]], about: str, *, silent: bool = False
+    ) -> dict[str, Any]:
+        """Run a job; where something reads values that a lazily built batch or model has not, again with a real one.
+
+        A `silent` one shows no warnings: the inspection has shown them.
+        """
         assert self._workload is not None
         assert self._mode is not None
         failure: BaseException | None = None
@@ -267,7 +252,9 @@ class SimulatedChild:
             beside = find_beside(workload).values()
             if self._lazy:
                 workload = built_lazily(workload, self._mode, batches="batches" in self._lazy)
-            with placed(beside, DEVICE):
+            with placed(beside, DEVICE), warnings.catch_warnings():
+                if silent:
+                    warnings.simplefilter("ignore")
                 return job(workload, self._mode)
         except BaseException as error:
             failure = error
@@ -275,7 +262,7 @@ class SimulatedChild:
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()
             self._mode.recorder.forget(known)
-            return self._run(job, about)
+            return self._run(job, about, silent=silent)
         doing = f"{about}, in {self._mode.phase}"
         return failure_reply(refuse(failure, doing) or failure, doing)
 

@@ -185,13 +185,8 @@ def least_capacity(
     that one replay held. More memory may make an allocator place blocks worse, so that some capacity above the answer
     may fail and some below it may do: whether a card's own does, a replay at that capacity tells.
 
-    Args:
-        events: As `replay` takes them.
-        sizes: Likewise.
-        settings: Likewise.
-        repeat_from: Likewise.
-        most: A capacity at which it goes through; None: what it takes without a limit is where the search begins.
-        optional: As `replay` takes it.
+    Arguments are as `replay` takes them; `most` is a capacity at which it goes through, None: what it takes without a
+    limit is where the search begins.
 
     Raises:
         ValueError: Not even any number of bytes is enough, or not `most`.

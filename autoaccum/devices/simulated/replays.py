@@ -22,8 +22,6 @@ class Demand:
     """A trace whose blocks all have a size.
 
     Attributes:
-        trace: What was asked for, in order.
-        sizes: By block, in bytes.
         band_bytes: How far off the blocks may be that are alive at one time: the most at any.
         guessed: Rules that tell a size nobody has measured, of blocks that count in the band.
         optional: Blocks that are done without where no memory is left, and what each is for.
@@ -144,7 +142,8 @@ class Replays:
             if isinstance(size, int):
                 sizes.append(size)
                 continue
-            found = self._estimate(size)
+            found = self._estimates.get(size) or estimate(size, self._card, self._torch_version)
+            self._estimates[size] = found
             sizes.append(found.bytes)
             bands[block] = found.band_bytes
             if found.optional:
@@ -152,11 +151,6 @@ class Replays:
             if found.band_bytes and not found.measured:
                 guessed[size.rule] = None
         return Demand(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
-
-    def _estimate(self, scratch: Scratch) -> Estimate:
-        if scratch not in self._estimates:
-            self._estimates[scratch] = estimate(scratch, self._card, self._torch_version)
-        return self._estimates[scratch]
 
     def _within(self, limit_bytes: int, demand: Demand, roomy: Replay) -> Replay:
         return roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)

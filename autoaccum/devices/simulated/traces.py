@@ -18,8 +18,6 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the offer to run blocks again in backward."""
-CHUNKED: Final = "chunked loss"
-"""The name of the offer to make logits of some rows at a time: a change only where much is saved so."""
 
 
 class ChangeFailed(Exception):
@@ -92,14 +90,10 @@ One of a single sample often has other operators than larger ones: what is squee
 
 
 class Traces:
-    """Asks a tracer as little as possible, and keeps what it told.
-
-    Args:
-        make_tracer: Starts one; after a failure another is started.
-        share: Samples per update: no larger sizes are traced.
+    """Asks a tracer as little as possible, and keeps what it told; after a failure another is started.
 
     Attributes:
-        share: As given.
+        share: Samples per update: no larger sizes are traced.
         step: What micro-batches are multiples of.
         notes: Sentences on sizes that do not follow from small ones.
         warnings: Likewise, where that showed only when trials had relied on it.
@@ -140,7 +134,8 @@ class Traces:
         if self._family is not None and not _agrees(self._family, made):
             self._family, self._follows = None, False
             self.warnings.append(
-                f"the trace of {' + '.join(map(str, made.parts))} is not what those of {_listed(self._sizes)}"
+                f"the trace of {' + '.join(map(str, made.parts))} is not what those of"
+                f" {', '.join(map(str, sorted(self._sizes)))}"
                 " promised: every size that was tried after it was traced by itself, those before it may be a"
                 " little off"
             )
@@ -202,10 +197,6 @@ class Traces:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.close()
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
 
 
 def _agrees(family: Family, made: Trace) -> bool:

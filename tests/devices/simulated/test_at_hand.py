@@ -16,7 +16,6 @@ from autoaccum.devices.simulated.catalog import card_at_hand
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.explaining import explain_at_hand, foresee_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
-from autoaccum.devices.simulated.traces import CHUNKED, ChangeFailed
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 
@@ -97,20 +96,6 @@ def test_what_is_run_again_already_is_not_offered() -> None:
         "half",
         "expandable_segments",
     ]
-
-
-@pytest.mark.parametrize(("sample", "offered"), [(6 * MIB, False), (11 * MIB // 2, False), (3 * MIB, True)])
-def test_a_chunked_loss_is_offered_where_it_saves_a_tenth(sample: int, offered: bool) -> None:
-    found = account(SyntheticTracer(offers={CHUNKED: linear(sample=sample), "half": linear(sample=sample)}))
-    changes = {change.name: change for change in found.explanation.changes}
-    assert (CHUNKED in changes) == offered
-    saved = changes["half"].saved_bytes or 0
-    assert (saved >= found.explanation.peak_bytes / 10) == offered
-
-
-def test_a_chunked_loss_that_does_not_run_is_not_offered() -> None:
-    found = account(SyntheticTracer(offers={CHUNKED: ChangeFailed("no cross entropy"), "x": ChangeFailed("no")}))
-    assert [change.name for change in found.explanation.changes] == ["expandable_segments", "x"]
 
 
 def test_where_sizes_do_not_follow_there_is_no_curve() -> None:
