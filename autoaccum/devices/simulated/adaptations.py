@@ -35,7 +35,6 @@ def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),
-        (torch.Tensor, "type", _type),
         (torch, "Generator", Generator),
         (FakeTensor, "tolist", known_list),
         (torch, "tensor", _tensor),
@@ -94,18 +93,6 @@ def _read(data: Any) -> Any:
 
 def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     return _to(tensor, DEVICE if device is None else device)
-
-
-def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-    """`Tensor.type`, which names the device along with the dtype: `torch.cuda.FloatTensor`."""
-    if dtype is None:
-        name: str = torch._C.TensorBase.type(tensor)
-        return name.replace(".meta.", ".cuda.") if tensor.device == DEVICE else name
-    if isinstance(dtype, torch.dtype):
-        return _to(tensor, dtype)
-    kind = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
-    module, name = kind.rsplit(".", 1)
-    return _to(tensor, DEVICE if module == "torch.cuda" else torch.device("cpu"), getattr(torch, name).dtype)
 
 
 class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]

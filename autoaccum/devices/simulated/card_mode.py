@@ -25,29 +25,24 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
 _COPIES = torch.ops.aten._to_copy.default
 _aten = torch.ops.aten
-_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default})
-_FACTORIES = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.empty_strided.default,
-        _aten.zeros.default,
-        _aten.ones.default,
-        _aten.full.default,
-        _aten.rand.default,
-        _aten.randn.default,
-    }
+
+
+def _operators(names: str) -> frozenset[Any]:
+    """By their names; the overload is the default one where none is named."""
+    split = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(_aten, name), overload or "default") for name, _, overload in split)
+
+
+_READS = _operators("_local_scalar_dense equal allclose")
+_FACTORIES = _operators("empty.memory_format empty_strided zeros ones full rand randn")
+_INDEXING = _operators(
+    "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put",
 )
-_INDEXING = frozenset(
-    {
-        _aten.index.Tensor,
-        _aten.index_put.default,
-        _aten.index_put_.default,
-        _aten._index_put_impl_.default,
-        _aten._unsafe_index.Tensor,
-        _aten._unsafe_index_put.default,
-    }
+_SHAPED_BY_VALUE = _operators(
+    "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
+    " unique_dim_consecutive"
 )
-_SHAPED_BY_VALUE = frozenset(
+_BY_VALUE = frozenset(
     {
         _aten.nonzero.default,
         _aten.masked_select.default,
@@ -61,7 +56,7 @@ _SHAPED_BY_VALUE = frozenset(
     }
 )
 _BY_VALUE = _READS | _INDEXING | _SHAPED_BY_VALUE
-_GATHERS = frozenset({_aten.index.Tensor, _aten._unsafe_index.Tensor})
+_GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
 _LAZY_ELEMENTS = 1 << 14
 """Floating tensors of at least so many elements are not materialised while a model or a batch is built; smaller ones
 are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""

@@ -23,15 +23,12 @@ from autoaccum.accumulation.savers import (
 from autoaccum.devices.simulated.catalog import Card
 from autoaccum.devices.simulated.traces import CHECKPOINT, Offer
 from autoaccum.errors import UsageError
-from autoaccum.options import Keep
 from autoaccum.workload.nests import type_name
 from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.spec import Workload
 
 _HALF = (torch.bfloat16, torch.float16)
 _SINGLE, _FUSED, _PLAIN = "foreach=False", "fused=True", "SGD"
-_WITHOUT: Final[Mapping[str, Keep]] = {"no outputs kept": "outputs", "no ema": "ema"}
-_HALVED = "half the evaluation"
 _Change = Callable[[Workload], Workload]
 
 
@@ -41,7 +38,6 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
         *_precisions(workload, model, card),
         *_checkpoints(workload, model),
         *_optimizers(optimizer),
-        *_companions(workload),
     ]
 
 
@@ -95,18 +91,6 @@ def _optimizers(optimizer: Optimizer) -> Iterator[Offer]:
         yield Offer(_PLAIN, f"SGD without momentum in place of {own} (--optimizer SGD)")
 
 
-def _companions(workload: Workload) -> Iterator[Offer]:
-    """Return what stands around the step, and could be less."""
-    how = {
-        "outputs": "let outputs and loss of a micro-batch go before the next one (no --keeps outputs)",
-        "ema": "average the weights on the host, or not at all (no --keeps ema)",
-    }
-    yield from (Offer(name, how[keep]) for name, keep in _WITHOUT.items() if keep in workload.keeps)
-    half = (workload.evaluation_batch or 0) // 2
-    if half:
-        yield Offer(_HALVED, f"evaluate in batches of {half} (--evaluation-batch {half})")
-
-
 def _takes_lists(optimizer: Optimizer) -> bool:
     """Return whether nobody chose, and PyTorch takes lists of parameters on a card (`_default_to_fused_or_foreach`).
 
@@ -125,10 +109,6 @@ def _any(optimizer: Optimizer, option: str) -> bool:
 
 def _with(workload: Workload, **fields: Any) -> Workload:
     return dataclasses.replace(workload, **fields)
-
-
-def _without(keep: Keep, workload: Workload) -> Workload:
-    return _with(workload, keeps=[kept for kept in workload.keeps if kept != keep])
 
 
 def _checkpointed(workload: Workload) -> Workload:
@@ -166,6 +146,4 @@ _CHANGES: Final[Mapping[str, _Change]] = {
     _SINGLE: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
     _PLAIN: partial(_with, optimizer=_PLAIN),
-    **{name: partial(_without, keep) for name, keep in _WITHOUT.items()},
-    _HALVED: lambda workload: _with(workload, evaluation_batch=(workload.evaluation_batch or 2) // 2),
 }

@@ -22,40 +22,16 @@ from autoaccum.devices.simulated.values import SimulationLimit
 
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
-_SILENT = (
-    "caching_allocator_enable",
-    "check_error",
-    "empty_cache",
-    "ipc_collect",
-    "manual_seed",
-    "manual_seed_all",
-    "reset_accumulated_host_memory_stats",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_host_memory_stats",
-    "reset_peak_memory_stats",
-    "seed",
-    "seed_all",
-    "set_per_process_memory_fraction",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "set_sync_debug_mode",
-    "synchronize",
-    "_lazy_init",
-)
-_OF_THE_DRIVER = (
-    "caching_allocator_alloc",
-    "caching_allocator_delete",
-    "change_current_allocator",
-    "clock_rate",
-    "current_blas_handle",
-    "current_solver_handle",
-    "graph_pool_handle",
-    "power_draw",
-    "temperature",
-)
+_SILENT = """
+caching_allocator_enable check_error empty_cache ipc_collect manual_seed manual_seed_all
+reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
+reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
+set_rng_state_all set_stream set_sync_debug_mode synchronize _lazy_init
+"""
+_OF_THE_DRIVER = """
+caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
+current_solver_handle graph_pool_handle power_draw temperature
+"""
 _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """What `torch.cuda` itself raises where NVML finds no driver."""
 
@@ -99,7 +75,8 @@ class Stream:
 def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
     answers = _answers(card, recorder)
-    answers |= dict.fromkeys(_SILENT, _nothing) | dict.fromkeys(_OF_THE_DRIVER, _without_driver)
+    answers |= dict.fromkeys(_SILENT.split(), _nothing)
+    answers |= dict.fromkeys(_OF_THE_DRIVER.split(), _without_driver)
     for name, answer in answers.items():
         for owner in (torch.cuda, torch.cuda.memory):
             if hasattr(owner, name):

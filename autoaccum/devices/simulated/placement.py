@@ -156,7 +156,6 @@ def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:
         mode.lazy = False
 
 
-_RESTORE: Any = torch.serialization.default_restore_location
 _ZIP = b"PK\x03\x04"
 
 
@@ -168,44 +167,30 @@ def read_checkpoints(stack: ExitStack) -> None:
 
 
 def _load(native: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-    """Read to the host what `map_location` wants on the card, and put it there afterwards."""
-    on_card: dict[int, torch.UntypedStorage] = {}
-    moved: dict[Any, Tensor] = {}
-
-    def put(storage: torch.UntypedStorage, device: Any = None, *_: Any, **__: Any) -> Any:
-        check_index(device)
-        on_card[storage._cdata] = storage
-        return storage
-
-    def choose(storage: torch.UntypedStorage, location: str) -> Any:  # As `_get_restore_location`.
-        if callable(map_location):
-            placed = map_location(storage, location)
-            if placed is not None:
-                return placed
-        elif map_location is not None:
-            wanted = map_location.get(location, location) if isinstance(map_location, dict) else map_location
-            location = wanted.decode() if isinstance(wanted, bytes) else str(wanted)
-        return put(storage, location) if location.startswith("cuda") else _RESTORE(storage, location)
-
-    def move(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return value._apply(move)  # type: ignore[no-untyped-call]
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return value
-        storage = value.untyped_storage()._cdata
-        if storage not in on_card:
-            return value
-        key = storage, value.storage_offset(), value.shape, value.stride()
-        if key not in moved:
-            made = value.detach().to(DEVICE)
-            moved[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
-        return moved[key]
-
+    """Read a file to the host, and put it on the card if `map_location` names that."""
+    place = map_location.decode() if isinstance(map_location, bytes) else str(map_location)
     if options.get("mmap") is None and _can_be_mapped(f):
         options["mmap"] = True  # What is never read takes no memory.
-    with _disable_current_modes(), replaced(torch.UntypedStorage, "cuda", put):
-        loaded = native(f, choose, *args, **options)
-    return tree_map(move, loaded) if on_card else loaded
+    with _disable_current_modes():
+        loaded = native(f, "cpu", *args, **options)
+    if not place.startswith("cuda"):
+        return loaded
+    check_index(place)
+    moved: dict[Any, Tensor] = {}
+    return tree_map(partial(_moved, moved), loaded)
+
+
+def _moved(known: dict[Any, Tensor], value: Any) -> Any:
+    """A tensor or a module on the card; what shares its place shares it there."""
+    if isinstance(value, nn.Module):
+        return value._apply(partial(_moved, known))  # type: ignore[no-untyped-call]
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return value
+    key = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
+    if key not in known:
+        made = value.detach().to(DEVICE)
+        known[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    return known[key]
 
 
 def _can_be_mapped(f: Any) -> bool:

@@ -158,15 +158,6 @@ def test_efficient_pads_a_crooked_mask() -> None:
         )
 
 
-def test_efficient_differentiates_a_learned_mask() -> None:
-    with on_card():
-        q, k, v = (tensor(dtype=torch.float32) for _ in range(3))
-        mask = tensor(1, HEADS, LENGTH, LENGTH, dtype=torch.float32)
-        torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum())
-        assert mask.grad is not None
-        assert mask.grad.shape == mask.shape
-
-
 def test_math_holds_scores_in_fp32() -> None:
     """A T4 has no fused kernel for bf16: q, k and v are widened, and two of the S x S are saved."""
     with on_card((7, 5)) as recorder:
@@ -179,29 +170,6 @@ def test_math_holds_scores_in_fp32() -> None:
         assert sizes == [*widened, scores, *softmax, wide, wide // 2, scores // 2]
         gradient = torch.empty_like(held[0])
         torch.autograd.backward(held[0], gradient)
-
-
-def test_math_adds_a_causal_mask_in_place() -> None:
-    with on_card() as recorder, sdpa_kernel(SDPBackend.MATH):
-        q, k, v = (tensor(1, 1, LENGTH, SIZE, dtype=torch.float32) for _ in range(3))
-        scores = LENGTH * LENGTH * 4
-        held: list[Tensor] = []
-        sizes = sizes_of(
-            recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)), above=16
-        )
-        head = LENGTH * SIZE * 4
-        mask = [LENGTH * LENGTH] * 3 + [scores]  # ones, tril, not, where
-        softmax = [scores, LENGTH * LENGTH, LENGTH]
-        assert sizes == [head, *mask, head, scores, *softmax, head]
-
-
-def test_math_repeats_grouped_keys() -> None:
-    with on_card(), sdpa_kernel(SDPBackend.MATH):
-        q, k, v = tensor(), tensor(BATCH, 2, LENGTH, SIZE), tensor(BATCH, 2, LENGTH, SIZE)
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        torch.autograd.backward(out.sum())
-        assert k.grad is not None
-        assert k.grad.shape == k.shape
 
 
 def test_refuses_what_no_kernel_can_run() -> None:

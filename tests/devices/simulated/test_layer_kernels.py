@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from made_up_card import make_card, on_card, sizes_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.devices.simulated.kernels.layers import is_cudnn_batch_norm
 from autoaccum.devices.simulated.recorder import Recorder
@@ -31,13 +30,6 @@ def test_one_operand_in_channels_last_decides(tensor_last: bool, weight_last: bo
         out = F.conv2d(*operands)
         gradients = torch.autograd.grad(out, operands, torch.empty_like(out))
     assert {each.is_contiguous(memory_format=LAST) for each in (out, *gradients)} == {tensor_last or weight_last}
-
-
-def test_doubles_and_sequences_are_contiguous() -> None:
-    with simulate(CARD):
-        double = torch.empty(2, 8, 6, 6, dtype=torch.double, device="cuda:0").to(memory_format=LAST)
-        assert F.conv2d(double, double[:, :, :3, :3]).is_contiguous()
-        assert nn.Conv1d(8, 4, 3, device="cuda:0")(torch.empty(2, 8, 6, device="cuda:0")).is_contiguous()
 
 
 ELEMENTS = 1 << 12
@@ -68,38 +60,7 @@ def test_takes_nothing_when_it_does_nothing(p: float, train: bool) -> None:
         assert recorder.sizes[1:] == []
 
 
-def test_drops_all_by_a_product() -> None:
-    with recording() as (recorder, x):
-        y = F.dropout(x, 1.0)
-        assert recorder.sizes[1:] == [2, 2 * ELEMENTS]
-        torch.autograd.backward(y.sum())
-
-
-def test_in_place_keeps_a_wide_mask() -> None:
-    with recording() as (recorder, x):
-        y = F.dropout(x * 2, 0.1, inplace=True)
-        assert recorder.sizes[1:] == [2 * ELEMENTS, 2 * ELEMENTS]
-        torch.autograd.backward(y.sum())
-
-
 BATCH, CHANNELS, SIDE = 4, 32, 8
-NORMALISATION_ELEMENTS = BATCH * CHANNELS * SIDE * SIDE
-
-
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the names of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__.removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
-
-
-def image(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(BATCH, CHANNELS, SIDE, SIDE, device="cuda:0", dtype=dtype, requires_grad=True)
 
 
 BASE: dict[str, Any] = {
@@ -138,46 +99,6 @@ def test_batch_norm_runs_with_cudnn(changes: dict[str, Any], expected: bool) -> 
     assert is_cudnn_batch_norm(**{**BASE, **changes}) is expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kernel"),
-    [(torch.float32, "cudnn_batch_norm"), (torch.float16, "cudnn_batch_norm"), (torch.bfloat16, "native_batch_norm")],
-    ids=["fp32", "fp16", "bf16"],
-)
-def test_batch_norm_saves_statistics_in_fp32(dtype: torch.dtype, kernel: str) -> None:
-    with on_card() as recorder:
-        layer, x = nn.BatchNorm2d(CHANNELS, device="cuda:0"), image(dtype)
-        held: list[Tensor] = []
-        with Operators() as seen:
-            sizes = sizes_of(recorder, lambda: held.append(layer(x)))
-        assert kernel in seen.names
-        assert sizes == [NORMALISATION_ELEMENTS * x.element_size(), CHANNELS * 4, CHANNELS * 4]
-        gradient = torch.empty_like(held[0])
-        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
-        assert sizes == [NORMALISATION_ELEMENTS * x.element_size(), CHANNELS * 4, CHANNELS * 4]
-
-
-def test_cudnn_copies_a_strided_input() -> None:
-    with on_card() as recorder:
-        layer, x = nn.BatchNorm2d(CHANNELS, device="cuda:0"), image()
-        half = NORMALISATION_ELEMENTS * 2
-        assert sizes_of(recorder, lambda: layer(x[:, :, ::2])) == [half, half, CHANNELS * 4, CHANNELS * 4]
-        with torch.backends.cudnn.flags(enabled=False):
-            assert sizes_of(recorder, lambda: layer(x[:, :, ::2])) == [half, CHANNELS * 4, CHANNELS * 4]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rms_norm_is_one_kernel(dtype: torch.dtype) -> None:
-    with on_card() as recorder:
-        layer = nn.RMSNorm(64, device="cuda:0", dtype=dtype)
-        x = torch.empty(16, 64, device="cuda:0", dtype=dtype, requires_grad=True)
-        width = x.element_size()
-        held: list[Tensor] = []
-        assert sizes_of(recorder, lambda: held.append(layer(x))) == [16 * 64 * width, 16 * 4]
-        gradient = torch.empty_like(held[0])
-        sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient))
-        assert sizes == [16 * 64 * width, 64 * width]
-
-
 STEPS, CTC_BATCH, CLASSES, LONGEST = 50, 4, 20, 10
 
 
@@ -198,14 +119,6 @@ def test_keeps_a_table_of_paths() -> None:
         assert sizes_of(recorder, run, above=4) == [CTC_BATCH * (LONGEST + 2) * 8, table, CTC_BATCH * 4]
         sizes = sizes_of(recorder, lambda: torch.autograd.backward(held[0]), above=4)
         assert sizes == [table, STEPS * CTC_BATCH * CLASSES * 4]
-
-
-def test_lengths_on_the_card_count_as_the_widest() -> None:
-    with on_card() as recorder:
-        targets = torch.empty(CTC_BATCH, LONGEST, dtype=torch.long, device="cuda:0")
-        lengths = [torch.empty(CTC_BATCH, dtype=torch.long, device="cuda:0") for _ in range(2)]
-        sizes = sizes_of(recorder, lambda: F.ctc_loss(log_probs(), targets, lengths[0], lengths[1]), above=4)
-        assert CTC_BATCH * STEPS * (2 * LONGEST + 1) * 4 in sizes
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

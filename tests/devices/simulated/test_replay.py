@@ -188,15 +188,6 @@ def test_an_optional_block_that_is_refused_is_done_without() -> None:
     assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
 
 
-def test_what_was_refused_once_is_not_asked_for_again() -> None:
-    """The plan that did is kept, so that later updates release nothing for it."""
-    events, sizes = (0, 1, ~1, ~0, 2, 3, ~3, ~2), (30 * MIB, 40 * MIB, 30 * MIB, 40 * MIB)
-    alike = replay(events, sizes, capacity=50 * MIB, repeat_from=4, optional={1: "same", 3: "same"})
-    assert (alike.fits, alike.retries, alike.repeat_retries) == (True, 1, 0)
-    others = replay(events, sizes, capacity=50 * MIB, repeat_from=4, optional={1: "one", 3: "another"})
-    assert (others.fits, others.retries, others.repeat_retries) == (True, 2, 0)
-
-
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.sampled_from((AllocatorSettings(), EXPANDABLE)))
 def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSettings) -> None:
@@ -208,7 +199,6 @@ def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSe
     assert least <= replay(events, sizes, settings=kind).peak_reserved_bytes
 
 
-WORKSPACE = Scratch("convolution", (20 * MIB, 20 * MIB, 2, 0, 1, 0))
 """Of 40 MiB, which cuDNN does without where there is no memory."""
 
 
@@ -219,13 +209,6 @@ def replays() -> Replays:
 
 def trace(*sizes: int | Scratch, events: tuple[int, ...]) -> Trace:
     return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
-
-
-@pytest.mark.parametrize(("limit_mib", "held_mib"), [(120, 100), (100, 100), (99, 92), (92, 92), (91, 60)])
-def test_a_refused_workspace_does_not_end_what_is_held(replays: Replays, limit_mib: int, held_mib: int) -> None:
-    known = trace(30 * MIB, 30 * MIB, WORKSPACE, 32 * MIB, events=(0, 1, 2, ~2, 3))
-    assert replays.peak_bytes(known) == 100 * MIB
-    assert replays.held_bytes(known, limit_mib * MIB) == held_mib * MIB
 
 
 def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
@@ -257,14 +240,6 @@ def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replays: R
     trial = replays.trial(known, 40 * MIB)
     assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
     assert replays.trial(known, replays.peak_bytes(known)).outcome == "ok"
-
-
-def test_of_an_update_the_repetition_is_told() -> None:
-    # The first time, 30 MiB are asked for where 20 are cached, and the second time there are both.
-    events, sizes = (0, 1, ~1, 2, ~2, 3, ~3), (MIB, 20 * MIB, 30 * MIB, 2 * MIB)
-    first, cached = 2 * MIB, 52 * MIB
-    assert reserved_over(events, sizes, repeat_from=len(events)) == [first, *2 * [22 * MIB], *4 * [cached]]
-    assert reserved_over(events, sizes, repeat_from=1) == [first, *6 * [cached]]
 
 
 @given(st.lists(st.integers(0, 1 << 25), min_size=1, max_size=20), st.data())

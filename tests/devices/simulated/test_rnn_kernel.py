@@ -108,26 +108,6 @@ def test_all_kinds_train(name: str, kind: str, bidirectional: bool) -> None:
         assert all(parameter.grad is not None for parameter in network.parameters())
 
 
-def test_autocast_copies_weights_for_each_call() -> None:
-    """Into one buffer, and in fp16 whatever the dtype of autocast (`AutocastRNN.cpp`)."""
-    with on_card() as recorder:
-        network, x = nn.LSTM(INPUTS, UNITS, batch_first=True, device="cuda:0"), samples()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            held: list[Tensor] = []
-            sizes = sizes_of(recorder, lambda: held.append(network(x)[0]), above=4)
-            again = sizes_of(recorder, lambda: network(x), above=4)
-        assert held[0].dtype == torch.float16
-        weights = sum(parameter.numel() for parameter in network.parameters()) * 2
-        for seen in (sizes, again):
-            assert weights in seen
-            assert seen.count(ROWS * INPUTS * 2) == 2  # cast, and laid out step by step
-        assert 5 * ROWS * UNITS * 2 in sizes
-        torch.autograd.backward(held[0].float().sum())
-        assert {parameter.grad.dtype for parameter in network.parameters() if parameter.grad is not None} == {
-            torch.float32
-        }
-
-
 def test_packed_sequences_count_their_own_rows() -> None:
     with on_card() as recorder:
         network, x = nn.LSTM(INPUTS, UNITS, batch_first=True, device="cuda:0"), samples()

@@ -162,62 +162,6 @@ def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: i
     assert Scratch("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
 
 
-def test_batch_norm_of_cudnn() -> None:
-    with watched() as watch:
-        layer = nn.BatchNorm2d(16, device="cuda:0")
-        image = card_tensor(8, 16, 4, 4).requires_grad_()
-        torch.autograd.backward(layer(image).sum())
-        layer(image.detach().to(memory_format=torch.channels_last))
-        layer.eval()(image)
-    assert watch.of("cudnn_batch_norm") == [(16, 0), (16, 0), (16, 1)]
-
-
-def test_indexing_sorting_and_scanning() -> None:
-    with watched() as watch:
-        table, index = card_tensor(100, 8).requires_grad_(), card_tensor(40, dtype=torch.long)
-        torch.autograd.backward(table[index, index[:1]].sum())
-        card_tensor(4, 5000).sort(dim=1)
-        card_tensor(4, 50).topk(3)
-        card_tensor(5000).cumsum(0)
-        card_tensor(4, 5000).cumsum(1)
-    assert watch.of("index_put") == [(40,)] * 5
-    assert watch.of("sorted_pairs") == [(40, 16, 0), (20_000, 12, 0)]
-    assert watch.of("sort") == [(4, 5000, 4)]
-    assert watch.of("scan") == [(5000,)]
-
-
-def test_embedding_bag_and_losses() -> None:
-    with watched() as watch:
-        bag = nn.EmbeddingBag(100, 8, mode="sum", device="cuda")
-        torch.autograd.backward(bag(card_tensor(4, 6, dtype=torch.long)).sum())
-        F.binary_cross_entropy_with_logits(card_tensor(4, 3), card_tensor(4, 3))
-        F.mse_loss(card_tensor(4, 3), card_tensor(4, 3), reduction="none")
-    assert watch.of("embedding_sums") == [(24, 100, 8, 4, 1)]
-    assert watch.of("loss_elements") == [(48,), (48,)]
-
-
-def test_reductions_of_each_kind() -> None:
-    with watched() as watch:
-        values, halves = card_tensor(32, 8), card_tensor(32, 8, dtype=torch.float16)
-        values.var(0), values.amax(0), values.max(0), values.maximum(values)  # noqa: B018
-        halves.sum(0, dtype=torch.float32)
-        card_tensor(32, 8, dtype=torch.bool).sum(0)
-        values.logsumexp(0)
-        torch._foreach_norm([values, values[0]])
-    over_rows = (1, 32, 8, 8, 1)
-    assert watch.of("reduction") == [
-        (16, 4, 2, *over_rows),
-        (4, 4, 4, *over_rows),
-        (16, 4, 4, *over_rows),
-        (4, 2, 4, *over_rows),
-        (8, 8, 4, *over_rows),
-        (4, 4, 4, *over_rows),
-    ]
-    assert watch.of("cast_copy") == [(8 * 32 * 8,)]
-    assert watch.of("difference") == [(4 * 32 * 8,)]
-    assert watch.of("foreach_norm") == [(2, 256, 4)]
-
-
 def asked(recorder: Recorder) -> list[int]:
     """What was asked for, in bytes, in order."""
     return [
@@ -237,17 +181,6 @@ def test_inputs_are_laid_out_before_outputs_are_made() -> None:
     assert recorder.sizes[copy] == Scratch("layout_copy", (4 * 1024 * 768,))
     assert gone == ~copy
     del kept
-
-
-def test_blocks_are_given_back_in_the_order_told() -> None:
-    with simulate(H100, recorder := Recorder()):
-        out = card_tensor(256)
-        recorder.forget(())
-        recorder.begin(lambda: "forward")
-        first, second, third = (Scratch("layout_copy", (size,)) for size in (1, 2, 3))
-        recorder.take([first, second, GivenBack(), Returned(), third], out)
-    assert recorder.events == [0, 1, ~1, 2, 3, ~3, ~0]
-    assert recorder.sizes == [first, second, 1024, third]
 
 
 def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:

@@ -127,23 +127,3 @@ def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any
     assert failure["blames"] == "user"
     assert "in evaluation: a value is read" in failure["message"]
     assert "`return model(batch[0]).mean().item()`" in failure["message"]
-
-
-def test_what_stands_around_the_step_is_offered_to_be_less(simulated: Callable[..., Any], trace: Make) -> None:
-    lines = 'keeps = "outputs", "ema"\nevaluation_batch = 9\n'
-    by_hand = {
-        "no outputs kept": 'keeps = "ema"\nevaluation_batch = 9\n',
-        "no ema": 'keeps = "outputs"\nevaluation_batch = 9\n',
-        "half the evaluation": 'keeps = "outputs", "ema"\nevaluation_batch = 4\n',
-    }
-    ask = simulated(HEAD + lines)
-    offers = {offer["name"]: offer["what"] for offer in ask("changes")["changes"]}
-    assert by_hand.keys() <= offers.keys()
-    assert "--evaluation-batch 4" in offers["half the evaluation"]
-    parts = [SAMPLES, SAMPLES]
-    changed = {name: Trace.from_record(ask("changed", parts=parts, change=name)["trace"]) for name in by_hand}
-    assert {name: made.sizes for name, made in changed.items()} == {
-        name: trace(written).sizes for name, written in by_hand.items()
-    }
-    plain = {offer["name"] for offer in simulated(HEAD)("changes")["changes"]}
-    assert not plain & by_hand.keys()

@@ -11,7 +11,6 @@ from synthetic_traces import LAYERS, SyntheticTracer, linear
 from autoaccum.devices.simulated.catalog import Card, find_card
 from autoaccum.devices.simulated.context import context_bytes
 from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.trace import Scratch
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -118,15 +117,6 @@ def test_any_size_follows_from_three_small_ones() -> None:
     assert len(tracer.asked) == 3
 
 
-def test_what_follows_is_what_a_trace_gives() -> None:
-    made = device()
-    for size in (6, 17, 60):
-        follows, traced = made.trial((size, size)), made.trial((size, size), fresh=True)
-        assert (follows.outcome, follows.peak_reserved_bytes) == (traced.outcome, traced.peak_reserved_bytes)
-        assert (follows.fresh, traced.fresh) == (False, True)
-    assert not made.predict((17, 16)).warnings
-
-
 @pytest.mark.parametrize("parts", [(1, 1), (256,), (86, 85), (9, 1)])
 def test_other_parts_are_traced_by_themselves(parts: tuple[int, ...]) -> None:
     tracer = SyntheticTracer()
@@ -173,14 +163,6 @@ def test_a_trace_that_is_not_what_followed_is_believed() -> None:
     assert warning.startswith("the trace of 30 + 30 is not what those of 2, 3, 5 promised: every size")
 
 
-def test_memory_that_shrinks_with_the_batch_does_not_follow_for_ever() -> None:
-    shrinking = SyntheticTracer(lambda size: 2 * MIB - 16 * 1024 * size if size < 100 else MIB)
-    with device(shrinking) as made:
-        assert made.trial((64, 64)).outcome == "ok"
-        assert made.trial((200, 199), fresh=True).outcome == "ok"
-        assert any("is not what those of 2, 3, 5 promised" in said for said in made.predict((200, 199)).warnings)
-
-
 def test_a_tracer_gets_the_time_that_is_left() -> None:
     tracer = SyntheticTracer()
     device(tracer).trial((8, 8), limit_seconds=60.0)
@@ -217,33 +199,7 @@ def test_a_tracer_that_takes_too_long_has_timed_out() -> None:
     assert (trial.outcome, trial.timed_out) == ("error", True)
 
 
-def test_closing_ends_the_tracer_and_is_no_end() -> None:
-    tracer = SyntheticTracer()
-    with device(tracer) as made:
-        made.close()
-        assert tracer.closed == 0
-        made.trial((1, 1))
-    assert tracer.closed == 1
-    assert made.trial((3,)).outcome == "ok"
-
-
 # --- the band -------------------------------------------------------------------------------------------------------
-
-
-def test_the_band_is_the_context_s_where_all_else_is_known() -> None:
-    prediction = device().predict((8, 8))
-    assert prediction.band_bytes == context_bytes(CARD).band_bytes
-    note, made_of = prediction.notes
-    assert note.startswith("nothing ran on a card: memory is predicted, give or take ")
-    assert "workspaces" not in made_of
-
-
-def test_what_nobody_has_measured_widens_it() -> None:
-    scratch = Scratch("convolution", (64 * MIB, 64 * MIB, 4, 0, 1, 0))
-    known = device().predict((8, 8))
-    prediction = device(SyntheticTracer(scratch=scratch)).predict((8, 8))
-    assert prediction.band_bytes > known.band_bytes
-    assert "workspaces that nobody measured (convolution: " in prediction.notes[-1]
 
 
 def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.jobs import collecting_by_hand
-from autoaccum.devices.simulated.patches import Numbering, replaced
+from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.simulation import OWN_KERNELS, simulate
 from autoaccum.devices.simulated.values import SimulationLimit, UnknownValue
 from autoaccum.errors import UsageError
@@ -116,15 +116,6 @@ def test_parameters_are_exchanged_and_stay_tied() -> None:
     assert model.get_buffer("2.num_batches_tracked").dtype == torch.int64
 
 
-@pytest.mark.usefixtures("mode")
-def test_buffers_are_exchanged_together() -> None:
-    model, shared = nn.Sequential(nn.Module(), nn.Module()), torch.ones(3)
-    for child in model:
-        child.register_buffer("table", shared)
-    model.cuda()
-    assert model.get_buffer("0.table") is model.get_buffer("1.table")
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: CardMode) -> None:
     mode.lazy = inside
@@ -192,25 +183,6 @@ def test_a_torch_that_changed_is_refused_and_not_mispredicted(
     failure = simulated("def model(): return nn.Linear(8, 4)")("inspect")["failure"]
     assert failure["blames"] == "user"
     assert f"torch {torch.__version__} has no torch._C.{name}" in failure["message"]
-
-
-def test_numbers_are_given_in_order_and_kept_for_life() -> None:
-    numbering = Numbering()
-    tensors = [torch.empty(1) for _ in range(3)]
-    assert [numbering.number_of(tensor) for tensor in (*tensors, *reversed(tensors))] == [0, 1, 2, 2, 1, 0]
-    del tensors[1:]
-    later = [torch.empty(1) for _ in range(100)]  # Some of them where others have lain.
-    assert [numbering.number_of(tensor) for tensor in (*later, tensors[0])] == [*range(3, 103), 0]
-    assert len(numbering._known) == 101
-
-
-def test_what_outlives_a_restart_shares_its_number_with_nothing() -> None:
-    numbering = Numbering()
-    tensors = [torch.empty(1) for _ in range(3)]
-    assert [numbering.number_of(tensor) for tensor in tensors] == [0, 1, 2]
-    del tensors[0]
-    numbering.restart()
-    assert [numbering.number_of(tensor) for tensor in [torch.empty(1) for _ in range(3)]] == [0, 3, 4]
 
 
 def test_sets_have_the_order_in_which_they_were_filled() -> None:

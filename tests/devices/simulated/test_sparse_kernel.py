@@ -73,15 +73,6 @@ def test_a_gradient_is_its_values_and_the_indices_of_the_batch(table: Any) -> No
     assert (gradient._indices().shape, gradient._values().shape) == ((1, 500), (500, COLUMNS))
 
 
-def test_a_second_gradient_is_put_behind_the_first(table: Any) -> None:
-    mode, layer, tokens = table
-    layer(tokens).square().sum().backward()
-    left, _ = in_use(mode, lambda: layer(tokens).square().sum().backward())
-    assert left == 1000 * EACH - 500 * COLUMNS * 4
-    layer.weight.grad = None
-    assert mode.recorder.alive_bytes == TABLE + tokens.numel() * 8
-
-
 def test_sums_of_equal_indices_take_three_more_indices_and_the_values(table: Any) -> None:
     mode, layer, tokens = table
     layer(tokens).square().sum().backward()
@@ -107,24 +98,6 @@ def test_an_update_takes_states_of_the_table_and_rows_of_the_rest(name: str, tab
         assert (most - left > 500 * EACH) == (name != "SGD")
         optimizer.zero_grad()
     assert mode.recorder.alive_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
-
-
-def test_padding_is_counted_like_other_rows() -> None:
-    with simulate(find_card("rtx3090")):
-        layer = nn.Embedding(ROWS, COLUMNS, sparse=True, padding_idx=0).cuda()
-        layer(torch.zeros(7, dtype=torch.long).cuda()).square().sum().backward()
-        assert layer.weight.grad is not None
-        assert layer.weight.grad._nnz() == 7
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_have_a_row_for_each_of_their_tokens(mode: str) -> None:
-    with simulate(find_card("rtx3090")) as card:
-        layer = nn.EmbeddingBag(ROWS, COLUMNS, sparse=True, mode=mode).cuda()
-        layer(torch.zeros(5, 7, dtype=torch.long).cuda()).square().sum().backward()
-        assert layer.weight.grad is not None
-        assert layer.weight.grad._values().shape == (5 * 7, COLUMNS)
-        assert card.recorder.alive_bytes < TABLE + 2 * 5 * 7 * EACH
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -30,21 +30,7 @@ from autoaccum.devices.simulated.scratch.estimates import (
 )
 from autoaccum.devices.simulated.trace import Returned, Scratch, Step
 
-_PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "addmm_",
-    "baddbmm_",
-    "baddbmm",
-    "addbmm",
-    "_addmm_activation",
-    "addmv",
-    "mv",
-    "dot",
-    "vdot",
-    "_scaled_mm",
-)
+_PRODUCTS = "mm addmm bmm addmm_ baddbmm_ baddbmm addbmm _addmm_activation addmv mv dot vdot _scaled_mm"
 _WITH_BIAS = ("addmm", "_addmm_activation")
 
 
@@ -84,7 +70,7 @@ class ScratchObserver:
         handlers = {**REDUCTION_HANDLERS, **LAYER_HANDLERS, **ATTENTION_HANDLERS, **INDEXING_HANDLERS}
         self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
         self._beside = _by_operator({**BESIDE_HANDLERS, **KEPT_LOSSES})
-        self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS)))
+        self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS.split())))
         self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool) -> Seen:
