@@ -45,9 +45,7 @@ class CapacityExceeded(DoesNotFitError):
 class Allocator:
     """Gives out blocks of segments, and keeps what is freed for the next who asks.
 
-    Args:
-        capacity: Bytes of the card there are for segments; None: any number.
-        settings: What `PYTORCH_CUDA_ALLOC_CONF` asks for.
+    Of the card there are `capacity` bytes for segments; None: any number.
 
     Attributes:
         allocated_bytes, peak_allocated_bytes: In blocks that are given out, each as large as it is.

@@ -15,14 +15,10 @@ class Block:
     """A range of addresses in one segment, used or free (`Block` in `c10/cuda/CUDACachingAllocator.cpp`).
 
     Attributes:
-        pool: Whose segment it is part of.
         address: Where it begins; segments are placed one behind the other, in the order they were asked for.
-        size: In bytes, a multiple of 512.
-        allocated: Whether it is given out.
         mapped: False for addresses of an expandable segment without memory.
         segment_bytes: Of an expandable segment: all its addresses; None of others.
-        before: The block in front of it in the same segment.
-        behind: The one behind it.
+        before, behind: Its neighbours in the same segment.
     """
 
     __slots__ = ("address", "allocated", "before", "behind", "mapped", "pool", "segment_bytes", "size")
@@ -124,15 +120,8 @@ Take = Callable[[int], bool]
 class Handles:
     """Memory of a pool in handles of one size, mapped to addresses that were set aside.
 
-    A rule's source is the function of a like name in `c10/cuda/CUDACachingAllocator.cpp`.
-
-    Args:
-        pool: Whose blocks these are.
-        handle_bytes: What one handle holds.
-        address_bytes: How many addresses a segment sets aside.
-        place: Where the next segment begins, by its size.
-        take: Asks for memory of the card.
-        give: Gives memory back to it.
+    A rule's source is the function of a like name in `c10/cuda/CUDACachingAllocator.cpp`. A segment sets aside
+    `address_bytes`, and `place` tells where the next one begins; `take` and `give` ask the card.
     """
 
     def __init__(

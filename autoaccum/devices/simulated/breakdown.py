@@ -24,14 +24,7 @@ _AGAIN: tuple[Role, ...] = ("recomputed", "workspace")
 
 @dataclass(frozen=True)
 class Purpose:
-    """The purpose of a block.
-
-    Attributes:
-        category: What it is at first.
-        module: Whose it is, or for which module it came to be: an index in `LabelledTrace.modules`.
-        born: The index of the event that allocates it.
-        died: That of the one that frees it; the number of events if none does.
-    """
+    """The purpose of a block between two events; `module` is an index in `LabelledTrace.modules`."""
 
     category: Category
     module: int
@@ -130,12 +123,7 @@ def _ends_of_recomputation(labelled: LabelledTrace, born: Sequence[int]) -> list
 
 
 class Ledger:
-    """Adds up the blocks of a trace that are alive.
-
-    Attributes:
-        labelled, demand: As given.
-        purposes: By block, what it is for.
-    """
+    """Adds up the blocks of a trace that are alive."""
 
     def __init__(self, labelled: LabelledTrace, demand: Demand) -> None:
         self.labelled, self.demand = labelled, demand
@@ -306,11 +294,7 @@ def moments(ledger: Ledger) -> tuple[Moment, ...]:
 def break_down(
     ledger: Ledger, *, card: str, peak_bytes: int, context_bytes: int, growth: tuple[Demand, Demand] | None = None
 ) -> Explanation:
-    """Tell what is held at the moment when most is.
-
-    Returns:
-        All of an explanation but the changes.
-    """
+    """Tell what is held at the moment when most is: all of an explanation but the changes."""
     at, trace = ledger.peak_at, ledger.labelled.trace
     categories: dict[Category, int] = {category: held[at] for category, held in ledger.totals.items()}
     categories["unused"] = peak_bytes - sum(categories.values())

@@ -68,12 +68,10 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     Operators on CPU tensors alone run as always.
 
     Attributes:
-        recorder: Is shown what operators return.
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on what is simulated otherwise than it would run.
         checks: Sentences on checks of values that were taken as passed.
         kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
-        numbering: Gives tensors and modules their hashes.
         phase: Where the last rehearsal was when it ended, one way or another.
     """
 

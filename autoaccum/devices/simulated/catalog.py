@@ -34,10 +34,7 @@ class Card:
     Attributes:
         name: As people type it: `rtx3090`, `a100-80gb`.
         title: As the driver calls it: `NVIDIA GeForce RTX 3090`.
-        total_bytes: What `torch.cuda.get_device_properties` tells as total memory: the least seen on Linux, since
-            newer drivers show less.
-        capability: Compute capability, such as (8, 6).
-        multiprocessors: How many there are, as NVIDIA publishes or the device tells.
+        total_bytes: What `torch.cuda.get_device_properties` tells: the least seen, since newer drivers show less.
         source: Where `total_bytes` comes from.
         measured: Whether it was read from such a card, and not taken over from one of the same size.
         aliases: Other names; one that several cards share is ambiguous.
@@ -131,8 +128,6 @@ def card_at_hand(memory: CardMemory) -> Card:
 
 def _card_of_size(text: str) -> Card:
     """A card of which only the memory is known: all of it visible to PyTorch; the rest is an A100's."""
-    if text.rstrip().endswith("%"):
-        raise UsageError(f"--gpu {text.strip()} is a share of no card", hint=_WAY_OUT)
     try:
         size_bytes = parse_size(text).resolve(0)
     except UsageError as error:

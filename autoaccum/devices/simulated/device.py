@@ -96,8 +96,7 @@ class SimulatedDevice:
         make_tracer: Starts what traces the workload on it.
         share: Samples per update on this rank.
         torch_version: Of the tracer's torch, such as (2, 15).
-        memory: The budget, a share being one of the card's total; None: what is free beside the context.
-        reserve: Taken off the budget; None: as on a real card.
+        memory, reserve: As `choose_budget` takes them.
         environment: Where the settings of PyTorch's allocator and of CUDA's loading are; None: this process's.
 
     Raises:

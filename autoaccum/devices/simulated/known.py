@@ -1,7 +1,7 @@
 """Values that stay known on the card: whole numbers and truths from the host or a factory, and what follows from them.
 
 They are kept with the storage of a fake tensor, so that views share them and whatever writes changes them for all, and
-are computed on the CPU when somebody asks: a model that asks a mask whether it has padding goes the way it really goes.
+are computed on the CPU: a model that asks a mask whether it has padding goes the way it really goes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map
 
 _MOST_ELEMENTS = 1 << 22
 """Of a known tensor: a batch of tokens or of label maps has fewer, pictures and scores of n x n soon have more."""
-_AT_ONCE = 1 << 10
-"""So few elements are computed at once, so that a counter that is raised in each step leaves no chain behind."""
 _MARK = "_autoaccum_known"
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -40,12 +38,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if kept is None:
         return None
     with _disable_current_modes(), torch.no_grad():
-        try:
-            return _Part(kept, tensor).read()
-        except NotBuiltError:
-            raise
-        except Exception:  # Whatever the operator cannot do on the CPU: then nothing is known.
-            return None
+        return _laid(tensor, kept.storage) if kept.storage.nbytes() == tensor.untyped_storage().nbytes() else None
 
 
 def verdict_of(tensor: Tensor) -> bool | None:
@@ -76,12 +69,20 @@ def follow_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
         return
     fresh = [(index, one) for index, one in enumerate(made) if _kept(one) is None]  # The others are views.
     if fresh:
-        call = _Call(func, args, kwargs)
-        for index, one in fresh:
-            setattr(one.untyped_storage(), _MARK, _Kept(call, index, _Form(one)))
-        if call.is_ready and all(one.numel() <= _AT_ONCE for _, one in fresh):
-            for _, one in fresh:
-                values_of(one)
+        _keep_results(fresh, func, args, kwargs)
+
+
+def _keep_results(fresh: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Compute what an operator returned; of what the CPU cannot do nothing is known."""
+    with suppress(Exception), _disable_current_modes(), torch.no_grad():
+        try:
+            out = _run(func, args, kwargs)
+            results = [out[index] if isinstance(out, list | tuple) else out for index, _ in fresh]
+            kept = [_Kept(_filled(one, values)) for (_, one), values in zip(fresh, results, strict=True)]
+        except NotBuiltError:
+            kept = [_UNBUILT] * len(fresh)
+        for (_, one), known in zip(fresh, kept, strict=True):
+            setattr(one.untyped_storage(), _MARK, known)
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,13 +91,14 @@ def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(tensor, FakeTensor) and (_kept(tensor) is None or values_of(tensor) is None):
             return None
     with _disable_current_modes(), torch.no_grad():
-        return _Call(func, args, kwargs).run()
+        return _run(func, args, kwargs)
 
 
 def keep_values(tensor: FakeTensor, values: Tensor) -> None:
     """Note that `values` are in `tensor`."""
     if not _too_large(tensor):
-        setattr(tensor.untyped_storage(), _MARK, _Kept(lambda: values, 0, _Form(tensor)))
+        with _disable_current_modes(), torch.no_grad():
+            setattr(tensor.untyped_storage(), _MARK, _Kept(_filled(tensor, values)))
 
 
 class NotBuiltError(Exception):
@@ -105,117 +107,53 @@ class NotBuiltError(Exception):
 
 def mark_unbuilt(tensor: FakeTensor) -> None:
     """Note that `tensor`, on the host, would have values had it been built for real."""
-
-    def build() -> Tensor:
-        raise NotBuiltError
-
     if not _too_large(tensor):
-        setattr(tensor.untyped_storage(), _MARK, _Kept(build, 0, _Form(tensor)))
-
-
-class _Form:
-    """The place of a tensor in its storage."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        self.offset, self.nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
-
-    def lay(self, storage: torch.UntypedStorage) -> Tensor:
-        if storage.nbytes() != self.nbytes:
-            raise ValueError("it was resized")
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+        setattr(tensor.untyped_storage(), _MARK, _UNBUILT)
 
 
 class _Kept:
-    """Contents of a storage, computed when it is asked for."""
+    """Contents of a storage; of one that was not built, nobody may read them."""
 
-    def __init__(self, call: Callable[[], Any], index: int, form: _Form) -> None:
-        self._call: Callable[[], Any] | None = call
-        self._index, self._form = index, form
-        self._storage: torch.UntypedStorage | None = None
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
+        self._storage = storage
 
     @property
-    def is_computed(self) -> bool:
-        return self._storage is not None
-
     def storage(self) -> torch.UntypedStorage:
         if self._storage is None:
-            assert self._call is not None
-            made = self._call()
-            values = made[self._index] if isinstance(made, list | tuple) else made
-            storage = torch.UntypedStorage(self._form.nbytes)  # type: ignore[no-untyped-call]
-            self._form.lay(storage).copy_(values)
-            self._storage, self._call = storage, None
+            raise NotBuiltError
         return self._storage
 
 
-class _Written(_Kept):
-    """Contents of a storage after an operator wrote into a part of it."""
-
-    def __init__(self, before: _Kept | None, part: Tensor, func: Any, args: Sequence[Any], kwargs: Any) -> None:
-        self._before, self._part, self._form = before, _Form(part), _Form(part)
-        self._written = _Call(func, args[1:], kwargs)
-        self._storage = None
-
-    @property
-    def is_ready(self) -> bool:
-        return (self._before is None or self._before.is_computed) and self._written.is_ready
-
-    def storage(self) -> torch.UntypedStorage:
-        if self._storage is None:
-            storage = torch.UntypedStorage(self._part.nbytes)  # type: ignore[no-untyped-call]
-            if self._before is not None:
-                storage.copy_(self._before.storage())
-            self._written.run(self._part.lay(storage))
-            self._storage, self._before = storage, None
-        return self._storage
+_UNBUILT = _Kept(None)
 
 
-class _Part:
-    """A tensor as it is now, whatever is written into its storage later."""
-
-    def __init__(self, kept: _Kept, tensor: Tensor) -> None:
-        self.kept, self._form = kept, _Form(tensor)
-
-    def read(self) -> Tensor:
-        return self._form.lay(self.kept.storage())
+def _laid(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """`storage` seen as `tensor` sees its own."""
+    laid = torch.empty(0, dtype=tensor.dtype)
+    return laid.set_(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
-class _Call:
-    """An operator and what it was given; what it returned, once it was run."""
+def _filled(tensor: Tensor, values: Tensor) -> torch.UntypedStorage:
+    """A storage such as that of `tensor`, with `values` where it lies."""
+    storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
+    _laid(tensor, storage).copy_(values)
+    return storage
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._func = func
-        self._parts: list[_Part] = []
-        self._args, self._kwargs = tree_map(self._hold, list(args)), tree_map(self._hold, dict(kwargs))
-        self._made: Any = None
 
-    @property
-    def is_ready(self) -> bool:
-        return all(part.kept.is_computed for part in self._parts)
-
-    def __call__(self) -> Any:
-        if self._made is None:
-            self._made = self.run()
-        return self._made
-
-    def run(self, *before: Any) -> Any:
-        args, kwargs = tree_map(_read, self._args), tree_map(_read, self._kwargs)
-        return self._func(*before, *args, **kwargs)
-
-    def _hold(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return _CPU
-        if isinstance(value, FakeTensor):
-            kept = _kept(value)
-            assert kept is not None
-            self._parts.append(_Part(kept, value))
-            return self._parts[-1]
-        return value.clone() if isinstance(value, Tensor) else value
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator gives on the CPU."""
+    return func(*tree_map(_read, list(args)), **tree_map(_read, dict(kwargs)))
 
 
 def _read(value: Any) -> Any:
-    return value.read() if isinstance(value, _Part) else value
+    if isinstance(value, torch.device):
+        return _CPU
+    if not isinstance(value, FakeTensor):
+        return value
+    kept = _kept(value)
+    if kept is None or kept.storage.nbytes() != value.untyped_storage().nbytes():
+        raise ValueError("nothing is known of it")
+    return _laid(value, kept.storage)
 
 
 def _follow_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> None:
@@ -230,7 +168,7 @@ def _follow_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tar
                     setattr(one.untyped_storage(), _MARK, None)
 
 
-def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Written | None:
+def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Kept | None:
     """Return what is in the storage of the target then, which is the first argument; None where that is not known."""
     before = _kept(target)
     if before is None and (
@@ -245,11 +183,16 @@ def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targ
         return None
     if any(_too_large(one) for one in (target, *others)):
         return None
-    written = _Written(before, target, func, args, kwargs)
-    if written.is_ready and target.numel() <= _AT_ONCE:
-        with _disable_current_modes(), torch.no_grad(), suppress(Exception):
-            written.storage()
-    return written
+    with suppress(Exception), _disable_current_modes(), torch.no_grad():
+        try:
+            storage = torch.UntypedStorage(target.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
+            if before is not None:
+                storage.copy_(before.storage)
+            func(_laid(target, storage), *tree_map(_read, list(args[1:])), **tree_map(_read, dict(kwargs)))
+            return _Kept(storage)
+        except NotBuiltError:
+            return _UNBUILT
+    return None
 
 
 def _told(combine: Callable[..., bool | None]) -> Callable[..., bool | None]:

@@ -132,11 +132,7 @@ class Labeller:
     Who holds a tensor is asked whenever the phase changes, and before and after each step of an optimizer: so nothing
     is missed that lives from one to the other. A block stays with whom it was first found.
 
-    Args:
-        recorder: Numbers the blocks.
-        rehearsal: What is rehearsed.
-        kept: Tensors that stand for what a library keeps.
-        beside: Modules beside the model, such as a loss.
+    `kept` stands for what a library keeps, `beside` are modules beside the model, such as a loss.
     """
 
     def __init__(

@@ -36,12 +36,7 @@ _PLAIN = frozenset(
 
 
 class Repetitions:
-    """Remembers the calls of one simulation.
-
-    Args:
-        make: Makes a fake tensor on the card of a shape, strides and dtype: with a storage of its own of some bytes, or
-            as a view of another one from an offset on.
-    """
+    """Remembers the calls of one simulation, whose fake tensors `make` makes (`CardMode._make`)."""
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make

@@ -62,10 +62,7 @@ def replay(
         capacity: Bytes of the card there are for segments; None: any number.
         settings: Of the allocator.
         repeat_from: Where the last update begins. It is replayed again if it leaves what it found (`find_heirs`).
-            That tells what every further update needs; of one that leaves something else, it is taken to be what
-            itself needs.
-        repeats: How often, at most: what one update needs to give back, the next may find in place, and some lay
-            blocks worse from one to the next. Two in a row that give nothing back end it.
+        repeats: How often, at most; two in a row that give nothing back end it.
         optional: Blocks that are done without where there is no memory for them, and what each is for: once one was
             refused, none is asked for again that is for the same.
 

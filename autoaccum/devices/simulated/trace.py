@@ -34,8 +34,7 @@ class Trace:
             numbered from 0 in the order of their allocation; some are never freed.
         sizes: By block: the bytes that are asked for, or the rule that tells them.
         phases: Where the step is from which event on: (index into `events`, phase), ascending.
-        last_update: The index in `events` at which the last update begins: the second, or behind an evaluation the
-            third.
+        last_update: The index in `events` at which the last update begins.
     """
 
     parts: tuple[int, ...]
@@ -89,12 +88,7 @@ class Origin(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """The purpose of a block, as who holds it says.
-
-    Attributes:
-        category: Its category.
-        module: The module it belongs to: its index in `LabelledTrace.modules`.
-    """
+    """The purpose of a block, as who holds it says: its category, and the index of the module it belongs to."""
 
     category: Category
     module: int = 0

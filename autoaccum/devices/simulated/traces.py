@@ -35,10 +35,6 @@ class Offer:
 class Tracer:
     """A process that has loaded the workload in the presence of `card`, and rehearses it there; no torch here.
 
-    Args:
-        settings: What all traces have in common.
-        card: The card.
-
     Raises:
         WorkloadError: The workload cannot be loaded, or not be simulated; every question may raise it, too.
         NotMeasuredError: The process cannot be started, died or took too long; likewise.

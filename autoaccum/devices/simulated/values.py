@@ -45,12 +45,7 @@ _PLUMBING = (
 
 
 class SimulationLimit(Exception):
-    """Something that a simulated card cannot do; the text says what.
-
-    Args:
-        text: What was seen, and the bound.
-        hint: The way out, if there is a particular one.
-    """
+    """Something that a simulated card cannot do; the text says what, `hint` a way out, if there is a particular one."""
 
     def __init__(self, text: str, *, hint: str | None = None) -> None:
         super().__init__(text)
@@ -58,12 +53,7 @@ class SimulationLimit(Exception):
 
 
 class UnknownValue(SimulationLimit):
-    """A value was asked for: a simulated card computes none.
-
-    Args:
-        text: As above.
-        on_host: Whether the tensor is on the CPU, where it may have been left without values only to save memory.
-    """
+    """A value was asked for: a simulated card computes none; `on_host`, it was left away to save memory."""
 
     def __init__(self, text: str, *, on_host: bool) -> None:
         super().__init__(text)
@@ -73,10 +63,7 @@ class UnknownValue(SimulationLimit):
 def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
     """The value of `tensor`, where it is known, or tells whether losses, gradients and the like are finite: they are.
 
-    Args:
-        tensor: Has one element.
-        checks: Gets a sentence on each check that was taken as passed.
-        is_truth: Whether it is asked for no value of it but a truth about it.
+    With `is_truth` it is asked for a truth about it; `checks` gets a sentence on each that was taken as passed.
 
     Raises:
         UnknownValue: Somebody asks for anything else.

@@ -24,16 +24,7 @@ projection or a second direction, which were not; and of a plain RNN, for which 
 
 
 class Network(NamedTuple):
-    """In the order of the parameters of `_lstm` and its kin.
-
-    Attributes:
-        has_biases: Whether each linear map has one.
-        num_layers: How many layers.
-        dropout: Probability between layers.
-        train: Whether it is in training mode.
-        bidirectional: Whether each layer has a second direction.
-        batch_first: Whether the first dimension is the batch, which packed sequences are not asked.
-    """
+    """A recurrent network, in the order of the parameters of `lstm` and its kin."""
 
     has_biases: bool
     num_layers: int

@@ -23,15 +23,7 @@ Signature = Mapping[str, tuple[int, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with what it took and returned.
-
-    Attributes:
-        signature: By parameter: its position and its default.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        out: What it returned.
-        torch_version: Major and minor.
-    """
+    """An operator with what it took and returned; `signature` has the position and default of each parameter."""
 
     signature: Signature
     args: Sequence[Any]
