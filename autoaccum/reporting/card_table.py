@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.context import context_bytes
+from autoaccum.devices.simulated.catalog import Card, context_bytes
 from autoaccum.reporting.rows import make_table, print_table, print_wrapped
 from autoaccum.units import GIB
 

@@ -12,7 +12,7 @@ from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.traces import Tracer
 from autoaccum.errors import NotMeasuredError

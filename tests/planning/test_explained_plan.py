@@ -16,8 +16,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 import autoaccum
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explaining
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.context import context_bytes
+from autoaccum.devices.simulated.catalog import context_bytes, find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.devices.simulated.traces import ChangeFailed
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError

@@ -26,12 +26,7 @@ _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
 
 
 class CapacityExceeded(DoesNotFitError):
-    """Not even giving back all that is cached made room.
-
-    Attributes:
-        asked_bytes: What was asked for.
-        reserved_bytes: What was held of the card then.
-    """
+    """Not even giving back all that is cached made room for what was asked for."""
 
     def __init__(self, asked_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -72,11 +67,7 @@ class Allocator:
         self.denied_bytes: int | None = None
 
     def malloc(self, size: int) -> Block:
-        """A block of at least `size` bytes (`malloc`).
-
-        Raises:
-            CapacityExceeded: There is no room for it.
-        """
+        """A block of at least `size` bytes (`malloc`)."""
         asked, size = size, self._round(size)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._find(pool, size)

@@ -45,11 +45,7 @@ class AllocatorSettings:
 
     @property
     def allowed_bytes(self) -> int | None:
-        """Return what the process is allowed to reserve; None without a limit (`setMemoryFraction`).
-
-        Raises:
-            ValueError: There is a share, and nobody said of what.
-        """
+        """Return what the process is allowed to reserve; None without a limit (`setMemoryFraction`)."""
         if self.memory_fraction >= 1:
             return None
         if self.total_bytes is None:

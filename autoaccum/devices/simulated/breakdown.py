@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, get_args
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
-from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.replay import Demand
 from autoaccum.devices.simulated.trace import LabelledTrace, Role, Trace
 from autoaccum.workload.names import numberless, tell_apart
 

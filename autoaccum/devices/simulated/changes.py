@@ -42,11 +42,7 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
 
 
 def with_change(workload: Workload, change: str) -> Workload:
-    """Make one change, by the name of its offer.
-
-    Raises:
-        UsageError: No change has that name.
-    """
+    """Make one change, by the name of its offer."""
     if change not in _CHANGES:
         raise UsageError(f"no change is named {change!r}", hint=f"take one of {', '.join(_CHANGES)}")
     return _CHANGES[change](workload)
@@ -125,11 +121,7 @@ def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """Return what `own` makes of `params`, made once more with other options; its groups keep theirs beside these.
-
-    Raises:
-        WorkloadError: It does not make one optimizer.
-    """
+    """Return what `own` makes of `params`, made once more with other options; its groups keep theirs beside these."""
     made = call_factory(own, params)
     kind = cast("Callable[..., Optimizer]", type(made))
     known = inspect.signature(kind).parameters

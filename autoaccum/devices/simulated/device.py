@@ -6,25 +6,21 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.explanation import Account, Foresight, Prediction
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings, read_settings
-from autoaccum.devices.simulated.catalog import Card, all_cards
-from autoaccum.devices.simulated.context import Outside, context_bytes
+from autoaccum.devices.simulated.catalog import Card, Outside, all_cards, context_bytes
 from autoaccum.devices.simulated.explaining import Accountant, Clock
-from autoaccum.devices.simulated.replays import Demand, Replays
+from autoaccum.devices.simulated.replay import Demand, Replays
 from autoaccum.devices.simulated.traces import Tracer, Traces
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supply:
@@ -82,7 +78,7 @@ class Band:
         )
 
 
-class SimulatedDevice:
+class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
     """Trials on a card that need not be here; nothing runs on any.
 
     What counts against the budget is what PyTorch's caching allocator would get from the driver, whole segments. A
@@ -193,11 +189,7 @@ class SimulatedDevice:
         return Foresight(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """Return what is predicted of `parts`, of which a fresh trial is known, whether they fit or not.
-
-        Raises:
-            WorkloadError, NotMeasuredError: They cannot be traced.
-        """
+        """Return what is predicted of `parts`, of which a fresh trial is known, whether they fit or not."""
         traces = self._traces.of_schedule(parts, fresh=True)
         least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
         band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
@@ -213,11 +205,7 @@ class SimulatedDevice:
         )
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **asked: bool) -> Account:
-        """Account for `parts`, of which a fresh trial is known, whether they fit or not: `asked` as `Accountant` takes.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: They cannot be traced.
-        """
+        """Account for `parts`, of which a fresh trial is known; `asked` as `Accountant.account` takes."""
         clock = Clock(limit_seconds)
         made = self._traces.of_schedule(parts, True, clock.left_seconds)
         accountant = Accountant(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replays)
@@ -227,13 +215,7 @@ class SimulatedDevice:
         """End the tracer's process. Idempotent."""
         self._traces.close()
 
-    def __enter__(self) -> Self:
-        """Nothing is started before the first question."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close, whatever happened."""
         self.close()
 

@@ -17,9 +17,8 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight, Timeline
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.breakdown import Ledger, break_down, holdings_at, moments
-from autoaccum.devices.simulated.catalog import Card, card_at_hand
-from autoaccum.devices.simulated.context import context_bytes
-from autoaccum.devices.simulated.replays import Demand, Replays
+from autoaccum.devices.simulated.catalog import Card, card_at_hand, context_bytes
+from autoaccum.devices.simulated.replay import Demand, Replays
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.traces import CHECKPOINT, ChangeFailed, Offer, Tracer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
@@ -333,11 +332,7 @@ def explain_at_hand(
     limit_seconds: float | None = None,
     **asked: bool,
 ) -> Account:
-    """Account for the memory of `parts`, which ran on the card at hand, by simulating it: what it tells is predicted.
-
-    Raises:
-        WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
-    """
+    """Account for the memory of `parts`, which ran on the card at hand, by simulating it: it is predicted."""
     card, clock = card_at_hand(report.memory), Clock(limit_seconds)
     outside = context_bytes(card).bytes if report.context_bytes is None else report.context_bytes
     traces = Traces(lambda: make_tracer(card), share)

@@ -48,11 +48,7 @@ class Family:
     _lines: tuple[tuple[_Line, ...], ...]
 
     def at(self, size: int) -> Trace:
-        """The trace at a micro-batch of `size` samples.
-
-        Raises:
-            NotAffineError: It is smaller than any that was traced: a batch of one often has other operators.
-        """
+        """The trace at a micro-batch of `size` samples."""
         if size < self.sizes[0]:
             raise NotAffineError(
                 f"{size} samples are fewer than {self.sizes[0]}, from where on sizes follow", hint=_HINT

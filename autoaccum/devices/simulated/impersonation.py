@@ -229,11 +229,7 @@ def _of_card(answer: Any) -> Callable[..., Any]:
 
 
 def check_index(device: Any = None) -> None:
-    """Refuse another card than the first.
-
-    Raises:
-        SimulationLimit: It is another one.
-    """
+    """Refuse another card than the first."""
     if isinstance(device, torch.Tensor):
         device = device.device
     index = device if isinstance(device, int) or device is None else torch.device(device).index

@@ -46,9 +46,6 @@ def trace_rehearsal(workload: Workload, parts: Sequence[int], mode: CardMode) ->
 
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
     updates alone, so that every trace of the same step is the same.
-
-    Raises:
-        WorkloadError: No update was made.
     """
     rehearsal = _rehearsal(workload, parts, mode.recorder.mark_update)
     trace, result = _trace(rehearsal, parts, mode)
@@ -116,9 +113,6 @@ def inspect_simulated(workload: Workload, share: int, mode: CardMode) -> tuple[I
     """Rehearse two micro-batches of two samples, or what there is; returns the trace, too.
 
     Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
-
-    Raises:
-        WorkloadError: It cannot be trained, as far as that shows without values.
     """
     size = few_samples(workload, SAMPLES, share)
     with collected_warnings() as said:

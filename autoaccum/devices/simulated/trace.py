@@ -72,13 +72,9 @@ autograd hands a gradient to its parameter. `workspace`: memory that a kernel or
 
 
 class Origin(NamedTuple):
-    """The origin of a block.
+    """The origin of a block: an operator such as `aten.mm`, and the index of the module that it ran for.
 
-    Attributes:
-        op: The operator, such as `aten.mm`; empty for what was there before.
-        module: The module it ran for: its index in `LabelledTrace.modules`.
-        role: How it came to be.
-        dtype: Of the first tensor in it, such as `bfloat16`; empty for memory beside tensors.
+    `op` is empty for what was there before, and `dtype`, that of the first tensor in it, for memory beside tensors.
     """
 
     op: str
@@ -106,13 +102,9 @@ NO_MODULE = ModuleName("", "")
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTrace:
-    """A trace, and what is known of its blocks.
+    """A trace, the modules of the model, of which the first stands for none, and what is known of blocks.
 
-    Attributes:
-        trace: What was asked for, in order.
-        modules: The modules of the model; the first stands for none.
-        origins: By block.
-        claims: By block, of those that someone holds: parameters, gradients, state of the optimizer.
+    Each has an origin, and a claim if someone holds it: parameters, gradients, state of the optimizer.
     """
 
     trace: Trace

@@ -64,11 +64,7 @@ class Tracer:
         return tuple(Offer(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
 
     def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        """The trace of `parts` with one thing changed, by the name of an offer.
-
-        Raises:
-            ChangeFailed: It does not run so.
-        """
+        """The trace of `parts` with one thing changed, by the name of an offer."""
         reply = self.ask("changed", limit_seconds=limit_seconds, parts=parts, change=change)
         if "failed" in reply:
             raise ChangeFailed(reply["failed"])

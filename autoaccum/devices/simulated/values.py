@@ -99,11 +99,7 @@ def asked_by_torch() -> str | None:
 
 
 def known_list(tensor: Tensor) -> Any:
-    """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one.
-
-    Raises:
-        UnknownValue: They are not.
-    """
+    """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one."""
     known = values_of(tensor)
     if known is not None:
         return known.tolist()
@@ -117,11 +113,7 @@ def known_list(tensor: Tensor) -> Any:
 
 
 def known_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`tensor.numpy()`, where its values are known.
-
-    Raises:
-        UnknownValue: They are not.
-    """
+    """`tensor.numpy()`, where its values are known."""
     known = values_of(tensor) if tensor.device.type == "cpu" else None
     if known is None:
         raise unknown_value(tensor)

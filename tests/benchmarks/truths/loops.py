@@ -16,12 +16,11 @@ from truths.scores import Predicted
 
 from autoaccum.devices.simulated.allocator_settings import read_settings
 from autoaccum.devices.simulated.card_mode import CardMode
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.context import Outside, context_bytes
+from autoaccum.devices.simulated.catalog import Card, Outside, context_bytes
 from autoaccum.devices.simulated.jobs import collecting_by_hand
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays
 from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.units import MIB

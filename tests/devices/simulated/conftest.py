@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.breakdown import Ledger, break_down
 from autoaccum.devices.simulated.card_mode import CardMode
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays
 from autoaccum.devices.simulated.simulation import simulate
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.options import Options

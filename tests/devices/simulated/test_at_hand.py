@@ -12,8 +12,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
-from autoaccum.devices.simulated.catalog import card_at_hand
-from autoaccum.devices.simulated.context import context_bytes
+from autoaccum.devices.simulated.catalog import card_at_hand, context_bytes
 from autoaccum.devices.simulated.explaining import explain_at_hand, foresee_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError

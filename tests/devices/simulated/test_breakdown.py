@@ -26,7 +26,7 @@ from autoaccum.devices.simulated.breakdown import (
     purposes,
 )
 from autoaccum.devices.simulated.explaining import draw_timeline
-from autoaccum.devices.simulated.replays import Demand
+from autoaccum.devices.simulated.replay import Demand
 from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.units import MIB
 

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.card import CardMemory
-from autoaccum.devices.simulated.catalog import Card, all_cards, card_at_hand, cards_like, find_card
-from autoaccum.devices.simulated.context import REPORTED, context_bytes
+from autoaccum.devices.simulated.catalog import (
+    REPORTED,
+    Card,
+    all_cards,
+    card_at_hand,
+    cards_like,
+    context_bytes,
+    find_card,
+)
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB
 

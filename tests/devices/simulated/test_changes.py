@@ -14,7 +14,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.changes import offer_changes
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.traces import ChangeFailed, Tracer
 from autoaccum.workload.spec import Workload

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
 from autoaccum.devices.simulated.explaining import curve_points
 from autoaccum.devices.simulated.family import NotAffineError, grow_squarely, make_family
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays
 from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import GIB, MIB
 

@@ -11,8 +11,7 @@ from reference_allocator import NoRoom, Reference
 
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.replay import find_heirs, least_capacity, replay, reserved_over
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays, find_heirs, least_capacity, replay, reserved_over
 from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import MIB
 

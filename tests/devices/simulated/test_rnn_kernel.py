@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
 from autoaccum.devices.simulated.kernels.rnn import MODES, Form
-from autoaccum.devices.simulated.replay import replay
-from autoaccum.devices.simulated.replays import Replays
+from autoaccum.devices.simulated.replay import Replays, replay
 from autoaccum.devices.simulated.trace import Scratch
 
 CARD = make_card()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from synthetic_traces import LAYERS, SyntheticTracer, linear
 
-from autoaccum.devices.simulated.catalog import Card, find_card
-from autoaccum.devices.simulated.context import context_bytes
+from autoaccum.devices.simulated.catalog import Card, context_bytes, find_card
 from autoaccum.devices.simulated.device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize

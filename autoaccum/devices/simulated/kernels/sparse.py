@@ -54,11 +54,7 @@ def has_parts(args: Sequence[Any]) -> bool:
 
 
 def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Make, take: Take) -> Any:
-    """Return what an operator returns that takes sparse tensors, or makes one.
-
-    Raises:
-        SimulationLimit: It is not known what that takes.
-    """
+    """Return what an operator returns that takes sparse tensors, or makes one."""
 
     def shell(size: Sequence[int], parts: _Parts) -> Tensor:
         made = make(size, parts.indices, parts.values)

@@ -12,13 +12,7 @@ from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, cei
 
 @dataclass(frozen=True)
 class Layout:
-    """An input's dimensions as a reduction kernel sees them.
-
-    Attributes:
-        reduced: How many of them are reduced; those come first.
-        shape: Sizes.
-        strides: Elements from one to the next.
-    """
+    """An input's dimensions as a reduction kernel sees them; so many are `reduced`, and come first."""
 
     reduced: int
     shape: tuple[int, ...]
