@@ -35,8 +35,7 @@ def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supp
 class Band:
     """The band of one schedule on one card.
 
-    It is a sum: what the process holds outside of the allocator, and the kernels' own memory that is alive at one time,
-    as far as nobody has measured either.
+    It is a sum: what the process holds outside of the allocator, and the kernels' own memory that nobody has measured.
     """
 
     outside: Outside
@@ -88,8 +87,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
     rests on a trace of just its parts (`Trial.fresh`), and one of more than two on any two that follow each other.
 
     Args:
-        card: The card.
-        make_tracer: Starts what traces the workload on it.
+        make_tracer: Starts what traces the workload on the card.
         share: Samples per update on this rank.
         torch_version: Of the tracer's torch, such as (2, 15).
         memory, reserve: As `choose_budget` takes them.
@@ -152,13 +150,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         }
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """Load and check the workload, as far as that goes without computing anything.
-
-        Raises:
-            WorkloadError: It is not usable, or cannot be traced.
-            UsageError: It cannot be simulated here.
-            NotMeasuredError: The tracer's process died or took too long.
-        """
+        """Load and check the workload, as far as that goes without computing anything."""
         return self._traces.inspect(limit_seconds)
 
     def trial(

@@ -114,8 +114,6 @@ def _sizes(size: int, last: int) -> list[int]:
 
     >>> _sizes(86, 112)
     [2, 12, 22, 32, 42, 52, 62, 72, 82, 86, 92, 102, 112]
-    >>> _sizes(1, 1), _sizes(3, 4)
-    ([], [2, 3, 4])
     """
     even = (
         {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}

@@ -26,9 +26,6 @@ class Replay:
     """The outcome of a replay.
 
     Attributes:
-        peak_allocated_bytes: The most that blocks held, each as large as it is.
-        peak_reserved_bytes: The most that segments held.
-        retries: PyTorch's `num_alloc_retries`.
         repeat_retries: How often updates that are like the one before still had to give cached memory back first when
             the replay ended, so that training is slow for good. PyTorch counts only some of these among its retries.
         failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
@@ -186,15 +183,10 @@ def least_capacity(
     """The smallest capacity at which a trace goes through.
 
     A replay tells what comes of every capacity from its peak to below the least that CUDA refused it, so that a
-    bisection needs few of them, and ends where what is below is known to fail: at the capacity of just the segments
-    that one replay held. More memory may make an allocator place blocks worse, so that some capacity above the answer
-    may fail and some below it may do: whether a card's own does, a replay at that capacity tells.
+    bisection needs few of them. More memory may make an allocator place blocks worse, so that some capacity above the
+    answer may fail and some below it may do: whether a card's own does, a replay at that capacity tells.
 
-    Arguments are as `replay` takes them; `most` is a capacity at which it goes through, None: what it takes without a
-    limit is where the search begins.
-
-    Raises:
-        ValueError: Not even any number of bytes is enough, or not `most`.
+    Arguments are as `replay` takes them; `most` is a capacity at which it goes through.
     """
 
     def at(capacity: int | None) -> Replay:
