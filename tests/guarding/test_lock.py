@@ -48,12 +48,12 @@ class TestSound:
         assert written(tmp_path, dict(shuffled)) == text
         assert written(tmp_path, again) == text
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(given=st.lists(cases(), unique=True, max_size=8))
     def test_no_two_cases_are_called_alike(self, given: list[Case]) -> None:
         assert len({case_name(case) for case in given}) == len(given)
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(rows=st.lists(holdings(), min_size=1, max_size=12))
     def test_folding_keeps_the_sum_and_what_matters_and_is_done_once(self, rows: list[Holding]) -> None:
         whole = a_measurement(*rows)
@@ -148,7 +148,7 @@ class TestDamaged:
             " pip install -U autoaccum"
         )
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
     @given(data=st.data())
     def test_a_damaged_byte_or_line_never_makes_another_lock(
         self, tmp_path: Path, text: str, data: st.DataObject

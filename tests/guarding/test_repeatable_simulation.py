@@ -107,14 +107,12 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_sets_cycles_threads_folders_and_orders_change_nothing(told: Callable[..., Any]) -> None:
-    """Three processes, none of which lays its objects where another does."""
+    """Two processes, neither of which lays its objects where the other does."""
     found = [
         told("here", 1, "1", (PARTS,)),
-        told("somewhere/else with spaces", 2, "2", ((7, 7), PARTS, (64,))),
-        told("there" * 20, 4, "random", ((5, 5, 3), (1,))),
+        told("there with spaces" * 10, 4, "random", ((7, 7), PARTS, (5, 5, 3))),
     ]
     assert found[0] == found[1]
-    assert found[0] == found[2]
     peak_bytes, account, holdings, _ = found[0]
     assert peak_bytes == account.explanation.peak_bytes
     assert all(holdings)

@@ -195,7 +195,7 @@ def test_a_password_is_never_shown() -> None:
 
 
 def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path) -> None:
-    """Within 5 % of the least expected loss; of ten seeds all did (torch 2.13.0, Optuna 5.0.0), two are run here."""
+    """Within 5 % of the least expected loss; of ten seeds all did (torch 2.13.0, Optuna 5.0.0), one is run here."""
     workload = Workload(
         model=quadratic.model,
         dataset=quadratic.dataset,
@@ -213,12 +213,9 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
         micro_batch=batch,
         own_rate=own,
     )
-    for seed in range(2):
-        request = request_of(trials=30, seed=seed)
-        budget = Budget(quadratic.BUDGET, "samples")
-        rows, _ = search_in(
-            tmp_path / f"{seed}.db", request, workload=workload, space=space, budget=budget, confirm=True
-        )
-        best = rank(rows)[0]
-        expected = quadratic.expected_loss(best.setting.learning_rate)
-        assert expected <= 1.05 * quadratic.expected_loss(quadratic.best_rate())
+    request = request_of(trials=30, seed=0)
+    budget = Budget(quadratic.BUDGET, "samples")
+    rows, _ = search_in(tmp_path / "study.db", request, workload=workload, space=space, budget=budget, confirm=True)
+    best = rank(rows)[0]
+    expected = quadratic.expected_loss(best.setting.learning_rate)
+    assert expected <= 1.05 * quadratic.expected_loss(quadratic.best_rate())
