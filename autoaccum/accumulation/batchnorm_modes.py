@@ -52,13 +52,17 @@ class _Call:
         if not count:
             return
         dtype = torch.float32 if mean.device.type == "mps" else torch.float64
-        mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
+        own, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
         if self.count:
-            both, apart = self.count + count, mean - self.mean
-            mean = self.mean.add_(apart, alpha=count / both)
-            squares = self.squares.add_(squares).add_(apart.square_(), alpha=self.count * count / both)
-            count = both
-        self.count, self.mean, self.squares = count, mean, squares
+            self._add(count, own, squares)
+        else:
+            self.count, self.mean, self.squares = count, own, squares
+
+    def _add(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        both, apart = self.count + count, mean - self.mean
+        self.mean.add_(apart, alpha=count / both)
+        self.squares.add_(squares).add_(apart.square_(), alpha=self.count * count / both)
+        self.count = both
 
 
 class _Watched:
