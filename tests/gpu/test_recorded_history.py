@@ -6,7 +6,6 @@ far more; torch 2.11.0+cu130 and 2.15.0+cu132 give the same.
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -30,9 +29,13 @@ def test_one_of_them_retried_and_was_refused() -> None:
     assert actions >= {"oom", "segment_free", "segment_map", "segment_unmap"}
 
 
-def test_a_block_that_lies_elsewhere_is_noticed() -> None:
-    history = copy.deepcopy(HISTORIES[0])
-    last = max(number for number, (action, _, _) in enumerate(history["entries"]) if action == "alloc")
-    action, address, size = history["entries"][last]
-    history["entries"] = [*history["entries"][:last], (action, address + 512, size)]
-    assert replay(history)["difference"]["what"] == "address"
+@pytest.mark.parametrize(
+    ("action", "further", "larger", "what"),
+    [("alloc", 512, 0, "address"), ("segment_alloc", 0, 2 << 20, "moved_bytes")],
+)
+def test_a_planted_difference_is_noticed(action: str, further: int, larger: int, what: str) -> None:
+    entries = list(HISTORIES[0]["entries"])
+    last = max(number for number, entry in enumerate(entries) if entry[0] == action)
+    _, address, size = entries[last]
+    entries[last] = (action, address + further, size + larger)
+    assert replay({**HISTORIES[0], "entries": entries})["difference"]["what"] == what
