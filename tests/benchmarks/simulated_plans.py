@@ -21,8 +21,11 @@ from pathlib import Path
 from measuring import ROOT, environment
 
 AUTOACCUM = [sys.executable, "-m", "autoaccum"]
-WORKLOADS = ROOT / "tests" / "shared" / "workloads"
-PLANS = {"resnet50": ("256", "rtx3090"), "gpt2": ("256", "rtx4090"), "llama_8b": ("64", "b200")}
+PLANS = {
+    "resnet50": ("tests/gpu/compared/cnn.py:fp32_sgd", "1024", "rtx3090"),
+    "gpt2": ("examples/gpt2.py", "256", "rtx4090"),
+    "llama_8b": ("tests/shared/workloads/llama_8b.py", "64", "b200"),
+}
 FLOOR = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)"
 REPEATS = 3
 _POLL_SECONDS = 0.02
@@ -33,8 +36,8 @@ def main(names: list[str]) -> None:
     floor = statistics.median(run([sys.executable, "-c", FLOOR]).seconds for _ in range(REPEATS))
     print(f"importing PyTorch and making an optimizer: {floor:.1f} s")
     for name in names or list(PLANS):
-        target, card = PLANS[name]
-        words = ["plan", str(WORKLOADS / f"{name}.py"), "--target-batch", target, "--gpu", card, "--json"]
+        workload, target, card = PLANS[name]
+        words = ["plan", str(ROOT / workload), "--target-batch", target, "--gpu", card, "--json"]
         rounds = [(run([*AUTOACCUM, *words]), run([*AUTOACCUM, *words, "--explain"])) for _ in range(REPEATS)]
         plain, explained = zip(*rounds, strict=True)
         seconds = statistics.median(one.seconds for one in plain)
