@@ -121,7 +121,7 @@ def test_what_split_returns_is_checked(graphs: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     asked: dict[str, Any] = {"micro_batch": 4, "size": graphs["size"]}
     wrong = autoaccum.Accumulator(model, optimizer, graphs["loss"], split=lambda batch, sizes: [batch], **asked)
-    with pytest.raises(WorkloadError, match=r"split\(batch, \[4, 3, 3\]\) returned 1 parts"):
+    with pytest.raises(WorkloadError, match=r"split\(batch, \[4, 3, 3\]\) returned parts of \[10\] samples"):
         wrong.step(uneven(graphs, 10))
 
     def backwards(batch: Any, sizes: list[int]) -> Any:
