@@ -34,8 +34,11 @@ WELL: dict[str, Case] = {
     "sorted and packed": (small.Packed, small.packed_loss, small.text),
     "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
     "experts": (small.Experts, small.mean_square, small.sequences),
+    "spectral norm": (small.spectral_mlp, small.mean_square, small.rows),
+    "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
     "regulariser": (small.mlp, small.regularised_loss, small.rows),
     "samples weighed": (small.mlp, small.weighed_loss, small.advantages),
+    "padding trimmed": (small.Trimmed, small.lengthy_loss, small.lengthy),
     "dropout of two views": (lambda: small.normed_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
     "LSTM of packed tokens, dropped": (lambda: small.Packed(drop=0.3), small.packed_loss, small.text),
 }
@@ -65,8 +68,12 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
         (),
         True,
     ),
+    "triplets": ((lambda: small.Towers(similarities=False), small.triplet_loss, small.pairs), (), True),
     "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
+    "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
+    "dice": ((small.mlp, small.dice_loss, small.rows), (), True),
     "normalised advantages": ((small.mlp, small.advantage_loss, small.advantages), (), True),
+    "broadcast targets": ((small.mlp, small.spread_loss, small.rows), (), True),
     "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
 }
 

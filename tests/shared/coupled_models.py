@@ -8,6 +8,7 @@ import torch
 from small_verified import Gpt
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import spectral_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,10 @@ LENGTHS = (3, 5, 2, 4)
 
 def rows(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.randn(size, 3)
+
+
+def classes(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.arange(size) % 3
 
 
 def sequences(size: int) -> tuple[Tensor, Tensor]:
@@ -178,6 +183,14 @@ def negatives_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(one @ other.T, torch.arange(one.shape[0]))
 
 
+def triplet_loss(model: nn.Module, batch: Any) -> Tensor:
+    one, other = model(*batch)
+    distances = torch.cdist(one, other)
+    positive = distances.diagonal()
+    hardest = (distances + 1e6 * torch.eye(len(one))).min(1).values
+    return functional.relu(1.0 + positive - hardest).mean()
+
+
 def root_loss(model: nn.Module, batch: Any) -> Tensor:
     return mean_square(model, batch).sqrt()
 
@@ -201,6 +214,48 @@ class InnerLoss(nn.Module):
 def its_own(model: nn.Module, batch: Any) -> Tensor:
     loss: Tensor = model(*batch)
     return loss
+
+
+def spectral_mlp() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(WIDTH, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+
+def shared_mlp() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Identity(), nn.Linear(WIDTH, 3))
+
+
+def hardest_loss(model: nn.Module, batch: Any) -> Tensor:
+    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return torch.topk(each, len(each) // 2).values.mean()
+
+
+def dice_loss(model: nn.Module, batch: Any) -> Tensor:
+    likely, true = model(batch[0]).sigmoid(), (batch[1] > 0).float()
+    return torch.as_tensor(1 - 2 * (likely * true).sum() / (likely.sum() + true.sum()))
+
+
+def lengthy(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, of which 8, 5, 4 and 3 count, and classes."""
+    return torch.randint(1, 20, (size, 8)), torch.tensor(([8, 5, 4, 3] * size)[:size]), torch.arange(size) % 3
+
+
+def lengthy_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+
+class Trimmed(nn.Module):
+    """Sums what counts, and cuts padding to the longest of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(lengths.max())
+        counts = torch.arange(longest)[None] < lengths[:, None]
+        out: Tensor = self.head((self.words(tokens[:, :longest]) * counts[..., None]).sum(1))
+        return out
 
 
 def two_views_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -230,3 +285,7 @@ def weighed_loss(model: nn.Module, batch: Any) -> Tensor:
     losses = functional.cross_entropy(model(inputs), actions, reduction="none")
     loss: Tensor = (losses * weights.square()).sum() / weights.square().sum()
     return loss
+
+
+def spread_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch[0])[:, :1], batch[1][:, 0])

@@ -142,9 +142,11 @@ class Regression:
 _MODEL = "def model():\n    return GPT()\n"
 _ADAMW = "torch.optim.AdamW(params, lr=1e-3)"
 _FORWARD = "        return self.down(self.act(self.up(x)))\n"
+_RESIDUAL = "        x = x + self.drop(self.attn(self.norm1(x)))\n"
 _HEAD = "        return self.head(self.norm(x))\n"
 _TIED = "        self.head.weight = self.tokens.weight\n"
 _LOSS = "    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())\n"
+_PLAIN = "        for block in self.blocks:\n            x = block(x)\n"
 _LOGITS = "    logits = model(tokens, sound)\n"
 
 _ATTENTION = "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
@@ -204,6 +206,17 @@ REGRESSIONS: Final = (
         told=("activations", "blocks.{0,2}.mlp", ""),
     ),
     Regression(
+        name="activations kept in a list within the update",
+        edits=(
+            (
+                "    def forward(self, x):\n" + _RESIDUAL,
+                "    def forward(self, x):\n        self.kept = []\n" + _RESIDUAL,
+            ),
+            (_RESIDUAL, _RESIDUAL + "        self.kept.append(x.float().square())\n"),
+        ),
+        told=("activations", "blocks.*", ""),
+    ),
+    Regression(
         name="a lost inplace",
         start=_LOSS_WITHIN,
         edits=(*_LOSS_WITHIN, ("F.relu(wide, inplace=True)", "F.relu(wide)")),
@@ -221,9 +234,20 @@ REGRESSIONS: Final = (
         told=("activations", "early.0", ""),
     ),
     Regression(
+        name="a wider layer",
+        edits=(("4 * WIDTH", "6 * WIDTH"),),
+        told=("activations", "blocks.*.mlp", ""),
+    ),
+    Regression(
         name="an optimizer with one more state",
         edits=((_ADAMW, "torch.optim.AdamW(params, lr=1e-3, amsgrad=True)"),),
         told=("optimizer_state", "", ""),
+    ),
+    Regression(
+        name="momentum",
+        start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"),),
+        edits=((_ADAMW, "torch.optim.SGD(params, lr=1e-3, momentum=0.9)"),),
+        told=("optimizer_state", "", "new"),
     ),
     Regression(
         name="an EMA",
@@ -253,12 +277,37 @@ REGRESSIONS: Final = (
         told=("activations", "", "aten._to_copy in int64"),
     ),
     Regression(
+        name="a graph retained for a gradient penalty",
+        start=(_BY_HAND,),
+        edits=(
+            _BY_HAND,
+            (
+                _LOSS,
+                _LOSS.replace("return", "value =")
+                + "    (slope,) = torch.autograd.grad(value, model.head.weight, create_graph=True)\n"
+                "    return value + slope.square().sum()\n",
+            ),
+        ),
+        told=("activations", "blocks", "aten._to_copy in fp32"),
+    ),
+    Regression(
         name="a graph retained for another backward",
         edits=(
             (_LOSS, _LOSS.replace("return", "value =") + "    value.backward(retain_graph=True)\n    return value\n"),
         ),
         told=("temporaries", "early.0", ""),
         place=2,  # After the workspace of the backward that comes next, at a moment that had none before.
+    ),
+    Regression(
+        name="attention by the math path",
+        edits=(
+            (
+                _ATTENTION,
+                "        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):\n"
+                "            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
+            ),
+        ),
+        told=("activations", "blocks.*.attn", "flash attention -> math"),
     ),
     Regression(
         name="attention that drops in the score matrix by hand",
@@ -271,14 +320,56 @@ REGRESSIONS: Final = (
         told=("parameters", "", "in the model itself"),
     ),
     Regression(
+        name="positions repeated",
+        edits=(("* self.positions", "* self.positions.repeat(len(tokens), 1, 1)"),),
+        told=("activations", "", "aten.repeat in fp32, in the model itself"),
+    ),
+    Regression(
         name="outputs kept by the loop",
         edits=(('precision = "bf16"', 'precision = "bf16"\nkeeps = "outputs"'),),
         told=("outputs", "head", "new"),
     ),
     Regression(
+        name="a GELU by hand",
+        edits=(
+            (
+                _FORWARD,
+                "        h = self.up(x)\n"
+                "        return self.down(0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h * h * h))))\n",
+            ),
+        ),
+        told=("activations", "blocks.*.mlp", "aten.mul in bf16"),
+    ),
+    Regression(
+        name="all hidden states side by side",
+        edits=(
+            (_TIED, _TIED + "        self.mix = nn.Linear(3 * WIDTH, WIDTH)\n"),
+            (_PLAIN, "        states = [x]\n" + _PLAIN + "            states.append(x)\n"),
+            (_HEAD, "        x = self.mix(torch.cat(states, -1))\n" + _HEAD),
+        ),
+        told=("activations", "mix", "new"),
+    ),
+    Regression(
+        name="dropout by hand with a float mask",
+        edits=(
+            (
+                _RESIDUAL,
+                "        y = self.attn(self.norm1(x))\n"
+                "        kept = torch.rand_like(y, dtype=torch.float) > 0.1\n"
+                "        x = x + y * kept.float() / 0.9\n",
+            ),
+        ),
+        told=("activations", "blocks.*", "fp32"),
+    ),
+    Regression(
         name="weights no longer tied",
         edits=((_TIED, ""),),
         told=("optimizer_state", "head", "new"),
+    ),
+    Regression(
+        name="a stem of more channels",
+        edits=(("1024, 1024\n", "1024, 2048\n"),),
+        told=("activations", "stem", ""),
     ),
     Regression(
         name="one more head",
@@ -312,6 +403,28 @@ REGRESSIONS: Final = (
             (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
         ),
         told=("temporaries", "blocks.*", ""),
+    ),
+    Regression(
+        name="one-hot targets in fp64",
+        edits=(
+            (
+                _LOSS,
+                "    wanted = F.one_hot(targets, VOCABULARY).double()\n"
+                "    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))\n",
+            ),
+        ),
+        told=("temporaries", "", "aten.mul in fp64, in no module"),
+    ),
+    Regression(
+        name="a gated MLP",
+        edits=(
+            (
+                "        self.act = nn.GELU()\n",
+                "        self.act, self.gate = nn.GELU(), nn.Linear(WIDTH, 4 * WIDTH)\n",
+            ),
+            (_FORWARD, "        return self.down(self.act(self.gate(x)) * self.up(x))\n"),
+        ),
+        told=("activations", "blocks.*.mlp", ""),
     ),
     Regression(
         name="longer sequences",
@@ -358,6 +471,21 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
         ("self.act", "self.middle"),
         ("self.down", "self.back"),
     ),
+    "arguments by name and in another order": (
+        (
+            "nn.Conv1d(16, CHANNELS, 3, padding=1)",
+            "nn.Conv1d(padding=1, kernel_size=3, out_channels=CHANNELS, in_channels=16)",
+        ),
+        (
+            "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+            "F.scaled_dot_product_attention(is_causal=True, value=v, key=k, query=q)",
+        ),
+        ("nn.Linear(WIDTH, 4 * WIDTH)", "nn.Linear(out_features=4 * WIDTH, in_features=WIDTH)"),
+    ),
+    "comments and docstrings": (
+        ("class MLP(nn.Module):\n", 'class MLP(nn.Module):\n    """Two linear layers."""\n\n'),
+        (_FORWARD, "        # Wide and back.\n" + _FORWARD),
+    ),
     "functions in place of modules": (("        self.act = nn.GELU()\n", ""), ("self.act(", "F.gelu(")),
     "a Sequential in place of a forward": (
         (
@@ -372,6 +500,18 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
     "a module within another": (
         ("        self.stem = Stem()\n", "        self.stem = nn.Sequential(Stem(), nn.Identity())\n"),
     ),
+    "attributes in another order": (
+        (
+            "        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention()\n"
+            "        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()\n",
+            "        self.mlp, self.norm2 = MLP(), nn.LayerNorm(WIDTH)\n"
+            "        self.attn, self.norm1 = Attention(), nn.LayerNorm(WIDTH)\n",
+        ),
+    ),
+    "type hints": (
+        ("    def forward(self, x):\n", "    def forward(self, x: torch.Tensor) -> torch.Tensor:\n"),
+        ("def batch(size):", "def batch(size: int) -> tuple[torch.Tensor, ...]:"),
+    ),
     "a function extracted": (
         (
             "class Block(",
@@ -383,6 +523,9 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
             "        return residual(x, self.mlp, self.norm2, self.drop)\n",
         ),
     ),
+    "an f-string, a print, and training said explicitly": (
+        (_BATCH, _BATCH + '    print(f"{len(tokens)} samples")\n    model.train()\n'),
+    ),
     "a dataclass as a batch": (
         (
             "def model():",
@@ -392,7 +535,16 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
         (_MADE, "    return Samples(tokens, torch.zeros(size, 16, LENGTH), tokens)\n"),
         (_BATCH, "    tokens, sound, targets = batch.tokens, batch.sound, batch.targets\n"),
     ),
+    "a dict as a batch": (
+        (_MADE, '    return {"tokens": tokens, "sound": torch.zeros(size, 16, LENGTH), "targets": tokens}\n'),
+        (_BATCH, '    tokens, sound, targets = batch["tokens"], batch["sound"], batch["targets"]\n'),
+    ),
+    "a loss under another name": (
+        ("def loss(model, batch):", "def next_token_loss(model, batch):"),
+        ("def optimizer(", "loss = next_token_loss\n\n\ndef optimizer("),
+    ),
     "the model as an instance": ((_MODEL, "model = GPT()\n"),),
+    "the model as a class": ((_MODEL, "model = GPT\n"),),
     "a Workload in place of names": (
         ('precision = "bf16"\n', ""),
         (
@@ -400,6 +552,21 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
             "from autoaccum import Workload\n\nworkload = Workload(\n    model=model, batch=batch, loss=loss, "
             f'precision="bf16", optimizer=lambda params: {_ADAMW}\n)\ndel model, batch, loss\n',
         ),
+    ),
+    "reshape in place of view and flatten": (
+        (".view(samples, length, 3, HEADS", ".reshape(samples, length, 3, HEADS"),
+        ("logits.flatten(0, 1), targets.flatten()", "logits.reshape(-1, VOCABULARY), targets.reshape(-1)"),
+    ),
+    "a property and a base class": (
+        (
+            "class Attention(nn.Module):\n",
+            "class Wide:\n    @property\n    def width(self):\n        return WIDTH\n\n\n"
+            "class Attention(Wide, nn.Module):\n",
+        ),
+        ("reshape(samples, length, WIDTH)", "reshape(samples, length, self.width)"),
+    ),
+    "the optimizer's arguments spelled out": (
+        (_ADAMW, "torch.optim.AdamW(list(params), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.1)"),
     ),
     "a loop as a Sequential": (
         ("self.blocks = nn.ModuleList([Block(), Block()])", "self.blocks = nn.Sequential(Block(), Block())"),
