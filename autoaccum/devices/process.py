@@ -192,7 +192,7 @@ class ChildProcess:
                     reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
                     self._pass_output()
                     return reply
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # OSError: it died within a reply.
                 raise _describe_death(death or self._death(wait_seconds=2.0), kills_before) from None
             if death is not None:
                 raise _describe_death(death, kills_before)

@@ -94,8 +94,7 @@ def fit(
             The plan's, where it was tuned, else the optimizer's own when None.
         scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
         collate: From a list of samples to a batch; torch's default_collate when None.
-        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone
-            through again; nothing that keeps its place in itself and is trained on, too.
+        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
         eval_every: Updates between evaluations; after each epoch when None.
         evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
         run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and

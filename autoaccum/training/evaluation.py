@@ -54,6 +54,15 @@ class EvaluationData:
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
 
+    def check_apart(self, trained_on: Any) -> None:
+        """Raise a UsageError where training reads the same stream, which would lose what an evaluation reads."""
+        for own, other in ((self._data, trained_on), (_stream(self._data), _stream(trained_on))):
+            if own is other and hasattr(own, "load_state_dict"):
+                raise UsageError(
+                    f"evaluation and training read the same {type(own).__name__}, which keeps its place in itself",
+                    hint="give a second one as the evaluation data: copy.deepcopy makes one",
+                )
+
     def batches(self, size: int, seed: int) -> Iterator[Any]:
         """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
         if not self._has_samples:
@@ -66,6 +75,11 @@ class EvaluationData:
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(Reader(loader))
+
+
+def _stream(data: Any) -> Any:
+    """What a DataLoader reads; other data as it is."""
+    return data.dataset if isinstance(data, DataLoader) else data
 
 
 class Score:

@@ -192,6 +192,7 @@ class Loop:
         trainee, evaluation = self.trainee, None
         if subject.eval_data is not None:
             data = EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers)
+            data.check_apart(subject.data)
             evaluation = Evaluation(
                 trainee.objective,
                 trainee.evaluate,

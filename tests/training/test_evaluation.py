@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from small_evaluations import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
@@ -217,6 +218,25 @@ def test_not_even_one_sample_is_a_failure() -> None:
 def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
     with pytest.raises(UsageError, match=r"the evaluation data is an? \w+, which cannot be read again"):
         EvaluationData(data)
+
+
+class Placed(IterableDataset[Any]):
+    """Goes on where it was."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_stream_that_keeps_its_place_is_not_read_by_both() -> None:
+    one = Placed()
+    for trained_on, data in ((one, one), (DataLoader(one), one), (one, DataLoader(one))):
+        with pytest.raises(UsageError, match="the same Placed, which keeps its place in itself"):
+            EvaluationData(data).check_apart(trained_on)
+        EvaluationData(DataLoader(Placed())).check_apart(trained_on)
+    EvaluationData(samples := TensorDataset(torch.ones(2))).check_apart(samples)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
