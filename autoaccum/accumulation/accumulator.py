@@ -204,7 +204,7 @@ class Accumulator:
         Raises:
             DoesNotFitError: Not even one sample at a time fits; the state is as before.
             UpdateInterrupted: The update failed half-way, now or earlier.
-            WorkloadError: The batch cannot be split, the loss is not usable, or the processor lacks its kernels.
+            WorkloadError: The batch cannot be split, or the loss is not usable.
             NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
             UsageError: The mode of BatchNorm could not be kept, or there are several ranks by now; the state is as
                 before.

@@ -213,12 +213,14 @@ class FrozenBackpropagation(Backpropagation):
             if isinstance(module, BATCHNORMS) and module.training
         }
         changed = _statistics_of(self._resting if self._is_first else {})
+        before = _training_calls(self._resting)
         try:
             record = super().run(parts, shares, buffers)
         finally:
             for module in self._resting.values():
                 module.training = True
-        if names := changed():
+        after = _training_calls(self._resting)
+        if names := changed() or [name for name in before if before[name] != after[name]]:
             raise UsageError(
                 f'batchnorm is "frozen", and within the loss {listed(names)} ran in training mode, by train() there or'
                 " a function, and changed running statistics",
@@ -259,6 +261,12 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
     if mode == "frozen":
         check_frozen(model, criterion)
     return cast("BatchNormMode", mode)
+
+
+def _training_calls(norms: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Versions of the buffers in which `norms` count their calls in training mode: told without waiting for a card."""
+    counts = {name: getattr(module, "num_batches_tracked", None) for name, module in norms.items()}
+    return {name: count._version for name, count in counts.items() if count is not None and not count.is_inference()}
 
 
 def _statistics_of(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:

@@ -168,6 +168,12 @@ class Draws:
         """Where the recorded run has drawn; empty where nothing is random."""
         return tuple(dict.fromkeys(str(draw.site) for track in self.tracks.values() for draw in track))
 
+    @property
+    def are_by_sample(self) -> bool:
+        """Whether all that parts drew has a dimension of their samples, so that joined rows are surely theirs."""
+        drawn = [(size, draw) for index, size in enumerate(self._sizes) for draw in self.tracks.get(index, [])]
+        return all(size in value.shape for size, draw in drawn for value in draw.values)
+
     def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
         """Draws belong to this part from now on; those of an earlier attempt at it are forgotten."""
         self.host.begin(index, own)

@@ -137,6 +137,7 @@ class TorchState:
         random: bool = True,
     ) -> None:
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
+        self._modes = [(module, module.training) for module in modules]  # TorchScript keeps its own elsewhere.
         self._attributes = [
             (own, {name: own[name] for name in own if name in REGISTERED or isinstance(own[name], Tensor)})
             for own in map(vars, modules)
@@ -156,6 +157,8 @@ class TorchState:
         for attributes, before in self._attributes:
             attributes.update(before)
         self._copy.restore()
+        for module, training in self._modes:
+            module.training = training
         for parameter, requires_grad, gradient, hooks in self._parameters:
             if parameter.is_leaf:
                 parameter.requires_grad_(requires_grad)

@@ -132,8 +132,10 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     options = case.options
     if not partial or case.workload:
         _check_workload(case.workload)
-    if options.device != "auto" and not _DEVICE.fullmatch(options.device):
+    if options.device != "auto" and not _DEVICE.fullmatch(str(options.device)):
         raise UsageError(f"the device is {options.device!r}", hint="take cpu, cuda or cuda:N")
+    if not isinstance(options.optimizer, str | None):
+        raise UsageError(f"the optimizer is {options.optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))

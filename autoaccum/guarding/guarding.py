@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.checks import read_seconds
 from autoaccum.devices.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import (
@@ -83,6 +84,8 @@ def guard(
     """
     if update and baseline is not None:
         raise UsageError("both an update and a baseline are asked for", hint="a baseline needs no lock: take one")
+    if time_limit is not None:
+        read_seconds(time_limit, "the time limit")
     allowed = tolerance or project.tolerance or Tolerance()
     is_whole = all(part.is_whole for part in wanted)
     locked = {} if baseline is not None and is_whole else _entries(project, fresh=update and force)

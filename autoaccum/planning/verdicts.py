@@ -120,7 +120,7 @@ def tight_warning(largest_fit: int, *, predicted: bool) -> str:
 
 def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
     """The sentence on a search that `limit` ended early."""
-    fails = "" if first_fail is None else f" and below {first_fail}"
+    fails = "" if first_fail in (None, largest_fit + 1) else f" and below {first_fail}"
     return f"{limit} ended the search: no size above {largest_fit}{fails} was tried to its end, larger ones may fit"
 
 

@@ -241,6 +241,7 @@ class RunFolder:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = _lock(self.path / _LOCK)
+            folder.mkdir(exist_ok=True)  # A process that was refused may have removed it before it left the lock.
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"{self.path} is no folder, or lies below a file", hint=_ANOTHER) from None
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
@@ -272,9 +273,11 @@ class RunFolder:
     ) -> None:
         if self._lock is not None:
             if not self.checkpoints.paths():  # Nothing began: what was refused leaves nothing behind.
-                (self.path / _LOCK).unlink(missing_ok=True)
                 with suppress(OSError):
-                    for made in self._made:
+                    for made in self._made[:1]:  # `checkpoints`, while the lock is held: who locks next makes it again.
+                        made.rmdir()
+                    (self.path / _LOCK).unlink(missing_ok=True)
+                    for made in self._made[1:]:
                         made.rmdir()
             os.close(self._lock)
             self._lock = None

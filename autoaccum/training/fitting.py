@@ -80,10 +80,10 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         seed_generators(own)
         torch.cuda.manual_seed_all(own)
         trainee = subject.build(choice.plan, choose_learning_rate(request, choice.plan))
-        check_choice(request, subject, trainee, choice, tell)
         run = describe_run(request, trainee, source)
         if saved is not None:
             check_same_run(saved, run)
+        check_choice(request, subject, trainee, choice, tell)
         stopping = stack.enter_context(Stopping())
         stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
         loop = Loop(request, subject, trainee, source, choice, folder=folder, run=run, stopping=stopping, teller=teller)

@@ -234,7 +234,8 @@ class Runs:
             return other, None
         held = self._calm(change) if pair.draws.sites else pair
         is_told = math.isfinite(held.full.loss)  # Where draws that do nothing hide all words, a mean is over none.
-        if not is_told or self._differ(held.full, held.accumulated) or self.draws_mix:
+        mixes = pair.draws.are_by_sample if self.draws_mix is None else self.draws_mix
+        if not is_told or self._differ(held.full, held.accumulated) or mixes:
             return pair, None
         sites = ", ".join(pair.draws.sites)
         return held, DrawMismatch(f"{sites} draws rows of which shapes do not tell whose they are")

@@ -12,6 +12,7 @@ by functions of the workload's own: `Batching`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +25,7 @@ from torch import Tensor
 from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import nests
-from autoaccum.workload.nests import OwnBatch, map_tensors
+from autoaccum.workload.nests import OwnBatch, map_tensors, with_tensors
 
 Batch: TypeAlias = Any
 
@@ -140,10 +141,19 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def move_batch(batch: Batch, device: torch.device | str) -> Batch:
     """`batch` with every tensor on `device`; one tensor named twice stays one tensor. What is there already is kept.
 
-    An object that is no container is copied with its tensors moved.
+    An object that is no container is moved by its method `to`, or else copied with its tensors moved.
     """
     there, moved = torch.device(device), dict[int, Tensor]()
-    return map_tensors(batch, lambda tensor: moved.setdefault(id(tensor), tensor.to(there)))
+
+    def move(tensor: Tensor) -> Tensor:
+        return moved.setdefault(id(tensor), tensor.to(there))
+
+    def move_object(node: Any) -> Any:
+        if callable(getattr(node, "to", None)):
+            return copy.copy(node).to(there)  # torch_geometric's moves in place, and the whole batch would stay there.
+        return with_tensors(node, move)
+
+    return map_tensors(batch, move, move_object)
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:

@@ -1,4 +1,4 @@
-"""What is known of a criterion: its reduction, how to call it, what its mean divides by.
+"""What is known of a criterion: its reduction, and what its mean divides by.
 
 Nothing is known of one whose class overrides `forward` of a criterion of torch's, nor of the user's own: it counts as
 a mean over samples (or a sum, where its `reduction` says so). `source` tells, and the check of the weighting tests it.
@@ -121,6 +121,11 @@ def resolve_criterion(criterion: Any) -> Criterion:
             f"the partial of {name} fixes its first arguments, which are the model's outputs",
             hint="fix options by keyword",
         )
+    if options.get("size_average") is not None or options.get("reduce") is not None:
+        raise WorkloadError(
+            f"{name} is given the deprecated size_average or reduce", hint='write reduction="mean" or "sum"'
+        )
+    _check_smoothing(options, name)
     reduction = options.get("reduction", "mean")
     if rule == "kl_div" and reduction == "batchmean":
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
@@ -132,12 +137,24 @@ def resolve_criterion(criterion: Any) -> Criterion:
     return Criterion(criterion, name, rule, reduction, f"{describe_divisor(rule, options)} ({name})")
 
 
+def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
+    """Refuse a mean to which targets without weight contribute: their part's share of it would be 0."""
+    weights = options.get("weight")
+    if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
+        return
+    if bool((weights == 0).any()):
+        raise WorkloadError(
+            f"{name} smooths labels, and a class has weight 0: a part with no other target would be left out",
+            hint="give ignore_index for that class instead, or a small weight such as 1e-6",
+        )
+
+
 def settings(criterion: Any) -> Mapping[str, Any]:
     """The options of a known criterion: attributes of a module, or keywords of a partial over the defaults."""
     inner = _unwrap(criterion)
     bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
     if isinstance(inner, nn.Module):
-        names = ("reduction", "ignore_index", "weight")
+        names = ("reduction", "ignore_index", "label_smoothing", "weight")
         return {name: getattr(inner, name) for name in names if hasattr(inner, name)} | bound
     parameters = inspect.signature(inner).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | bound

@@ -108,14 +108,23 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
         del found["accumulate"]  # Imported for other ends.
     if "criterion" in getattr(getattr(found.get("loss"), "__code__", None), "co_names", ()):
         found.pop("criterion", None)  # A part of the loss, which names it.
-    pair = {key: getattr(module, key, None) for key in ("split", "size")}
-    if all(map(inspect.isfunction, pair.values())):
-        found |= pair
+    found |= _find_batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", called)
     return Workload(model=model, name=title, **found, **origin)
+
+
+def _find_batching(module: ModuleType) -> dict[str, Any]:
+    """`split` and `size`, where both take as many arguments as these do; a file may call other things so."""
+    takes = {"split": 2, "size": 1}
+    found = {name: getattr(module, name, None) for name in takes}
+    is_pair = all(
+        inspect.isfunction(function) and len(inspect.signature(function).parameters) == takes[name]
+        for name, function in found.items()
+    )
+    return found if is_pair else {}
 
 
 def _lookup(module: ModuleType, name: str, called: str) -> Any:

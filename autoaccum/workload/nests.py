@@ -220,14 +220,24 @@ def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
         return plain
 
 
-def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with every tensor changed, those in objects too; what holds no other tensors than before is kept."""
+def map_tensors(
+    node: Any, change: Callable[[Tensor], Tensor], change_object: Callable[[Any], Any] | None = None
+) -> Any:
+    """A nest with every tensor changed, those in objects too; what holds no other tensors than before is kept.
+
+    Args:
+        node: The nest.
+        change: From a tensor to another.
+        change_object: From an object with tensors that is no container to another; None: a copy with them changed.
+    """
     if isinstance(node, Tensor):
         return change(node)
     inner = children(node)
     if inner is None:
-        return _with_tensors(node, change) if hides_tensors(node) else node
-    changed = [map_tensors(child, change) for _, child in inner]
+        if not any(isinstance(each, Tensor) for each in _walk(node)):
+            return node
+        return with_tensors(node, change) if change_object is None else change_object(node)
+    changed = [map_tensors(child, change, change_object) for _, child in inner]
     if all(new is old for new, (_, old) in zip(changed, inner, strict=True)):
         return node
     return rebuild(node, changed)
@@ -238,7 +248,7 @@ def hides_tensors(node: Any) -> bool:
     return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for each in _walk(node))
 
 
-def _with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object that is no container, with every tensor changed that is found in it."""
     found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
@@ -266,8 +276,9 @@ def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
     elif isinstance(node, list | tuple | Set):
         inside = list(node)
     else:
-        slots = [getattr(node, name, None) for name in getattr(node, "__slots__", ())]
-        inside = [*getattr(node, "__dict__", {}).values(), *slots]
+        slots = [vars(base).get("__slots__", ()) for base in type(node).__mro__]
+        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+        inside = [*getattr(node, "__dict__", {}).values(), *(getattr(node, name, None) for name in names)]
     for value in inside:
         yield from _walk(value, depth - 1)
 

@@ -7,6 +7,7 @@ form}}`, a mapping of another class.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -100,7 +101,7 @@ def _form(node: Any, size: int, *, top: bool = False) -> Form:
     if isinstance(node, Tensor) and nests.holds_rows(node):
         return "tensor"
     if isinstance(node, Mapping) and all(map(is_plain_name, node)):
-        kind = "dict" if isinstance(node, dict) else "mapping"
+        kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
         return {kind: {name: _form(child, size) for name, child in node.items()}}
     if type(node) in (list, tuple) and not is_samples(node, size, top=top):
         return {nests.type_name(node): [_form(child, size) for child in node]}

@@ -304,6 +304,21 @@ def test_frozen_is_refused_where_the_loss_wakes_it_up() -> None:
     assert model[0].training
 
 
+def test_frozen_is_refused_where_a_later_loss_wakes_it_up() -> None:
+    model, calls = one_norm(), []
+    model(batch_of(9)[0])
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        calls.append(batch)
+        model.train(len(calls) > 3)  # From the second update on, in which it holds for the norm, too.
+        return torch.as_tensor(CRITERION(model(batch[0]), batch[1]))
+
+    accumulator = accumulator_of(model, "frozen", loss)
+    assert accumulator.step(batch_of(8)).updated
+    with pytest.raises(UsageError, match="0 ran in training mode, by train"):
+        accumulator.step(batch_of(8))
+
+
 class Around(nn.Module):
     """Calls its BatchNorm so that no hook is told of it."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.state import StateCopy, TensorCopy
+from autoaccum.accumulation.state import StateCopy, TensorCopy, TorchState
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -153,3 +153,13 @@ def test_a_sparse_tensor_comes_back_in_place(layout: str, on_host: bool) -> None
 
 def _triple(sparse: Tensor) -> Tensor:
     return sparse.mul_(3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_modes_of_scripted_modules_are_put_back() -> None:
+    scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    scripted.train()
+    state = TorchState([scripted])
+    scripted.eval()
+    state.restore()
+    assert all(module.training for module in scripted.modules())

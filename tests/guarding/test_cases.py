@@ -66,6 +66,8 @@ class TestCase:
             ({"device": "auto"}, "neither a card nor a device is given: name a card to simulate"),
             ({"device": "auto", "gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
             ({"device": "tpu"}, "the device is 'tpu': take cpu, cuda or cuda:N"),
+            ({"device": 1}, "the device is 1: take cpu, cuda or cuda:N"),
+            ({"optimizer": ["Adam"]}, r"the optimizer is \['Adam'\]: give a name of torch.optim"),
             ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
             ({"target_batch": None}, "train.py has no target batch: say how many"),
             ({"micro_batch": 65}, "the micro-batch 65 is more than a rank's share .* 64: take a smaller"),

@@ -151,6 +151,18 @@ class Shuffling(Mlp):
         return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
 
 
+class ShufflingLoss(nn.Module):
+    """Likewise, within a model that returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Mlp()
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        mixed = 0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()]
+        return functional.cross_entropy(self.model(mixed), targets)
+
+
 class SortedNormalised(nn.Module):
     """Draws in another order, which are no cause, and BatchNorm, which is."""
 

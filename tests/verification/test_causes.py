@@ -175,6 +175,12 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         ("aten.rand (planted_causes.py)",),
         "before it is cut",
     ),
+    "samples mixed where only the loss is returned": (
+        pairs(lambda model, batch: model(*batch), planted.ShufflingLoss),
+        "randomness",
+        ("aten.rand (planted_causes.py)",),
+        "before it is cut",
+    ),
     "a loop that does not divide": (classes(small.Mlp, accumulate=loops.undivided), "accumulate", (), "count / total"),
     "a loop that divides twice": (
         classes(small.Mlp, accumulate=loops.twice_divided),

@@ -100,6 +100,10 @@ class Slots:
         self.content = content
 
 
+class MoreSlots(Slots):
+    __slots__ = "more"
+
+
 @dataclasses.dataclass
 class Derived:
     ids: Tensor
@@ -114,6 +118,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "objects": ((rows(2), [Opaque(rows(2))]), r"batch\[1\] has the length 1, batch\[0\] has 2"),
     "object with a nest": ((rows(2), Opaque({"a": [rows(2)]})), r"batch\[1\] is an Opaque"),
     "object with slots": ((rows(2), Slots(rows(2))), r"batch\[1\] is a Slots"),
+    "object with a base's slots": ((rows(2), MoreSlots(rows(2))), r"batch\[1\] is a MoreSlots"),
     "set of tensors": ((rows(2), {rows(2)}), r"batch\[1\] is a set, which cannot be split"),
     "iterator": ((rows(2), iter([1, 2])), r"batch\[1\] is a list_iterator"),
     "module": ((rows(2), torch.nn.Linear(1, 1)), r"batch\[1\] is a Linear, which cannot be split"),
@@ -198,6 +203,20 @@ def test_moves_tensors_in_objects() -> None:
 def test_moves_nothing_that_is_there() -> None:
     batch = {"x": rows(2), "nest": (rows(2), [rows(2)])}
     assert move_batch(batch, "cpu") is batch
+    array = {"x": rows(2), "names": np.array(["a", "b"])}
+    assert move_batch(array, "cpu") is array
+
+
+def test_an_object_moves_by_its_own_method() -> None:
+    class Hidden(Opaque):
+        def to(self, device: torch.device) -> Hidden:
+            self.content, self.moved_to = self.content.to(device), device
+            return self
+
+    batch = [Hidden(rows(1))]
+    (moved,) = move_batch(batch, "meta")
+    assert (moved.moved_to.type, moved.content.device.type) == ("meta", "meta")
+    assert batch[0].content.device.type == "cpu"
 
 
 def test_refuses_parts_of_different_form() -> None:

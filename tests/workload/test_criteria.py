@@ -240,6 +240,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "functional none": (functools.partial(F.mse_loss, reduction="none"), r"mse_loss has reduction='none'"),
     "batchmean elsewhere": (nn.MSELoss(reduction="batchmean"), r"MSELoss has reduction='batchmean'"),
     "not a loss": (F.softmax, r"softmax is none of the criteria"),
+    "smoothed classes without weight": (
+        nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.1),
+        r"CrossEntropyLoss smooths labels, and a class has weight 0: .*: give ignore_index",
+    ),
+    "deprecated sum": (functools.partial(F.cross_entropy, size_average=False), r"deprecated size_average"),
     "positional partial": (functools.partial(F.mse_loss, torch.zeros(1)), r"fixes its first arguments"),
 }
 

@@ -85,6 +85,13 @@ def test_a_batchnorm_of_the_file_s_own_is_no_mode(write: Write, line: str) -> No
     assert load_workload("model.py").batchnorm == "micro"
 
 
+def test_helpers_named_as_the_pair_are_the_file_s_own(write: Write) -> None:
+    write(GOOD + "    def split(text): return text.split()\n    def size(t, dim): return t.shape[dim]\n")
+    workload = load_workload("model.py")
+    assert workload.split is None
+    assert workload.size is None
+
+
 def test_a_criterion_that_the_loss_names_is_a_part_of_it(write: Write) -> None:
     loss = "    def loss(model, batch): return criterion(model(batch[0]), batch[1])\n"
     loaded = load_workload(str(write(GOOD + loss)))

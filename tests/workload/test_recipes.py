@@ -18,6 +18,10 @@ LABELS = (torch.zeros(3, 4), torch.tensor([0, 1, 2]))
 REAL = (torch.zeros(3, 4), torch.zeros(3, 4))
 
 
+class Attributes(dict[str, Tensor]):
+    """A loss may read its attributes."""
+
+
 def mean(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0])).mean()
 
@@ -89,6 +93,7 @@ class Record:
         ([X, X], {"list": ["tensor", "tensor"]}),
         ({"x": X, "n": 3}, {"dict": {"x": "tensor", "n": "other"}}),
         (UserDict(x=X), {"mapping": {"x": "tensor"}}),
+        (Attributes(x=X), {"mapping": {"x": "tensor"}}),
         (({"ids": X}, X), {"tuple": [{"dict": {"ids": "tensor"}}, "tensor"]}),
         ((X, ["a", "b", "c"]), {"tuple": ["tensor", "other"]}),
         ([{"x": torch.ones(2)}] * 3, "other"),

@@ -19,6 +19,8 @@ _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _LEAST_SPLIT_MIB: Final = 20
 _WITHOUT_EFFECT: Final = ("release_lock_on_", "graph_capture_", "pinned_")
 """How keys begin that concern memory of the host, locks or captured graphs."""
+_COLLECTION: Final = "garbage_collection_threshold"
+"""Heeded only with a share of the card (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,13 @@ def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
 
 def _read(variable: str, text: str) -> AllocatorSettings:
     changes: dict[str, Any] = {}
+    collects = False
     for entry in filter(None, re.split(r",(?![^\[]*\])", "".join(text.split()))):
         key, _, value = entry.partition(":")
         if key.startswith(_WITHOUT_EFFECT) or entry in _AS_SIMULATED:
+            continue
+        if key == _COLLECTION:
+            collects = True
             continue
         try:
             if key not in _KEYS:
@@ -86,7 +92,12 @@ def _read(variable: str, text: str) -> AllocatorSettings:
         except ValueError as error:
             hint = "leave that key out, or write what torch takes"
             raise UsageError(f"{variable} has {entry}, {error}", hint=hint) from None
-    return AllocatorSettings(**changes)
+    settings = AllocatorSettings(**changes)
+    if collects and settings.memory_fraction < 1:
+        raise UsageError(
+            f"{variable} has {_COLLECTION} beside a share of the card, which is not simulated", hint="leave one out"
+        )
+    return settings
 
 
 def _split(value: str) -> int:

@@ -31,6 +31,7 @@ def read(text: str) -> AllocatorSettings:
         ("throw_on_cudamalloc_oom:False", {}),
         ("pinned_use_cuda_host_register:True,pinned_num_register_threads:8,release_lock_on_cudamalloc:True", {}),
         ("graph_capture_record_stream_reuse:True", {}),
+        ("garbage_collection_threshold:0.8,max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
     ],
 )
 def test_reads_what_torch_reads(text: str, changed: dict[str, Any]) -> None:
@@ -45,6 +46,7 @@ def test_reads_what_torch_reads(text: str, changed: dict[str, Any]) -> None:
         ("expandable_segments:true", "torch knows only True and False"),
         ("max_split_size_mb:19", "at least 20: leave that key out, or write what torch takes"),
         ("max_split_size_mb:lots", "at least 20"),
+        ("garbage_collection_threshold:0.8,per_process_memory_fraction:0.5", "beside a share of the card"),
         ("per_process_memory_fraction:1.5", "no share between 0 and 1"),
         ("roundup_power2_divisions:[1:2,>:4]", "only one power of two for all sizes"),
     ],
